@@ -226,7 +226,7 @@ class ServerSession:
 
     def version(self, model: int) -> int:
         """The version of the parameters that this worker has: how many updates they are the outcome of."""
-        return max(self.client.place(model).versions.values(), default=0)
+        return max(self.client.state(model).versions.values(), default=0)
 
     def tell_status(self, status: TrainingStatus) -> None:
         """Say how this worker's training goes, for whoever looks at the server."""

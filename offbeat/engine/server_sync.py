@@ -139,7 +139,7 @@ class ServerSync:
     @property
     def number(self) -> int:
         """The number of the next contribution."""
-        return self._client.place(self._model.number).clock
+        return self._client.state(self._model.number).clock
 
     @property
     def holds_gradient(self) -> bool:
@@ -268,7 +268,7 @@ class ServerSync:
         """Bring the newest parameters, which are here, to the model's device."""
         self._take_values()
         number = self._model.number
-        request = self._client.place(number).exchange
+        request = self._client.state(number).request
         self._context.history.record_server_parameters(number, self.step, self.values, request, brought=False)
 
     def state_dict(self) -> dict[str, Any]:

@@ -52,7 +52,7 @@ SOON = timedelta(seconds=10)
 
 def back_of(job: Job, **changes: Any) -> Reconnect:
     """What rank 1 would say that it was, as far as others can know."""
-    known = job.clients[0].place(0)
+    known = job.clients[0].state(0)
     said = {"life": known.life, "clock": known.clock, "version": known.version, "holds": False, "waits": True}
     return Reconnect(**{**said, **changes})
 

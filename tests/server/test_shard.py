@@ -99,17 +99,17 @@ class Worker:
         push, self.client._push = self.client._push, self._push_but_last  # type: ignore[method-assign]
         parts = [gradient[b.offset : b.offset + b.numel].clone() for b in self.blocks]
         self.client.exchange(0, parts, about=ContributionInfo(1.0, hyper(self.optimizer)))
-        place, deadline_s = self.client.place(0), time.monotonic() + SOON.total_seconds()
-        while place.missing != {len(self.blocks) - 1}:
+        state, deadline_s = self.client.state(0), time.monotonic() + SOON.total_seconds()
+        while state.missing != {len(self.blocks) - 1}:
             assert time.monotonic() < deadline_s, "they have not come back"
             time.sleep(0.001)
         self.client._push = push  # type: ignore[method-assign]
 
-    def _push_but_last(self, place: ModelState, clock: int) -> None:
-        assert place.parts is not None
-        place.await_all()
-        for block, part in list(place.parts.items())[:-1]:
-            link = self.client._links[place.shards[block]]
+    def _push_but_last(self, state: ModelState, clock: int) -> None:
+        assert state.parts is not None
+        state.await_all()
+        for block, part in list(state.parts.items())[:-1]:
+            link = self.client._links[state.shards[block]]
             link.send(pack(PushBlock(0, clock, block, DensePayload())), bytes_of(part))
 
 
@@ -213,14 +213,14 @@ def test_what_was_computed_from_samples_that_are_dealt_again_is_reported(
     (worker,) = workers(job)
     told: list[str] = []
     worker.client._tell = told.append
-    hand = worker.client.register_loader(
+    queue = worker.client.register_loader(
         RegisterLoader(loader=0, plan="p", world=1, samples=100, seed=0, shuffle=True, drop_last=False, batch=4)
     )
-    assert worker.client.draw(hand).wait(SOON)
+    assert worker.client.draw(queue).wait(SOON)
     before = worker.values.clone()
     assert not worker.bring(torch.full((100,), 1000.0), 4.0, used=((0, 99),)).is_counted
     assert torch.equal(worker.values, before)
-    lease = next(iter(hand.held))
+    lease = next(iter(queue.held))
     assert worker.bring(torch.ones(100), 4.0, used=((0, lease),)).is_counted
     assert not torch.equal(worker.values, before)
     look = worker.client.look()
@@ -247,9 +247,9 @@ def test_who_brings_other_data_is_refused_at_once(
     about = RegisterLoader(loader=0, plan="p", world=2, samples=100, seed=0, shuffle=True, drop_last=False, batch=4)
     team = workers(job)
     team[0].client.register_loader(about)
-    hand = team[1].client.register_loader(msgspec.structs.replace(about, batch=8))
+    queue = team[1].client.register_loader(msgspec.structs.replace(about, batch=8))
     with pytest.raises(DisagreementError, match="its loader has batch=8, that of the others 4"):
-        team[1].client.draw(hand).wait(SOON)
+        team[1].client.draw(queue).wait(SOON)
     assert said[-1] == "Refused", "else it would come back with the same"
 
 
@@ -364,12 +364,12 @@ def test_a_contribution_that_takes_very_long_counts_when_it_is_whole(together: C
     assert any(update.is_held for one in ledgers for update in one._updates), "it was taken out"
     assert all(len(one._journal.of(block)) <= 8 for one in ledgers for block in one._blocks)
     torch.testing.assert_close(fast.values, before, msg="as if it had not come")
-    place = slow.client.place(0)
+    state = slow.client.state(0)
     last = len(slow.blocks) - 1
-    assert place.parts is not None
-    body = bytes_of(place.parts[last])
-    job.loop.call(slow.client._links[place.shards[last]].send, pack(PushBlock(0, 0, last, DensePayload())), body)
-    assert place.exchange.wait(SOON)
+    assert state.parts is not None
+    body = bytes_of(state.parts[last])
+    job.loop.call(slow.client._links[state.shards[last]].send, pack(PushBlock(0, 0, last, DensePayload())), body)
+    assert state.request.wait(SOON)
     fast.step(torch.zeros(100))
     # Once as half a round, and once as its momentum.
     torch.testing.assert_close(before - fast.values, torch.full((100,), 0.25 * (8 + 4)))

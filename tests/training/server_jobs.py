@@ -112,7 +112,7 @@ def die_half_way(run: offbeat.Run) -> None:
 
     def hear_and_die(shard: int, message: Any) -> None:
         hear(shard, message)
-        if client.place(0).missing == {len(client.place(0).blocks) - 1}:
+        if client.state(0).missing == {len(client.state(0).blocks) - 1}:
             kill(os.getpid())
 
     client._push, client.hear = push, hear_and_die  # type: ignore[method-assign]

@@ -125,13 +125,13 @@ class Client:
         self.ranks: tuple[int, ...] = ()  # of the workers that the job begins with at the server, if not all below
         self._shard_hosts = tuple(hosts)
         self._tell = tell
-        self._route = ShardConnections(self, rank=rank, dials=dials, patience=patience)
+        self._connections = ShardConnections(self, rank=rank, dials=dials, patience=patience)
         self._answered: collections.deque[Answered] = collections.deque(maxlen=_MOST_ANSWERED)
-        self._links = self._route.links
-        self._places: dict[int, ModelState] = {}
+        self._links = self._connections.links
+        self._models: dict[int, ModelState] = {}
         self._questions: dict[int, tuple[AskAllWorkers, ServerRequest]] = {}
         self._looks: dict[int, ServerRequest] = {}
-        self._hands = LeaseQueues(self._say_if_up)
+        self._lease_queues = LeaseQueues(self._say_if_up)
         self._enrolled = 0  # the entry in which it has enrolled
         self._draws: dict[int, ServerRequest] = {}  # by loader
         self.transfers = StateTransfers(self._links)
@@ -144,7 +144,7 @@ class Client:
     def accept(self, link: PeerLink) -> ShardReceiver:
         """Take a link into use, in order of shards; returns what it hands frames to."""
         self._links.append(link)
-        return ShardReceiver(self, len(self._links) - 1, self._route.entry)
+        return ShardReceiver(self, len(self._links) - 1, self._connections.entry)
 
     async def connect(self, patience: timedelta) -> None:
         """Dial all shards for the first time.
@@ -153,7 +153,7 @@ class Client:
             NetworkError: if one cannot be reached in time.
             PeerError: if one refused.
         """
-        await self._route.connect(patience)
+        await self._connections.connect(patience)
 
     # -- called by the training thread ---------------------------------------------------------------------------
 
@@ -176,9 +176,9 @@ class Client:
             shards: which shard holds each block.
             values: [D] of each block; the first worker's are taken, and all are overwritten.
         """
-        place = ModelState(model, blocks, shards, values, plan=plan, layout=layout, optimizer=optimizer)
-        self._loop.call(self._open, place)
-        return place.exchange
+        state = ModelState(model, blocks, shards, values, plan=plan, layout=layout, optimizer=optimizer)
+        self._loop.call(self._open, state)
+        return state.request
 
     def exchange(
         self,
@@ -195,51 +195,51 @@ class Client:
             about: what it is; its `unused` is filled in.
             unused: names of parameters without a gradient.
         """
-        exchange = ServerRequest(sum(part.numel() * part.element_size() for part in parts))
-        self._loop.call(self._announce, model, exchange, dict(enumerate(parts)), about, unused)
-        return exchange
+        request = ServerRequest(sum(part.numel() * part.element_size() for part in parts))
+        self._loop.call(self._announce, model, request, dict(enumerate(parts)), about, unused)
+        return request
 
     def register_loader(self, about: RegisterLoader) -> LeaseQueue:
         """Take part in a loader's data; where the leases come."""
-        hand = self._hands.hold(about)
-        self._loop.call(self._enrol, hand)
-        return hand
+        queue = self._lease_queues.hold(about)
+        self._loop.call(self._enrol, queue)
+        return queue
 
-    def draw(self, hand: LeaseQueue) -> ServerRequest:
-        """Done when there is something in `hand.deals`, from which only the caller takes."""
-        exchange = ServerRequest()
-        self._loop.call(self._draw, hand, exchange)
-        return exchange
+    def draw(self, queue: LeaseQueue) -> ServerRequest:
+        """Done when there is something in `queue.deals`, from which only the caller takes."""
+        request = ServerRequest()
+        self._loop.call(self._draw, queue, request)
+        return request
 
-    def give_back(self, hand: LeaseQueue, numbers: Sequence[int]) -> None:
+    def give_back(self, queue: LeaseQueue, numbers: Sequence[int]) -> None:
         """Return these leases unused."""
-        self._loop.call(self._hands.give_back, hand.about.loader, numbers)
+        self._loop.call(self._lease_queues.give_back, queue.about.loader, numbers)
 
-    def out_of_memory(self, hand: LeaseQueue, count: int, numbers: Sequence[int]) -> None:
+    def out_of_memory(self, queue: LeaseQueue, count: int, numbers: Sequence[int]) -> None:
         """Return these leases, and what was not drawn: there was no memory for a batch of `count` samples."""
-        self._loop.call(self._hands.out_of_memory, hand.about.loader, count, [*numbers, *hand.take_undrawn()])
+        self._loop.call(self._lease_queues.out_of_memory, queue.about.loader, count, [*numbers, *queue.take_undrawn()])
 
     def data_state(self) -> ServerRequest:
         """Ask for the state of the data, for a checkpoint; in `ServerRequest.place`."""
-        exchange = ServerRequest()
-        self._loop.call(self._transfer, QueuedTransfer(exchange, self.transfers.get_data_state))
-        return exchange
+        request = ServerRequest()
+        self._loop.call(self._transfer, QueuedTransfer(request, self.transfers.get_data_state))
+        return request
 
     def set_data_state(self, place: bytes) -> ServerRequest:
         """Go on where `get_data_state` was called, on all workers; done when all are told so."""
-        exchange = ServerRequest()
-        self._loop.call(self._transfer, QueuedTransfer(exchange, self.transfers.set_data_state, (place,)))
-        return exchange
+        request = ServerRequest()
+        self._loop.call(self._transfer, QueuedTransfer(request, self.transfers.set_data_state, (place,)))
+        return request
 
-    def reseed(self, hand: LeaseQueue, seed: int) -> None:
+    def reseed(self, queue: LeaseQueue, seed: int) -> None:
         """The order of the data is that of another run, from whose checkpoint this one goes on."""
-        self._loop.call(self._hands.reseed, hand.about.loader, seed)
+        self._loop.call(self._lease_queues.reseed, queue.about.loader, seed)
 
     def look(self) -> ServerRequest:
         """Ask the coordinator for the status; in `ServerRequest.model_statuses`."""
-        exchange = ServerRequest()
-        self._loop.call(self._look, exchange)
-        return exchange
+        request = ServerRequest()
+        self._loop.call(self._look, request)
+        return request
 
     def tell_status(self, status: TrainingStatus) -> None:
         """Say how this worker's training goes, for whoever looks; lost if the coordinator is away."""
@@ -254,9 +254,9 @@ class Client:
             refresh: take the newest parameters of all models; else only if there were updates in the meantime.
             refusal: why what all are to do cannot be; the first one is in `ServerRequest.refused` of all.
         """
-        exchange = ServerRequest()
-        self._loop.call(self._ask, question, tuple(numbers), refresh, refusal[:MOST_REFUSAL], exchange)
-        return exchange
+        request = ServerRequest()
+        self._loop.call(self._ask, question, tuple(numbers), refresh, refusal[:MOST_REFUSAL], request)
+        return request
 
     def swap(self, part: str, *, whole: bool = False) -> ServerRequest:
         """Have another plan hold for all; done when it does, or does not: then why is in `ServerRequest.refused`.
@@ -265,35 +265,35 @@ class Client:
             part: of the plan, as TOML.
             whole: it is all of it.
         """
-        exchange = ServerRequest()
-        self._loop.call(self._swap, part, whole, exchange)
-        return exchange
+        request = ServerRequest()
+        self._loop.call(self._swap, part, whole, request)
+        return request
 
     def fetch(self, model: int) -> ServerRequest:
         """The optimizer's state at all shards, as it is now; in `ServerRequest.portions`."""
-        exchange = ServerRequest()
-        self._loop.call(self._transfer, QueuedTransfer(exchange, self.transfers.fetch, (self.place(model),)))
-        return exchange
+        request = ServerRequest()
+        self._loop.call(self._transfer, QueuedTransfer(request, self.transfers.fetch, (self.state(model),)))
+        return request
 
     def put(self, model: int, portions: Sequence[Portion]) -> ServerRequest:
         """Have the shards take over the optimizer's state, and the values of all blocks as they are here now.
 
         Done when they have, or when the others do not wait for that: then why is in `ServerRequest.refused`.
         """
-        exchange, place = ServerRequest(), self.place(model)
+        request, state = ServerRequest(), self.state(model)
         # Copied, since what it is given if it has to come back meanwhile lands there.
-        values = tuple(value.clone() for value in place.values)
-        due = QueuedTransfer(exchange, self.transfers.put, (StateUpload(place, values, tuple(portions)),))
+        values = tuple(value.clone() for value in state.values)
+        due = QueuedTransfer(request, self.transfers.put, (StateUpload(state, values, tuple(portions)),))
         self._loop.call(self._transfer, due)
-        return exchange
+        return request
 
     def trouble(self) -> str:
         """Say what is wrong with the server, in sentences; "" if nothing is known to be."""
-        return self._route.trouble()
+        return self._connections.trouble()
 
     def abort(self) -> None:
         """Leave without a word: the others are to miss this worker at once."""
-        self._loop.call(self._route.abort)
+        self._loop.call(self._connections.abort)
 
     def close(self, told_at: int | None = None) -> None:
         """Say good-bye to all shards.
@@ -303,125 +303,125 @@ class Client:
         """
         if told_at is not None:
             self._loop.call(self._leave, told_at)
-        self._loop.call(self._route.close)
+        self._loop.call(self._connections.close)
         for link in tuple(self._links):
             self._loop.run(link.close())
         self._links.clear()
 
     # -- on the event loop ---------------------------------------------------------------------------------------
 
-    def _open(self, place: ModelState) -> None:
-        place.swaps = max((other.swaps for other in self._places.values()), default=0)
-        self._places[place.model] = place
-        if self._failed(place.exchange):
+    def _open(self, state: ModelState) -> None:
+        state.swaps = max((other.swaps for other in self._models.values()), default=0)
+        self._models[state.model] = state
+        if self._failed(state.request):
             return
-        place.name_all()
-        if self._route.is_up:
-            self._enter(place)
+        state.name_all()
+        if self._connections.is_up:
+            self._enter(state)
 
-    def _enter(self, place: ModelState) -> None:
+    def _enter(self, state: ModelState) -> None:
         """Open the model; at the coordinator when all others have done so, because it then lets them send values."""
-        place.is_in = place.is_entering = place.is_outdated = False
-        place.going = None
-        place.await_all()
-        place.unopened = set(range(1, len(self._links)))
-        for shard in place.unopened or {0}:
-            self._open_at(place, shard)
+        state.is_in = state.is_entering = state.is_outdated = False
+        state.going = None
+        state.await_all()
+        state.unopened = set(range(1, len(self._links)))
+        for shard in state.unopened or {0}:
+            self._open_at(state, shard)
 
-    def _open_at(self, place: ModelState, shard: int) -> None:
-        assert place.optimizer is not None
+    def _open_at(self, state: ModelState, shard: int) -> None:
+        assert state.optimizer is not None
         details = ModelInfo(
             world=self.world,
             shards=len(self._links),
-            holders=len(set(place.shards)),
-            plan=place.plan,
-            layout=place.layout,
-            names=tuple(place.names),
-            blocks=place.held_by(shard),
-            optimizer=place.optimizer,
-            back=self._back(place, shard),
-            hosts=self._hosts_of(place),
+            holders=len(set(state.shards)),
+            plan=state.plan,
+            layout=state.layout,
+            names=tuple(state.names),
+            blocks=state.held_by(shard),
+            optimizer=state.optimizer,
+            back=self._back(state, shard),
+            hosts=self._hosts_of(state),
             ranks=self.ranks,
             seed=self._seed,
         )
-        self._links[shard].send(pack(OpenModel(place.model, self._route.entry)), pack(details))
+        self._links[shard].send(pack(OpenModel(state.model, self._connections.entry)), pack(details))
 
-    def _hosts_of(self, place: ModelState) -> int:
+    def _hosts_of(self, state: ModelState) -> int:
         """Count the hosts that hold its blocks."""
-        return len({self._shard_hosts[shard] for shard in place.shards} if self._shard_hosts else {0})
+        return len({self._shard_hosts[shard] for shard in state.shards} if self._shard_hosts else {0})
 
-    def _back(self, place: ModelState, shard: int) -> Reconnect | None:
-        if not place.life:
+    def _back(self, state: ModelState, shard: int) -> Reconnect | None:
+        if not state.life:
             return None
         return Reconnect(
-            life=place.life,
-            clock=place.clock,
-            version=place.version,
-            holds=place.parts is not None,
-            waits=place.waits or bool(self._questions),
-            weight=None if place.about is None else place.about.weight,
-            done=tuple(place.done),
+            life=state.life,
+            clock=state.clock,
+            version=state.version,
+            holds=state.parts is not None,
+            waits=state.waits or bool(self._questions),
+            weight=None if state.about is None else state.about.weight,
+            done=tuple(state.done),
             answered=tuple(self._answered),
-            swaps=place.swaps,
+            swaps=state.swaps,
             secret=self._secrets.get(shard, b""),
         )
 
     def _announce(
         self,
         model: int,
-        exchange: ServerRequest,
+        request: ServerRequest,
         parts: Mapping[int, torch.Tensor],
         about: ContributionInfo,
         unused: tuple[str, ...],
     ) -> None:
-        place = self._places[model]
-        place.exchange, place.parts = exchange, parts
+        state = self._models[model]
+        state.request, state.parts = request, parts
         # A parameter without elements is in no block.
-        known = tuple(place.names[name] for name in unused if name in place.names)
-        place.about = msgspec.structs.replace(about, unused=known)
-        if self._failed(exchange):
+        known = tuple(state.names[name] for name in unused if name in state.names)
+        state.about = msgspec.structs.replace(about, unused=known)
+        if self._failed(request):
             return
-        if place.is_in:
-            self._say(Announce(model, place.clock, place.about))
-            exchange.announced += (place.clock,)
-            if not place.is_gated:
-                self._push(place, place.clock)
-        elif place.is_outdated:
-            self._come_again(place)
+        if state.is_in:
+            self._say(Announce(model, state.clock, state.about))
+            request.announced += (state.clock,)
+            if not state.is_gated:
+                self._push(state, state.clock)
+        elif state.is_outdated:
+            self._come_again(state)
 
-    def _come_again(self, place: ModelState) -> None:
-        place.is_outdated = False
-        self._open_at(place, 0)
+    def _come_again(self, state: ModelState) -> None:
+        state.is_outdated = False
+        self._open_at(state, 0)
 
-    def _swap(self, part: str, whole: bool, exchange: ServerRequest) -> None:
-        if self._failed(exchange):
+    def _swap(self, part: str, whole: bool, request: ServerRequest) -> None:
+        if self._failed(request):
             return
-        if not self._places:
-            exchange.refused = "Cannot swap anything yet: training has not begun. Call run.prepare first."
-        elif not self._route.is_up:
-            exchange.refused = "Cannot swap anything now: the connection to the server is lost. Try again later."
-        if exchange.refused:
-            exchange.finish()
+        if not self._models:
+            request.refused = "Cannot swap anything yet: training has not begun. Call run.prepare first."
+        elif not self._connections.is_up:
+            request.refused = "Cannot swap anything now: the connection to the server is lost. Try again later."
+        if request.refused:
+            request.finish()
             return
         number, self._asked_swaps = self._asked_swaps, self._asked_swaps + 1
-        self._swaps[number] = exchange
+        self._swaps[number] = request
         self._say(SwapPlan(number, part, whole))
 
-    def _look(self, exchange: ServerRequest) -> None:
+    def _look(self, request: ServerRequest) -> None:
         number, self._looked = self._looked, self._looked + 1
-        self._looks[number] = exchange
-        if not self._failed(exchange) and self._route.is_up:
+        self._looks[number] = request
+        if not self._failed(request) and self._connections.is_up:
             self._say(GetStatus(number))
 
     def _transfer(self, due: QueuedTransfer) -> None:
-        if not self._failed(due.exchange):
+        if not self._failed(due.request):
             self._transfers_due.append(due)
             self._begin_transfers()
 
     @property
     def _can_transfer(self) -> bool:
         """Whether all shards know this worker as one that trains all its models, also if it has to come again first."""
-        return self._route.is_up and all(place.is_in or place.is_outdated for place in self._places.values())
+        return self._connections.is_up and all(state.is_in or state.is_outdated for state in self._models.values())
 
     def _begin_transfers(self) -> None:
         """Begin transfers that are due; if they cannot begin now, they do when all models are open again."""
@@ -430,52 +430,52 @@ class Client:
             for one in due:
                 self.transfers.begin(one)
 
-    def _enrol(self, hand: LeaseQueue | None = None) -> None:
+    def _enrol(self, queue: LeaseQueue | None = None) -> None:
         """Take part in this loader's data; in all loaders' after coming to the job again."""
-        if hand is None or self._enrolled != self._route.entry:
-            self._enrolled = self._route.entry
-            self._hands.enrol()
+        if queue is None or self._enrolled != self._connections.entry:
+            self._enrolled = self._connections.entry
+            self._lease_queues.enrol()
         else:
-            self._hands.enrol(hand)
+            self._lease_queues.enrol(queue)
 
-    def _draw(self, hand: LeaseQueue, exchange: ServerRequest) -> None:
-        if not self._failed(exchange):
-            self._draws[hand.about.loader] = exchange
-            self._hands.want(hand, exchange.finish)
+    def _draw(self, queue: LeaseQueue, request: ServerRequest) -> None:
+        if not self._failed(request):
+            self._draws[queue.about.loader] = request
+            self._lease_queues.want(queue, request.finish)
 
     def _say_if_up(self, message: FromData) -> None:
         """Send to the coordinator unless it is away: then all is said again when it is back."""
-        if self._route.is_up and self._enrolled == self._route.entry and self._links:
+        if self._connections.is_up and self._enrolled == self._connections.entry and self._links:
             self._say(message)
 
     def _ask(
-        self, question: str, numbers: tuple[float, ...], refresh: bool, refusal: str, exchange: ServerRequest
+        self, question: str, numbers: tuple[float, ...], refresh: bool, refusal: str, request: ServerRequest
     ) -> None:
-        if not self._places:
-            exchange.finish(ModelError(f"Cannot ask all workers for {question}: call run.prepare first."))
+        if not self._models:
+            request.finish(ModelError(f"Cannot ask all workers for {question}: call run.prepare first."))
             return
         number, self._asked = self._asked, self._asked + 1
         ask = AskAllWorkers(number, question, refresh, numbers, refusal)
-        self._questions[number] = (ask, exchange)
-        if self._failed(exchange):
+        self._questions[number] = (ask, request)
+        if self._failed(request):
             return
-        for place in self._places.values():
-            if place.is_outdated:
-                self._come_again(place)
-        if self._route.is_up and self._can_ask:
+        for state in self._models.values():
+            if state.is_outdated:
+                self._come_again(state)
+        if self._connections.is_up and self._can_ask:
             self._say(ask)
 
     @property
     def _can_ask(self) -> bool:
         """Whether this worker takes part in all its models; a question steps out of them, in place of a pull."""
-        return all(place.is_in and not place.is_entering for place in self._places.values())
+        return all(state.is_in and not state.is_entering for state in self._models.values())
 
     def _leave(self, step: int) -> None:
         if self._links:
             self._say(LeaveAfter(step))
 
     def _tell_status(self, status: TrainingStatus) -> None:
-        if self._route.is_up and self._links:
+        if self._connections.is_up and self._links:
             self._say(TellStatus(status))
 
     def _say(
@@ -497,7 +497,7 @@ class Client:
     def lose(self, error: OffbeatError, entry: int) -> None:
         """A shard is gone, or has gone on without this worker: come back."""
         if self._error is None:
-            self._route.lose(error, entry)
+            self._connections.lose(error, entry)
 
     def stranded(self, error: OffbeatError) -> None:
         """Handle the loss of all links."""
@@ -508,19 +508,19 @@ class Client:
         self._swaps.clear()
         if self._plans is not None:
             self._plans.let_go()
-        for place in self._places.values():
-            place.is_in = place.is_outdated = False
+        for state in self._models.values():
+            state.is_in = state.is_outdated = False
 
     def arrived(self) -> None:
         """Open all models: there are links to all shards again."""
-        for place in self._places.values():
-            self._enter(place)
+        for state in self._models.values():
+            self._enter(state)
         for number in self._looks:
             self._say(GetStatus(number))
 
-    def _failed(self, exchange: ServerRequest) -> bool:
+    def _failed(self, request: ServerRequest) -> bool:
         if self._error is not None:
-            exchange.finish(self._error)
+            request.finish(self._error)
         return self._error is not None
 
     def fail(self, error: OffbeatError) -> None:
@@ -529,52 +529,52 @@ class Client:
         if self._plans is not None:
             self._plans.let_go()
         self.transfers.fail(self._error)
-        exchanges = [place.exchange for place in self._places.values()]
+        requests = [state.request for state in self._models.values()]
         questions = [asked for _, asked in self._questions.values()]
-        due = [one.exchange for one in self._transfers_due]
-        for exchange in [
-            *exchanges,
+        due = [one.request for one in self._transfers_due]
+        for request in [
+            *requests,
             *questions,
             *self._looks.values(),
             *self._draws.values(),
             *self._swaps.values(),
             *due,
         ]:
-            if not exchange.done():
-                exchange.finish(self._error)
+            if not request.done():
+                request.finish(self._error)
 
-    def place(self, model: int) -> ModelState:
+    def state(self, model: int) -> ModelState:
         """The state of a model.
 
         Raises:
             PeerError: if this worker did not open it.
         """
-        if model not in self._places:
+        if model not in self._models:
             raise PeerError(f"The server speaks of model {model}, which was not opened.")
-        return self._places[model]
+        return self._models[model]
 
     def hear(self, shard: int, message: ToWorker) -> None:
         """Handle a shard's message."""
         match message:
             case ModelOpened(model=model):
-                self._opened(self.place(model), shard, message)
+                self._opened(self.state(model), shard, message)
             case Granted(model=model, clock=clock):
-                self._push(self.place(model), clock)
+                self._push(self.state(model), clock)
             case ReleaseWorker(model=model):
-                self._go(self.place(model), message)
+                self._go(self.state(model), message)
             case SnapshotAck(model=model, clock=clock):
-                done = self.place(model).done
+                done = self.state(model).done
                 while done and done[0][0] < clock:
                     done.popleft()
             case Notice(text=text):
                 self._tell(text)
             case LeaseGrants():
-                self._hands.deal(message)
+                self._lease_queues.deal(message)
             case PullBlock(model=model, block=block, version=version, number=number):
-                place = self.place(model)
-                place.versions[block] = version
-                place.take(block, number)
-                self._finish(place)
+                state = self.state(model)
+                state.versions[block] = version
+                state.take(block, number)
+                self._finish(state)
             case AllWorkersAnswer(
                 number=number, numbers=numbers, workers=workers, disagreement=disagreement, refused=refused
             ):
@@ -589,7 +589,7 @@ class Client:
             case TransferDone(number=number):
                 self.transfers.done(number)
             case Evicted(reason=reason):
-                self.lose(NetworkError(f"The server continued without this worker: {reason}."), self._route.entry)
+                self.lose(NetworkError(f"The server continued without this worker: {reason}."), self._connections.entry)
             case PlanProposed(number=number, plan=plan):
                 digest, refusal, passed, pushed = self._judge(plan)
                 self._say(PlanAgreement(number, digest, refusal[:MOST_REFUSAL], passed, pushed))
@@ -606,54 +606,54 @@ class Client:
         return ("", "it can go by no other", 0, 0) if self._plans is None else self._plans.judge(plan)
 
     def _adopt(self, adopt: AdoptPlan) -> None:
-        for place in self._places.values():
-            place.plan, place.swaps = adopt.plan, adopt.number  # should it come to the job again
+        for state in self._models.values():
+            state.plan, state.swaps = adopt.plan, adopt.number  # should it come to the job again
         if self._plans is not None:
             self._plans.adopt(adopt.plan, adopt.text, adopt.border)
 
-    def _opened(self, place: ModelState, shard: int, message: ModelOpened) -> None:
-        self._route.survives = message.survives
+    def _opened(self, state: ModelState, shard: int, message: ModelOpened) -> None:
+        self._connections.survives = message.survives
         if message.secret:
             self._secrets[shard] = message.secret
         if message.wants_values:
-            self._fill(place, shard)
+            self._fill(state, shard)
         if message.later:
-            place.is_outdated = True
-            if self._enrolled != self._route.entry:
+            state.is_outdated = True
+            if self._enrolled != self._connections.entry:
                 self._enrol()  # it may wait for data, and without has nothing to come with
-            if place.parts is not None or self._questions:  # it has its contribution by now
-                self._come_again(place)
+            if state.parts is not None or self._questions:  # it has its contribution by now
+                self._come_again(state)
             self._begin_transfers()
             return
-        if shard in place.unopened:
-            place.unopened.discard(shard)
-            if not place.unopened:
-                self._open_at(place, 0)
-        place.new_life = message.life
+        if shard in state.unopened:
+            state.unopened.discard(shard)
+            if not state.unopened:
+                self._open_at(state, 0)
+        state.new_life = message.life
 
-    def _go(self, place: ModelState, go: ReleaseWorker) -> None:
-        was_in, place.is_in, place.is_gated = place.is_in, True, go.waits
+    def _go(self, state: ModelState, go: ReleaseWorker) -> None:
+        was_in, state.is_in, state.is_gated = state.is_in, True, go.waits
         if not was_in:
-            if not place.life:
+            if not state.life:
                 self._asked = max(self._asked, go.asked)
-            if place.life != place.new_life:
-                place.done.clear()  # what was lost is counted
-            place.life = place.new_life
-            if self._enrolled != self._route.entry:
+            if state.life != state.new_life:
+                state.done.clear()  # what was lost is counted
+            state.life = state.new_life
+            if self._enrolled != self._connections.entry:
                 self._enrol()
-        if not was_in and place.parts is not None and not go.values:
-            assert place.about is not None
-            place.clock = go.step
-            self._say(Announce(place.model, place.clock, place.about))
-            place.exchange.announced += (place.clock,)
+        if not was_in and state.parts is not None and not go.values:
+            assert state.about is not None
+            state.clock = go.step
+            self._say(Announce(state.model, state.clock, state.about))
+            state.request.announced += (state.clock,)
             return
         if go.values:
-            exchange = place.exchange
-            exchange.fate = go.fate
-            exchange.step, exchange.staleness = go.step, go.staleness
-            exchange.is_counted, exchange.life = go.counted, place.life
-        place.going, place.is_entering = go, place.is_entering or not was_in
-        self._finish(place)
+            request = state.request
+            request.fate = go.fate
+            request.step, request.staleness = go.step, go.staleness
+            request.is_counted, request.life = go.counted, state.life
+        state.going, state.is_entering = go, state.is_entering or not was_in
+        self._finish(state)
 
     def _ask_again(self) -> None:
         """Ask again what was asked and not answered, once all models are open again."""
@@ -669,38 +669,38 @@ class Client:
             look.model_statuses = model_statuses
             look.finish()
 
-    def _fill(self, place: ModelState, shard: int) -> None:
-        for block, holder in enumerate(place.shards):
+    def _fill(self, state: ModelState, shard: int) -> None:
+        for block, holder in enumerate(state.shards):
             if holder == shard:
-                self._links[shard].send(pack(InitBlock(place.model, block)), bytes_of(place.values[block]))
+                self._links[shard].send(pack(InitBlock(state.model, block)), bytes_of(state.values[block]))
 
-    def _push(self, place: ModelState, clock: int) -> None:
-        parts = place.parts
-        if parts is None or clock != place.clock:
-            raise PeerError(f"The server granted contribution {clock}, this worker has {place.clock}.")
-        place.await_all()
+    def _push(self, state: ModelState, clock: int) -> None:
+        parts = state.parts
+        if parts is None or clock != state.clock:
+            raise PeerError(f"The server granted contribution {clock}, this worker has {state.clock}.")
+        state.await_all()
         for block, part in parts.items():
-            payload = payload_of(part, place.blocks[block].dtype)
-            self._links[place.shards[block]].send(pack(PushBlock(place.model, clock, block, payload)), bytes_of(part))
+            payload = payload_of(part, state.blocks[block].dtype)
+            self._links[state.shards[block]].send(pack(PushBlock(state.model, clock, block, payload)), bytes_of(part))
 
-    def _finish(self, place: ModelState) -> None:
-        go = place.going
-        if go is None or (go.values and place.missing):
+    def _finish(self, state: ModelState) -> None:
+        go = state.going
+        if go is None or (go.values and state.missing):
             return
-        if go.counted and place.about is not None:
-            place.done.append((place.clock, place.about.weight))
-        place.going, place.clock = None, go.step
+        if go.counted and state.about is not None:
+            state.done.append((state.clock, state.about.weight))
+        state.going, state.clock = None, go.step
         if go.values:
-            if place.about is not None:
-                self._hands.brought(place.about.used)
-            place.parts, place.version = None, go.version
-            place.await_all()
-            self._route.progressed()
-            self._say(PullDone(place.model, place.clock))
-            place.exchange.versions = tuple(place.versions[block.index] for block in place.blocks)
-            place.exchange.finish()
-        if place.is_entering:
-            place.is_entering = False
+            if state.about is not None:
+                self._lease_queues.brought(state.about.used)
+            state.parts, state.version = None, go.version
+            state.await_all()
+            self._connections.progressed()
+            self._say(PullDone(state.model, state.clock))
+            state.request.versions = tuple(state.versions[block.index] for block in state.blocks)
+            state.request.finish()
+        if state.is_entering:
+            state.is_entering = False
             self._ask_again()
 
 

@@ -36,7 +36,7 @@ class ModelState:
     shards: Sequence[int]
     values: Sequence[torch.Tensor]
     clock: int = 0
-    exchange: ServerRequest = field(default_factory=ServerRequest)
+    request: ServerRequest = field(default_factory=ServerRequest)
     parts: Mapping[int, torch.Tensor] | None = None
     missing: set[int] = field(default_factory=set)  # blocks that have not come with this number:
     number: int = 0  # the highest that came with `PullBlock` for the step that it waits for
@@ -61,7 +61,7 @@ class ModelState:
     @property
     def waits(self) -> bool:
         """Whether the training thread waits for the parameters, so that they may be overwritten."""
-        return not self.exchange.is_over
+        return not self.request.is_over
 
     def expects(self, block: int, number: int) -> bool:
         """Whether this block may come; also once more, with a greater number."""

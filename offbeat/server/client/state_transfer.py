@@ -26,11 +26,11 @@ class QueuedTransfer(NamedTuple):
     """A transfer that is to begin, or has begun.
 
     Args:
-        exchange: who waits for it.
-        begin: a method of `StateTransfers`; called with a number, `exchange` and `arguments`.
+        request: who waits for it.
+        begin: a method of `StateTransfers`; called with a number, `request` and `arguments`.
     """
 
-    exchange: ServerRequest
+    request: ServerRequest
     begin: Callable[..., None]
     arguments: tuple[Any, ...] = ()
 
@@ -39,12 +39,12 @@ class StateUpload(NamedTuple):
     """The state that is put in place of the shards' own.
 
     Args:
-        place: the model's.
+        state: the model's.
         values: [D] of each block.
         portions: the optimizer's state.
     """
 
-    place: ModelState
+    state: ModelState
     values: Sequence[torch.Tensor]
     portions: Sequence[Portion]
 
@@ -65,26 +65,26 @@ class StateTransfers:
         """Begin a transfer; all shards are there."""
         number, self._count = self._count, self._count + 1
         self._under_way[number] = due
-        due.begin(number, due.exchange, *due.arguments)
+        due.begin(number, due.request, *due.arguments)
 
-    def get_data_state(self, number: int, exchange: ServerRequest) -> None:
+    def get_data_state(self, number: int, request: ServerRequest) -> None:
         """Ask where the data is."""
         self._links[0].send(pack(GetDataState(number)))
 
-    def set_data_state(self, number: int, exchange: ServerRequest, place: bytes) -> None:
+    def set_data_state(self, number: int, request: ServerRequest, place: bytes) -> None:
         """Have everybody go on in the data at `place`."""
         self._links[0].send(pack(SetDataState(number)), place)
 
-    def fetch(self, number: int, exchange: ServerRequest, place: ModelState) -> None:
+    def fetch(self, number: int, request: ServerRequest, state: ModelState) -> None:
         """Ask all shards for the optimizer's state."""
-        exchange.portions, exchange.left = [], len(self._links)
+        request.portions, request.left = [], len(self._links)
         for link in self._links:
-            link.send(pack(FetchState(place.model, number)))
+            link.send(pack(FetchState(state.model, number)))
 
-    def put(self, number: int, exchange: ServerRequest, load: StateUpload) -> None:
+    def put(self, number: int, request: ServerRequest, load: StateUpload) -> None:
         """Have the shards take over the optimizer's state and the values of all blocks, once all others wait for it."""
-        exchange.left = len(self._links)
-        self._links[0].send(pack(RequestReplacement(load.place.model, number)))
+        request.left = len(self._links)
+        self._links[0].send(pack(RequestReplacement(load.state.model, number)))
 
     def may_put(self, number: int, refused: str) -> None:
         """A shard takes what is put from now on; or none does, and why."""
@@ -93,61 +93,61 @@ class StateTransfers:
             return
         if refused:
             del self._under_way[number]
-            due.exchange.refused = refused
-            due.exchange.finish()
+            due.request.refused = refused
+            due.request.finish()
             return
-        due.exchange.left -= 1
-        if not due.exchange.left:
-            self._put_all(number, due.exchange, *due.arguments)
+        due.request.left -= 1
+        if not due.request.left:
+            self._put_all(number, due.request, *due.arguments)
 
-    def _put_all(self, number: int, exchange: ServerRequest, load: StateUpload) -> None:
-        place, values, portions = load
-        exchange.left = len(self._links)
-        for block in place.blocks:
-            link = self._links[place.shards[block.index]]
-            link.send(pack(PutState(place.model, block.index)), bytes_of(values[block.index]))
+    def _put_all(self, number: int, request: ServerRequest, load: StateUpload) -> None:
+        state, values, portions = load
+        request.left = len(self._links)
+        for block in state.blocks:
+            link = self._links[state.shards[block.index]]
+            link.send(pack(PutState(state.model, block.index)), bytes_of(values[block.index]))
         for it in portions:
             tensor = it.tensor.contiguous()
             dtype = str(tensor.dtype).removeprefix("torch.")
-            put = PutState(place.model, it.block, place.names[it.name], it.key, dtype, tensor.ndim == 0)
-            self._links[place.shards[it.block]].send(pack(put), bytes_of(tensor.reshape(-1)))
+            put = PutState(state.model, it.block, state.names[it.name], it.key, dtype, tensor.ndim == 0)
+            self._links[state.shards[it.block]].send(pack(put), bytes_of(tensor.reshape(-1)))
         for link in self._links:
-            link.send(pack(PutStateDone(place.model, number)))
+            link.send(pack(PutStateDone(state.model, number)))
 
-    def lands(self, message: StatePart, size_bytes: int, place: ModelState) -> memoryview:
+    def lands(self, message: StatePart, size_bytes: int, state: ModelState) -> memoryview:
         """The memory for a part of the optimizer's state.
 
         Raises:
             PeerError: if it was not asked for, or cannot be.
         """
         due = self._under_way.get(message.number)
-        dtype, names = STATE_DTYPES.get(message.dtype), tuple(place.names)
-        if due is None or dtype is None or message.name >= len(names) or message.block >= len(place.blocks):
+        dtype, names = STATE_DTYPES.get(message.dtype), tuple(state.names)
+        if due is None or dtype is None or message.name >= len(names) or message.block >= len(state.blocks):
             raise PeerError("The server sends a state that was not asked for.")
-        pieces = {piece.name: piece.numel for piece in place.blocks[message.block].pieces}
+        pieces = {piece.name: piece.numel for piece in state.blocks[message.block].pieces}
         numel = 1 if message.single else pieces.get(names[message.name], 0)
         if size_bytes != numel * dtype.itemsize:
             raise PeerError(f"The server sends {size_bytes} bytes for a state of {numel} elements.")
         flat = torch.empty(numel, dtype=dtype)
         name = names[message.name]
-        due.exchange.portions.append(Portion(message.block, name, message.key, flat[0] if message.single else flat))
+        due.request.portions.append(Portion(message.block, name, message.key, flat[0] if message.single else flat))
         return bytes_of(flat)
 
     def stock(self, message: DataState, place: bytes) -> None:
         """Handle the state of the data, or why it cannot be there."""
         due = self._under_way.pop(message.number, None)
         if due is not None:
-            due.exchange.place = place
-            due.exchange.finish(ModelError(message.refused) if message.refused else None)
+            due.request.place = place
+            due.request.finish(ModelError(message.refused) if message.refused else None)
 
     def done(self, number: int) -> None:
         """A shard is done with it."""
         due = self._under_way.get(number)
         if due is not None:
-            due.exchange.left -= 1
-            if not due.exchange.left:
+            due.request.left -= 1
+            if not due.request.left:
                 del self._under_way[number]
-                due.exchange.finish()
+                due.request.finish()
 
     def interrupt(self) -> list[QueuedTransfer]:
         """The shards are lost, and may come back: what is to begin again then."""
@@ -157,4 +157,4 @@ class StateTransfers:
     def fail(self, error: OffbeatError) -> None:
         """The shards are lost: none comes to its end."""
         for due in self.interrupt():
-            due.exchange.finish(error)
+            due.request.finish(error)
