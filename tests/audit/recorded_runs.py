@@ -50,7 +50,7 @@ class Recorded:
     def _train(self, worker: Worker) -> None:
         history, client, rank = HistoryRecorder(), worker.client, worker.client.rank
         history.open(self.folder, job=JOB, rank=rank)
-        history.record_model(0, self.plan, self.job.shard.table(0).details.world, worker.parameters.values())
+        history.record_model(0, self.plan, self.job.shard.model_shard(0).details.world, worker.parameters.values())
         generator = torch.Generator().manual_seed(rank)
         for step in range(self.steps):
             if self.leaves.get(rank) == step:

@@ -104,8 +104,8 @@ class Job(Together):
 
     @property
     def policy(self) -> Policy:
-        assert self.shard._lead is not None
-        return self.shard._lead.models[0].runner.policy
+        assert self.shard._coordinator is not None
+        return self.shard._coordinator.models[0].runner.policy
 
 
 @pytest.fixture

@@ -152,8 +152,8 @@ def test_any_json_is_a_pool_or_a_refusal(plain: Any) -> None:
 @settings(max_examples=100)
 @given(place=st.binary(max_size=40) | st.sampled_from([b"[" * 100_000, b"\xff", b"{}", b"null", b"{}{}", b'{"0":']))
 def test_any_bytes_are_answered_with_a_sentence(place: bytes) -> None:
-    lead = Coordinator(lambda plan: pytest.fail(plan), check_hyper=check_hyper)
-    assert lead._data.load(place) or place == b"{}"
+    coordinator = Coordinator(lambda plan: pytest.fail(plan), check_hyper=check_hyper)
+    assert coordinator._data.load(place) or place == b"{}"
 
 
 @pytest.mark.parametrize("which", [0, 1])

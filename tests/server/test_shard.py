@@ -326,10 +326,10 @@ def test_half_a_contribution_is_taken_out_of_every_block(together: Callable[...,
             optimizer.step()
             for worker in team:
                 assert torch.equal(worker.values, reference.detach())
-    (seen,) = [seen for scene in job.shard._lead.status(0.0) for seen in scene.workers if seen.worker == 2]  # type: ignore[union-attr]
+    (seen,) = [seen for scene in job.shard._coordinator.status(0.0) for seen in scene.workers if seen.worker == 2]  # type: ignore[union-attr]
     assert (seen.applied, seen.lost) == (2, 1)
     for shard in (job.shard, *job.others):
-        assert not shard.table(0)._ledger._updates, "nothing is remembered any more"
+        assert not shard.model_shard(0)._scheduler._updates, "nothing is remembered any more"
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -344,7 +344,7 @@ def test_without_order_the_others_have_gone_on_and_the_server_ends_without_it(
     touched = (goes_on.values - before).abs() > 100
     assert 0 < touched.sum() < 100, "it has computed on half of it"
     job.kill(1)
-    while job.shard._lead.status(0.0)[0].workers[1].phase != "gone":  # type: ignore[union-attr]
+    while job.shard._coordinator.status(0.0)[0].workers[1].phase != "gone":  # type: ignore[union-attr]
         time.sleep(0.001)
     for _ in range(20):  # longer than anything is kept
         goes_on.step(torch.zeros(100))
@@ -360,9 +360,9 @@ def test_a_contribution_that_takes_very_long_counts_when_it_is_whole(together: C
     slow.push_but_last(torch.full((100,), 8.0))
     for _ in range(30):
         fast.step(torch.zeros(100))
-    ledgers = [shard.table(0)._ledger for shard in (job.shard, *job.others)]
-    assert any(update.is_held for one in ledgers for update in one._updates), "it was taken out"
-    assert all(len(one._journal.of(block)) <= 8 for one in ledgers for block in one._blocks)
+    schedulers = [shard.model_shard(0)._scheduler for shard in (job.shard, *job.others)]
+    assert any(update.is_held for one in schedulers for update in one._updates), "it was taken out"
+    assert all(len(one._undo_log.of(block)) <= 8 for one in schedulers for block in one._blocks)
     torch.testing.assert_close(fast.values, before, msg="as if it had not come")
     state = slow.client.state(0)
     last = len(slow.blocks) - 1
@@ -383,7 +383,7 @@ def test_a_worker_has_brought_what_it_pulled_although_word_of_it_comes_later(
     job = together(policy, 2, 2)
     (other,) = job.others
     late: list[PushDone] = []
-    tell = other._tell_chief
+    tell = other._tell_coordinator
 
     def tell_later(message: FromShard) -> None:
         if isinstance(message, PushDone):
@@ -391,7 +391,7 @@ def test_a_worker_has_brought_what_it_pulled_although_word_of_it_comes_later(
         else:
             tell(message)
 
-    other._tell_chief = tell_later  # type: ignore[method-assign]
+    other._tell_coordinator = tell_later  # type: ignore[method-assign]
     team = workers(job)
     with ThreadPoolExecutor(2) as pool:
         for _ in range(4):

@@ -28,13 +28,13 @@ class SnapshotBuilder:
     """The builder of one shard's snapshots, one at a time: `begin`, `take` for each block, and `written` is called.
 
     Args:
-        archive: where they go.
+        snapshots: where they go.
         job: its name.
         written: called with number, whether it could be written, and the seconds that it took.
     """
 
-    def __init__(self, archive: SnapshotStore, job: str, written: Callable[[int, bool, float], None]) -> None:
-        self.archive = archive
+    def __init__(self, snapshots: SnapshotStore, job: str, written: Callable[[int, bool, float], None]) -> None:
+        self.snapshots = snapshots
         self._job, self._written = job, written
         self._missing: set[tuple[int, int]] = set()
         self._tensors: list[tuple[SnapshotTensor, torch.Tensor]] = []
@@ -97,7 +97,7 @@ class SnapshotBuilder:
         snapshot, self._tensors = Snapshot(self._header, self._tensors), []
         began_s = time.perf_counter()
         loop = asyncio.get_running_loop()
-        self.writing = loop.run_in_executor(None, self.archive.write, snapshot, self._keep)
+        self.writing = loop.run_in_executor(None, self.snapshots.write, snapshot, self._keep)
 
         def done(writing: asyncio.Future[bool]) -> None:
             self._header = self.writing = None
