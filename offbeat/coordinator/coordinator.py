@@ -33,6 +33,7 @@ from offbeat.coordinator.events import (
     WorkerOpened,
     WorkerSaid,
 )
+from offbeat.coordinator.instructions import ConsentTimer, ControllerTimer, PolicyTimer
 from offbeat.coordinator.job_record import JobRecord
 from offbeat.coordinator.members import Membership
 from offbeat.coordinator.plan_swap import PlanSwaps
@@ -247,11 +248,11 @@ class Coordinator:
         if self._job.is_over:
             return
         match event.timer:
-            case ("policy", model):
+            case PolicyTimer(model=model):
                 self._decisions.wake(model)
-            case ("controller", _):
+            case ControllerTimer():
                 self._controller.on_time()
-            case ("consent", number):
+            case ConsentTimer(number=number):
                 self._swaps.consent(number)
 
     # -- plans and their controllers -----------------------------------------------------------------------------

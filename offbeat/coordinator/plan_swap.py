@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from offbeat.coordinator.instructions import ConsentTimer
 from offbeat.coordinator.plan_proposal import PlanProposal
 from offbeat.errors import PeerError, PlanError
 from offbeat.protocol.plan_swap import AdoptPlan, PlanProposed
@@ -133,7 +134,7 @@ class PlanSwaps:
             return
         self._propose_to_all(parts, [tell], workers, "the controller", reason)
         if self._proposal is not None:
-            self._out.set_timer(("consent", self._proposal.number), self._now_s() + CONSENT_S)
+            self._out.set_timer(ConsentTimer(self._proposal.number), self._now_s() + CONSENT_S)
 
     def consent(self, number: int) -> None:
         """Count all who have not voted by now on this proposal of a controller as agreeing."""
