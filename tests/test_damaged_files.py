@@ -23,7 +23,7 @@ from offbeat.loading import position
 from offbeat.safe_read import MOST_BYTES, UnreadableError, open_file, read_file
 from offbeat.server.optimizers import check_hyper
 from offbeat.server.shard.snapshot_store import SnapshotStore
-from offbeat.server.snapshot import Snapshot, about, read
+from offbeat.server.snapshot import Snapshot, describe_tensor, read
 from offbeat.wire.frame import head
 from tests.history.test_log import chunk
 from tests.server.test_snapshot import snapshot
@@ -287,7 +287,7 @@ def test_any_bit_of_a_history_may_be_another_behind_its_checksums(tmp_path: Path
 def test_any_bit_of_a_snapshot_may_be_another_behind_its_checksums() -> None:
     whole = snapshot(1)
     header = msgspec.msgpack.encode(whole.header)
-    what = msgspec.msgpack.encode(about(0, 5, "w", "momentum", torch.zeros(3)))
+    what = msgspec.msgpack.encode(describe_tensor(0, 5, "w", "momentum", torch.zeros(3)))
     body = bytes(12)
 
     def refused(header: bytes, what: bytes) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from offbeat.control import EventMetrics
-from offbeat.history import WorkerReturned, told
+from offbeat.history import WorkerReturned, policy_step
 from offbeat.protocol.status import ModelStatus, WorkerStatus
 from offbeat.sync import Adopted, Apply, Drop, Joined, Left, Release, State, adoption
 from offbeat.sync.state import observe
@@ -182,7 +182,7 @@ class PolicyRunner:
         if self.started:
             return self._decide(event)
         self.state = observe(self.state, event)
-        self.record(told(self.model, event, (), asked=False))
+        self.record(policy_step(self.model, event, (), asked=False))
         self.event_metrics.hear(event, (), self.state)
         return self.start_if_all_are_here() if isinstance(event, Left) else ()
 
@@ -195,7 +195,7 @@ class PolicyRunner:
             self._count(stage.before, stage.actions)
         actions = tuple(action for stage in stages for action in stage.actions)
         apart = len(stages[0].actions) if len(stages) > 1 else 0
-        self.record(told(self.model, event, actions, asked=True, change=change, ends=ends, apart=apart))
+        self.record(policy_step(self.model, event, actions, asked=True, change=change, ends=ends, apart=apart))
         self.event_metrics.hear(event, actions, self.state)
         return actions
 

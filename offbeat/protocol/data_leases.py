@@ -124,8 +124,8 @@ FromData = RegisterLoader | RequestLease | ReturnLease | MemoryExhausted | GetDa
 ToData = LeaseGrants | DataState
 
 
-def dealt(loader: int, deal: Lease | EndOfEpoch) -> LeaseGrants:
-    """Tell a worker of one deal: a lease may have many pieces, and a frame's metadata has a bound."""
+def lease_grants(loader: int, deal: Lease | EndOfEpoch) -> LeaseGrants:
+    """Make the message of one deal: a lease may have many pieces, and a frame's metadata has a bound."""
     number, pieces = (deal.number, deal.pieces) if isinstance(deal, Lease) else (0, ())
     return LeaseGrants(loader, (Deal(number, deal.epoch, pieces),))
 

@@ -108,7 +108,7 @@ _header = msgspec.msgpack.Decoder(SnapshotHeader).decode
 _tensor_of = msgspec.msgpack.Decoder(SnapshotTensor).decode
 
 
-def about(model: int, block: int, name: str, key: str, tensor: torch.Tensor) -> SnapshotTensor:
+def describe_tensor(model: int, block: int, name: str, key: str, tensor: torch.Tensor) -> SnapshotTensor:
     """Describe a tensor."""
     return SnapshotTensor(model, block, name, key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 

@@ -11,7 +11,7 @@ import pytest
 from offbeat.batching import BatchTuning, EndOfEpoch, Lease, Leases
 from offbeat.coordinator.data_leases import LeaseManager
 from offbeat.errors import DisagreementError, PeerError
-from offbeat.protocol.data_leases import Deal, LeaseGrants, RegisterLoader, dealt, leases_of
+from offbeat.protocol.data_leases import Deal, LeaseGrants, RegisterLoader, lease_grants, leases_of
 
 SAMPLES = 37
 
@@ -299,7 +299,7 @@ def test_deals_travel() -> None:
     one = Class(1)
     one.enrol(0)
     for deal in (one.draw(0), EndOfEpoch(4)):
-        assert leases_of(dealt(0, deal), SAMPLES) == [deal]
+        assert leases_of(lease_grants(0, deal), SAMPLES) == [deal]
 
 
 @pytest.mark.parametrize("piece", [(0, 5, 5), (0, 6, 5), (0, 0, SAMPLES + 1)])

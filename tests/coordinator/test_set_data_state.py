@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from offbeat.batching import BatchTuning, Leases
 from offbeat.coordinator.coordinator import Coordinator
 from offbeat.errors import ModelError, PeerError
-from offbeat.protocol.data_leases import LeaseGrants, dealt
+from offbeat.protocol.data_leases import LeaseGrants, lease_grants
 from offbeat.server.optimizers import check_hyper
 from tests.coordinator.test_data_leases import SAMPLES, Class
 
@@ -103,7 +103,7 @@ def go_on(dealer: LeaseManager) -> None:
     for _ in range(10):
         for worker in range(3):
             for deal in dealer.take(worker, 0):
-                message = dealt(0, deal)
+                message = lease_grants(0, deal)
                 assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=LeaseGrants) == message
     (pool,) = dealer.epochs().values()
     for clock, number in enumerate([n for n, held in pool.held.items() if held.worker == 0]):

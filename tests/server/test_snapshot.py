@@ -17,7 +17,7 @@ from offbeat.protocol.messages import from_peer, pack
 from offbeat.protocol.shards import SnapshotSaved
 from offbeat.server.shard.snapshot_builder import SnapshotBuilder, SnapshotSchedule
 from offbeat.server.shard.snapshot_store import SnapshotStore
-from offbeat.server.snapshot import FORMAT, Snapshot, SnapshotHeader, SnapshotId, about, read, write
+from offbeat.server.snapshot import FORMAT, Snapshot, SnapshotHeader, SnapshotId, describe_tensor, read, write
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +32,7 @@ def snapshot(number: int, life: int = 7, job: str = "j", format_: int = FORMAT) 
     }
     return Snapshot(
         SnapshotHeader(format_, job, SnapshotId(number, life), 1, ()),
-        [(about(0, 5, name, key, tensor), tensor) for (name, key), tensor in tensors.items()],
+        [(describe_tensor(0, 5, name, key, tensor), tensor) for (name, key), tensor in tensors.items()],
     )
 
 

@@ -28,7 +28,7 @@ from offbeat.server.pushed_block import DTYPES
 from offbeat.server.shard.parameter_store import BlockImage, ParameterStore
 from offbeat.server.shard.update_recorder import UpdateRecorder
 from offbeat.server.shard.update_scheduler import ApplyUpdate, CaptureBlock, SendBlock, UndoUpdate, UpdateScheduler
-from offbeat.server.snapshot import about
+from offbeat.server.snapshot import describe_tensor
 from offbeat.sync import Apply
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class ModelShard:
         if not portion.key:  # the values come first; what state is not put after them is not there any more
             self.values(portion.block)
             self._store.forget_state(portion.block)
-        what = about(self.model, portion.block, portion.name, portion.key, portion.tensor)
+        what = describe_tensor(self.model, portion.block, portion.name, portion.key, portion.tensor)
         self.restore(what, portion.tensor)
         self._frozen.pop(portion.block, None)
         self._scheduler.forget(portion.block)

@@ -7,7 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from offbeat.server.snapshot import FORMAT, Snapshot, SnapshotHeader, SnapshotId, SnapshotModel, about
+from offbeat.server.snapshot import FORMAT, Snapshot, SnapshotHeader, SnapshotId, SnapshotModel, describe_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -78,9 +78,9 @@ class SnapshotBuilder:
         if self._header is None:  # it was given up
             return
         began_s = time.perf_counter()
-        self._tensors.append((about(model, block, "", "", values), values))
+        self._tensors.append((describe_tensor(model, block, "", "", values), values))
         for name, key, tensor in state:
-            self._tensors.append((about(model, block, name, key, tensor), tensor))
+            self._tensors.append((describe_tensor(model, block, name, key, tensor), tensor))
         self._missing.discard((model, block))
         self._copying_s += time.perf_counter() - began_s
         self._write_if_all_are_here()
