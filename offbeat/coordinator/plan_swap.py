@@ -4,8 +4,8 @@ What the controller of the plan decides is proposed as well. But a worker that i
 the very reason; it has agreed to all policies of the controller when it agreed to the plan. So a controller's proposal
 is refused by whoever says so, and taken as agreed to by whoever is silent for `CONSENT_S`.
 
-Under a plan without a server all are about to leave, at a border that they have agreed upon with it. Until then each
-comes there by itself, as with `ASP`, unless all are in step. If one is lost before, the plan before comes to hold
+Under a plan without a server all are about to leave, at a sync point that they have agreed upon with it. Until then
+each comes there by itself, as with `ASP`, unless all are in step. If one is lost before, the plan before comes to hold
 again, and all stay; but where workers go on without one that is lost, they leave without it.
 """
 
@@ -226,11 +226,11 @@ class PlanSwaps:
                 self._release(proposal.asked)
         else:
             took_ms = (self._now_s() - proposal.since_s) * 1e3
-            border = None
+            sync_point = None
             if not proposal.parts.is_served:
-                self._before, border, self.are_level = self.present, proposal.place, len(proposal.places) == 1
+                self._before, sync_point, self.are_level = self.present, proposal.sync_point, len(proposal.passed) == 1
             by = _listed(proposal.by)
-            text = self._adopt(proposal.parts, proposal.plan, self.count + 1, by, proposal.reason, took_ms, border)
+            text = self._adopt(proposal.parts, proposal.plan, self.count + 1, by, proposal.reason, took_ms, sync_point)
         for tell in proposal.tell:
             tell(text, proposal.refusal)
 
@@ -248,25 +248,25 @@ class PlanSwaps:
         by: str,
         reason: str = "",
         took_ms: float | None = None,
-        border: int | None = None,
+        sync_point: int | None = None,
     ) -> str:
         """Have another plan hold, the job's `count`-th swap; what is to be said of it.
 
         Args:
             by: who wanted it.
             took_ms: from the proposal until all had agreed.
-            border: how many places of their script the workers pass before they leave the server, if they do.
+            sync_point: how many places of their script the workers pass before they leave the server, if they do.
         """
         old, self.present, self.count = self.present, new, count
         assert old is not None
         text = f"{short_name(new.sync)} decides when workers may go on"
-        if border is not None:
+        if sync_point is not None:
             text += ", once all have left the server, which none has reached yet"
         text += "" if new.sync == old.sync else f", not {short_name(old.sync)} any more"
         text += f": {reason}" if reason else ""
-        if border is None and isinstance(new.sync, LocalSGD) and not isinstance(old.sync, LocalSGD):
+        if sync_point is None and isinstance(new.sync, LocalSGD) and not isinstance(old.sync, LocalSGD):
             text += "; each worker's own optimizer begins with what the server's has gathered, such as momentum"
-        if isinstance(old.sync, LocalSGD) and (border is not None or not isinstance(new.sync, LocalSGD)):
+        if isinstance(old.sync, LocalSGD) and (sync_point is not None or not isinstance(new.sync, LocalSGD)):
             text += "; the server's optimizer resumes from its own earlier state, not from the workers'"
         if old.controller is not None and new.controller != old.controller:
             text += f"; {short_name(old.controller)} has let go of it"
@@ -274,7 +274,7 @@ class PlanSwaps:
             text += f"; {short_name(new.controller)} swaps it from now on"
         agreed = "" if took_ms is None else f"wanted by {by}, agreed upon within {took_ms:.1f} ms; "
         text += f" ({agreed}plan {new.digest[:12]}, was {old.digest[:12]})."
-        self._adopted(new, AdoptPlan(plan, count, text, border), by)
+        self._adopted(new, AdoptPlan(plan, count, text, sync_point), by)
         return text
 
 

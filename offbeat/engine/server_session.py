@@ -19,6 +19,7 @@ from offbeat.plan import Plan
 from offbeat.protocol.checkpoints import LOADING
 from offbeat.protocol.plan_swap import LEAVING
 from offbeat.server.client.client import Client
+from offbeat.server.client.plan_judge import PlanVerdict
 from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
@@ -57,29 +58,27 @@ class ServerPlans:
         self.sync_point = SyncPoint()
         self._stays = stays
 
-    def judge(self, plan: str) -> tuple[str, str, int, int]:
-        """The digest of a plan that is proposed; or why this worker cannot go by it; and how many places it has passed.
+    def judge(self, plan: str) -> PlanVerdict:
+        """Judge a plan that is proposed: whether this worker can go by it.
 
-        And how many contributions it had pushed at the last of them.
-
-        If it is to leave the server, it passes no other place until it hears what becomes of it.
+        If it is to leave the server, it passes no place of its script from now on until it hears what becomes of it.
         """
         try:
             new = self.present.swapped(plan, whole=True)
         except PlanError as error:
-            return "", str(error), 0, 0
+            return PlanVerdict("", str(error))
         if new.is_served:
-            return new.digest, "", 0, 0
+            return PlanVerdict(new.digest)
         if refusal := self._stays(new):
-            return "", refusal, 0, 0
-        return new.digest, "", *self.sync_point.freeze()
+            return PlanVerdict("", refusal)
+        return PlanVerdict(new.digest, "", *self.sync_point.freeze())
 
-    def adopt(self, plan: str, text: str, place: int | None = None) -> None:
-        """Adopt this plan; all leave the server once they have passed `border` places, unless that is None."""
+    def adopt(self, plan: str, text: str, sync_point: int | None = None) -> None:
+        """Adopt this plan; all leave the server once they have passed `sync_point` places, unless that is None."""
         before, self.present = self.present, Plan.from_toml(plan)
         if text or self.present != before:
             self.notices.append(text or f"The plan of this job has become {short_name(self.present)}.")
-        self.sync_point.resume(place)
+        self.sync_point.resume(sync_point)
 
     def let_go(self) -> None:
         """The server is away."""

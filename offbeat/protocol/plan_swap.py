@@ -22,7 +22,7 @@ import msgspec
 
 from offbeat.protocol.bounds import Count, Text
 
-LEAVING = "whether all leave the server"  # asked by all at their border; how many they are
+LEAVING = "whether all leave the server"  # asked by all at their sync point; how many they are
 _Digest = Annotated[str, msgspec.Meta(max_length=64)]
 
 
@@ -70,7 +70,8 @@ class AdoptPlan(msgspec.Struct, tag=True, frozen=True):
     Args:
         number: how often the plan of the job was swapped.
         text: for people: what has changed, and both digests.
-        border: how many places of their script the workers pass before they leave the server; None if they stay.
+        border: the sync point: how many places of their script the workers pass before they leave the server; None if
+            they stay.
     """
 
     plan: Text

@@ -16,6 +16,7 @@ from offbeat.fabric import ParameterServer
 from offbeat.plan import Plan, table_of
 from offbeat.protocol.plan_swap import PlanAgreement, PlanProposed
 from offbeat.server.client.client import Client
+from offbeat.server.client.plan_judge import PlanVerdict
 from offbeat.sync import ASP, BSP, SSP, RoundRobin
 from tests.server.in_process import Together
 from tests.server.test_shard import SOON, Worker
@@ -34,7 +35,7 @@ def test_all_meet_at_the_first_place_that_nobody_has_passed() -> None:
     for worker, place in ((0, 3), (1, 7), (2, 5)):
         proposal.hear(worker, PlanAgreement(1, PLAN.digest, place=place))
     assert proposal.is_decided
-    assert proposal.place == 7
+    assert proposal.sync_point == 7
 
 
 @pytest.mark.parametrize(("second", "are_level"), [((3, 5), True), ((4, 5), False), ((3, 4), False)])
@@ -43,7 +44,7 @@ def test_who_is_within_a_step_is_not_level_with_who_is_behind_it(second: tuple[i
     proposal = PlanProposal(1, PLAN, "", [], 0.0, ["rank 0"], waiting={0, 1})
     for worker, (place, pushed) in enumerate(((3, 5), second)):
         proposal.hear(worker, PlanAgreement(1, PLAN.digest, place=place, pushed=pushed))
-    assert (len(proposal.places) == 1) == are_level
+    assert (len(proposal.passed) == 1) == are_level
 
 
 class Judge:
@@ -53,12 +54,12 @@ class Judge:
         self.present, self.refusal, self.digest = PLAN, "", ""
         self.adopted: list[Policy] = []
 
-    def judge(self, plan: str) -> tuple[str, str, int, int]:
+    def judge(self, plan: str) -> PlanVerdict:
         if self.refusal:
-            return "", self.refusal, 0, 0
-        return self.digest or self.present.swapped(plan).digest, "", 0, 0
+            return PlanVerdict("", self.refusal)
+        return PlanVerdict(self.digest or self.present.swapped(plan).digest)
 
-    def adopt(self, plan: str, text: str, border: int | None) -> None:
+    def adopt(self, plan: str, text: str, sync_point: int | None) -> None:
         self.present = Plan.from_toml(plan)
         self.adopted.append(self.present.sync)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import collections
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -48,6 +48,7 @@ from offbeat.protocol.training import (
 from offbeat.server.client.connections import ShardConnections
 from offbeat.server.client.lease_queue import LeaseQueues
 from offbeat.server.client.model_state import ModelState
+from offbeat.server.client.plan_judge import PlanVerdict
 from offbeat.server.client.receiver import ShardReceiver
 from offbeat.server.client.requests import ServerRequest
 from offbeat.server.client.state_transfer import QueuedTransfer, StateTransfers, StateUpload
@@ -67,28 +68,12 @@ if TYPE_CHECKING:
     from offbeat.server.blocks import Block
     from offbeat.server.client.connections import Dial
     from offbeat.server.client.lease_queue import LeaseQueue
+    from offbeat.server.client.plan_judge import PlanJudge
     from offbeat.server.optimizer_checkpoint import Portion
     from offbeat.wire.link import PeerLink
     from offbeat.wire.loop_thread import LoopThread
 
 _MOST_ANSWERED = 16
-
-
-class PlanJudge(Protocol):
-    """The judge of which plans a worker can go by. Called on the event loop's thread."""
-
-    def judge(self, plan: str) -> tuple[str, str, int, int]:
-        """The digest of a plan that is proposed, as TOML; why it cannot be, or ""; how many places were passed.
-
-        And how many contributions had been pushed at the last of them.
-        Under a plan without a server no place is passed from now on, until something is adopted, or `let_go`.
-        """
-
-    def adopt(self, plan: str, text: str, border: int | None) -> None:
-        """Adopt this plan; all leave the server once they have passed `border` places, unless that is None."""
-
-    def let_go(self) -> None:
-        """Give up waiting for the outcome of a proposal: it may never be heard."""
 
 
 class Client:
@@ -602,8 +587,8 @@ class Client:
             case Refused(reason=reason, disagrees=disagrees):
                 self.fail(DisagreementError(reason) if disagrees else PeerError(reason))
 
-    def _judge(self, plan: str) -> tuple[str, str, int, int]:
-        return ("", "it can go by no other", 0, 0) if self._plans is None else self._plans.judge(plan)
+    def _judge(self, plan: str) -> PlanVerdict:
+        return PlanVerdict("", "it can go by no other") if self._plans is None else self._plans.judge(plan)
 
     def _adopt(self, adopt: AdoptPlan) -> None:
         for state in self._models.values():
