@@ -2,7 +2,7 @@
 
     python -m offbeat.cli.shard_main FD [kept PID]
 
-Its settings come as JSON on standard input; its address, or why there is none, goes to FD.
+Its settings come as JSON on standard input; its `ShardAnnouncement`, also as JSON, goes to FD.
 
 It outlives the worker that started it: it ends when the last worker has gone, or when none has come in time. With
 `ShardSettings.restarts` this process only starts another one, which serves, and whenever that is killed, or told to
@@ -35,7 +35,7 @@ from offbeat.backoff import Backoff
 from offbeat.clock import WallClock
 from offbeat.errors import NetworkError, OffbeatError, PeerError
 from offbeat.exit_codes import how_it_ended
-from offbeat.server.launch import RestartNote, ShardProcess, ShardSettings, restart_backoff
+from offbeat.server.launch import RestartNote, ShardAnnouncement, ShardProcess, ShardSettings, restart_backoff
 from offbeat.wire import busy_poll
 
 if TYPE_CHECKING:
@@ -330,13 +330,18 @@ def main() -> None:
         return
     settings = msgspec.json.decode(said_to_us, type=ShardSettings)
 
-    def say(text: str) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            os.write(fd, f"{text}\n".encode())
-            os.close(fd)
-            said.append(text)
+    has_announced = False
 
-    said: list[str] = []
+    def announce(announcement: ShardAnnouncement) -> None:
+        nonlocal has_announced
+        with contextlib.suppress(BrokenPipeError):
+            os.write(fd, f"{announcement.to_json()}\n".encode())
+            os.close(fd)
+            has_announced = True
+
+    def say(address: str) -> None:
+        announce(ShardAnnouncement(address))
+
     try:
         if settings.restarts:
             look_after(settings, say)
@@ -346,10 +351,10 @@ def main() -> None:
             if busy_poll.run(serve(settings, say)) and is_kept:
                 sys.exit(_STOPPED)
     except OffbeatError as error:
-        if said:
+        if has_announced:
             _log.error("%s", error)
         else:
-            say(f"! {error}")
+            announce(ShardAnnouncement(error=str(error)))
 
 
 def _end_with_launcher() -> None:
