@@ -1,11 +1,12 @@
 """Messages of a plan swap.
 
-who wants it                 coordinator                          every worker, every shard
-  | -- Swap(number, part) ---> |                                            |
-  |                            | -- Proposed(number, plan) ---------------> |   workers only
-  |                            | <----- Agreed(number, digest, refusal) --- |
-  |                            | -- Adopt(plan) --------------------------> |   if all agree; else nothing has changed
-  | <- Swapped(number, ...) -- |
+who wants it                     coordinator                          every worker, every shard
+  | -- SwapPlan(number, part) -----> |                                                    |
+  |                                  | -- PlanProposed(number, plan) -------------------> |   workers only
+  |                                  | <----- PlanAgreement(number, digest, refusal) ---- |
+  |                                  | -- AdoptPlan(plan) ------------------------------> |   if all agree; else nothing
+  |                                  |                                                    |   has changed
+  | <----- SwapResult(number, ...) - |
 
 A controller of the plan, which lives at the coordinator, is who wants it as well; then silence is taken for consent.
 

@@ -1,7 +1,7 @@
 """Snapshots: the state that a shard keeps to go on after it was killed, and its file format.
 
     file = frames as on the wire (`offbeat.wire.frame`), each with its checksums:
-           Header's bytes | TensorOf + elements, once per tensor | Last
+           `SnapshotHeader` | `SnapshotTensor` + elements, once per tensor | `Last`
 
 A file without its `Last` was cut off; a frame that does not agree with its checksum is damaged: such a file is not
 read. Nothing in it is code.

@@ -211,7 +211,7 @@ class Client:
         return request
 
     def set_data_state(self, place: bytes) -> ServerRequest:
-        """Go on where `get_data_state` was called, on all workers; done when all are told so."""
+        """Go on where `data_state` was called, on all workers; done when all are told so."""
         request = ServerRequest()
         self._loop.call(self._transfer, QueuedTransfer(request, self.transfers.set_data_state, (place,)))
         return request

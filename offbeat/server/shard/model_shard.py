@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat.coordinator.loss import LostContribution
     from offbeat.history import Record
     from offbeat.protocol.messages import Decision
     from offbeat.protocol.training import ContributionInfo, ModelInfo
@@ -177,13 +176,13 @@ class ModelShard:
         self._perform(block)
         return missing
 
-    def decide(self, decision: Decision, *, stays: bool = False) -> LostContribution | None:
+    def decide(self, decision: Decision, *, stays: bool = False) -> Push | None:
         """Carry out a decision; returns what was lost by it.
 
         Args:
             stays: the worker that is gone, or admitted, only stepped out: it is the same as before.
         """
-        loss, is_due = None, True
+        lost, is_due = None, True
         match decision:
             case AdmitWorker(worker=worker, clock=clock):
                 self._scheduler.admit(worker, clock, stayed=stays)
@@ -196,7 +195,7 @@ class ModelShard:
             case ReleaseFromShard(worker=worker, step=step):
                 self._scheduler.release(worker, step)
             case WorkerRemoved(worker=worker):
-                loss = self._scheduler.lose(worker, stays=stays)
+                lost = self._scheduler.lose(worker, stays=stays)
             case CommitUpdates(worker=worker, clock=clock):
                 is_due = self._scheduler.commit((worker, clock))
             case WithdrawContribution(worker=worker, clock=clock):
@@ -204,7 +203,7 @@ class ModelShard:
                     self._snapshot_builder.give_up()
         if is_due:
             self._perform(None)
-        return loss
+        return lost
 
     def _perform(self, block: int | None) -> None:
         for action in self._scheduler.due(block):

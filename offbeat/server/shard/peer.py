@@ -22,7 +22,6 @@ from offbeat.tensors import bytes_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from offbeat.coordinator.loss import LostContribution
     from offbeat.protocol.checkpoints import StatePart
     from offbeat.protocol.data_leases import DataState
     from offbeat.protocol.messages import Decision, FromCoordinator, FromShard, FromWorker, ToWorker
@@ -69,7 +68,7 @@ class PeerHandler(Protocol):
 
     def adopt(self, adopt: AdoptPlan) -> None: ...
 
-    def decide(self, decision: Decision) -> LostContribution | None: ...
+    def decide(self, decision: Decision) -> Push | None: ...
 
     def refuse(self, reason: str) -> None: ...
 

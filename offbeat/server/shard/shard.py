@@ -78,7 +78,6 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat.coordinator.events import CoordinatorEvent
-    from offbeat.coordinator.loss import LostContribution
     from offbeat.coordinator.plan_proposal import DecidingParts
     from offbeat.history import Record
     from offbeat.protocol.data_leases import FromData
@@ -511,14 +510,14 @@ class Shard:
         for model_shard in self._model_shards.values():
             model_shard.adopt(adopt.plan, adopt.number)
 
-    def decide(self, decision: Decision) -> LostContribution | None:
+    def decide(self, decision: Decision) -> Push | None:
         """Carry out what the coordinator decided."""
-        loss = self._carry_out(decision)
+        lost = self._carry_out(decision)
         if isinstance(decision, WorkerRemoved) and decision.number:
             self._tell_coordinator(WorkerDrained(decision.model, decision.number))
-        return loss
+        return lost
 
-    def _carry_out(self, decision: Decision) -> LostContribution | None:
+    def _carry_out(self, decision: Decision) -> Push | None:
         if isinstance(decision, AllowReplacement):
             self._let_replace(decision)
             return None
@@ -530,10 +529,10 @@ class Shard:
         if decision.model not in self._model_shards:
             self._decided.setdefault(decision.model, []).append(decision)
             return None
-        loss = self._model_shards[decision.model].decide(decision, stays=stays)
+        lost = self._model_shards[decision.model].decide(decision, stays=stays)
         if isinstance(decision, AdmitWorker):
             self._take_what_came_early(decision)
-        return loss
+        return lost
 
     def _let_replace(self, decision: AllowReplacement) -> None:
         """A worker may put other parameters: from here on what the model has is not only of its contributions."""
@@ -662,7 +661,7 @@ class Shard:
         if self._coordinator_host is not None:
             self._coordinator_host.hear(event)
 
-    def send_to_shards(self, decision: Decision) -> LostContribution | None:
+    def send_to_shards(self, decision: Decision) -> Push | None:
         """Have all shards carry out what the coordinator decided; returns what this one lost by it."""
         for shard in self._shards:
             shard.say(decision)

@@ -43,7 +43,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from offbeat.coordinator.loss import LostContribution
 from offbeat.server.shard.undo_log import LoggedUpdate, UndoLog
 
 if TYPE_CHECKING:
@@ -270,8 +269,10 @@ class UpdateScheduler:
             after = tuple(self._updates)
         self._pulls[worker] = PendingPull(step, after, set(self._blocks))
 
-    def lose(self, worker: int, *, stays: bool = False) -> LostContribution | None:
-        """The worker is gone, until it is admitted again; what of it is in an update is committed or withdrawn then.
+    def lose(self, worker: int, *, stays: bool = False) -> Push | None:
+        """The worker is gone, until it is admitted again; returns its contribution that was on its way, and is lost.
+
+        What of it is in an update is committed or withdrawn then.
 
         Args:
             stays: it only steps out; what has come of a contribution that nobody has decided about is kept.
@@ -285,7 +286,7 @@ class UpdateScheduler:
         if stays or arrival.is_whole or self._update_of(push) is not None:
             return None
         del self._arrivals[push]
-        return LostContribution(push, len(self._blocks) - len(arrival.blocks)) if arrival.wanted else None
+        return push if arrival.wanted else None
 
     def due(self, block: int | None = None) -> Iterator[UndoUpdate | ApplyUpdate | CaptureBlock | SendBlock]:
         """Yield what can be done now, in order; it counts as done when it is yielded.
