@@ -140,7 +140,7 @@ class ServerSession:
         """
         asked = self.client.ask(question, numbers)
         waiter.wait(asked, WaitContext(question, outlives=True))
-        return asked.numbers
+        return asked.value.numbers
 
     def settle(self, waiter: BlockingWait) -> None:
         """Wait until all workers are here, and take the newest parameters of all models. Collective.
@@ -165,8 +165,8 @@ class ServerSession:
         self.is_brought = True
         asked = self.client.ask(LOADING, (brought, float(bool(refusal))), refresh=True, refusal=refusal)
         waiter.wait(asked, WaitContext("all workers to load the checkpoint", outlives=True))
-        if asked.numbers != (1.0, 0.0):
-            why = asked.refused or f"Rank {self.first}, which brings it to the server, is gone."
+        if asked.value.numbers != (1.0, 0.0):
+            why = asked.value.refused or f"Rank {self.first}, which brings it to the server, is gone."
             raise ModelError(f"Cannot load this state, because one of the workers cannot. {why}")
 
     def sum_up(self, waiter: BlockingWait) -> tuple[str, str]:
@@ -179,7 +179,7 @@ class ServerSession:
             waiter.wait(look, WaitContext("a last look at the server", outlives=True))
         except OffbeatError:
             return "", ""
-        statuses = look.model_statuses
+        statuses = look.value
         notices = [
             f"rank {one.worker}{f' with model {status.model}' if len(statuses) > 1 else ''}: {one.applied:,} applied"
             + (f", {one.dropped:,} dropped" if one.dropped else "")
@@ -203,8 +203,8 @@ class ServerSession:
         """
         asked = self.client.swap(plan, whole=True)
         waiter.wait(asked, WaitContext("a swap of the plan, on which all agree", outlives=True))
-        if asked.refused:
-            raise PlanError(asked.refused)
+        if refusal := asked.value:
+            raise PlanError(refusal)
 
     def leave(self, waiter: BlockingWait) -> tuple[int, ...]:
         """Come together with all workers that are there, and take the newest parameters; their ranks. Collective.
@@ -215,7 +215,7 @@ class ServerSession:
         place, bit = divmod(self.client.rank, _BITS)
         asked = self.client.ask(LEAVING, (*[0.0] * place, float(1 << bit)), refresh=True)
         waiter.wait(asked, WaitContext("all workers to leave the server", outlives=True))
-        sums = [int(number) for number in asked.numbers]
+        sums = [int(number) for number in asked.value.numbers]
         return tuple(_BITS * place + bit for place, one in enumerate(sums) for bit in range(_BITS) if one >> bit & 1)
 
     def abort(self) -> None:

@@ -440,7 +440,7 @@ class LoaderManager:
             if self._control.is_first:
                 asked = server.client.data_state()
                 self._waiter.wait(asked, WaitContext("the place in the data", outlives=True))
-                said = bytes(asked.place).decode()
+                said = asked.value.decode()
             reply = self._control.texts("the place in the data", said)
             lease_state = next(filter(None, reply.values()), "")
         return lease_state

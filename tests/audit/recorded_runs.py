@@ -61,7 +61,7 @@ class Recorded:
             weight = 1.0 + rank
             exchange = client.exchange(0, parts, about=ContributionInfo(weight, hyper(worker.optimizer)))
             assert exchange.wait(SOON)
-            history.record_server_parameters(0, step, [worker.values], exchange, samples=weight)
+            history.record_server_parameters(0, step, [worker.values], exchange.value, samples=weight)
         else:
             self.job.loop.call(self.job.ends[rank].cut, None)
         history.close()

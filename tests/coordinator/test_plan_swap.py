@@ -100,7 +100,7 @@ class Job(Together):
         for _, shard, message in self.held:
             self.loop.call(self._hear, shard, message)
 
-    def swap(self, rank: int, policy: Policy) -> ServerRequest:
+    def swap(self, rank: int, policy: Policy) -> ServerRequest[str]:
         return self.clients[rank].swap(tomli_w.dumps({"sync": table_of(policy)}))
 
     @property
@@ -127,7 +127,7 @@ def test_all_hear_of_it_and_go_on(job: Job) -> None:
     step_all(workers)
     swap = job.swap(1, ASP())
     assert swap.wait(SOON)
-    assert (swap.refused, job.policy) == ("", ASP())
+    assert (swap.value, job.policy) == ("", ASP())
     step_all(workers)
     assert [judge.adopted for judge in job.judges] == [[ASP()]] * 3
 
@@ -138,7 +138,7 @@ def test_one_that_cannot_keeps_the_old_plan_for_all(job: Job, refusal: str, dige
     job.judges[2].refusal, job.judges[2].digest = refusal, digest
     swap = job.swap(0, SSP(3))
     assert swap.wait(SOON)
-    assert f"Rank 2 cannot go by that plan: {refusal or 'it reads a plan with the digest'}" in swap.refused
+    assert f"Rank 2 cannot go by that plan: {refusal or 'it reads a plan with the digest'}" in swap.value
     step_all(workers)
     assert job.policy == BSP()
     assert [judge.adopted for judge in job.judges] == [[]] * 3
@@ -151,13 +151,13 @@ def test_two_swaps_at_once(job: Job) -> None:
     assert job.is_asked.wait(5)
     other, same = job.swap(1, RoundRobin()), job.swap(1, SSP(3))
     assert other.wait(SOON)
-    assert "another swap is under way" in other.refused
+    assert "another swap is under way" in other.value
     assert not first.is_over
     assert not same.is_over
     job.let_go()
     assert first.wait(SOON)
     assert same.wait(SOON)
-    assert (first.refused, same.refused, job.policy) == ("", "", SSP(3))
+    assert (first.value, same.value, job.policy) == ("", "", SSP(3))
     step_all(workers)
 
 
@@ -168,7 +168,7 @@ def test_who_is_lost_is_not_waited_for(job: Job) -> None:
     assert job.is_asked.wait(5)
     job.loop.call(job.ends[2].cut, NetworkError("It was killed."))
     assert swap.wait(SOON)
-    assert (swap.refused, job.policy) == ("", SSP(3))
+    assert (swap.value, job.policy) == ("", SSP(3))
     step_all(workers[:2])
 
 

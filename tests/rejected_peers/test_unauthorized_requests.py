@@ -42,6 +42,7 @@ from tests.rejected_peers.job import (
 from tests.rejected_peers.test_models import opened
 
 if TYPE_CHECKING:
+    from offbeat.protocol.training import AllWorkersAnswer
     from offbeat.server.client.requests import ServerRequest
     from offbeat.wire.link import PeerLink
 
@@ -153,7 +154,7 @@ def test_more_than_anybody_brings(job: Job) -> None:
     job.goes_on()
 
 
-def let_put(server: Job) -> tuple[PeerLink, Heard, str, list[ServerRequest]]:
+def let_put(server: Job) -> tuple[PeerLink, Heard, str, list[ServerRequest[AllWorkersAnswer]]]:
     """Rank 0, which may put now; its address, and what the others wait for."""
     server.begin()
     link, heard, _ = join(server)
@@ -210,7 +211,7 @@ def test_what_the_others_do_not_wait_for_is_refused(server: Job, refusal: str) -
     for wait in waits:
         if refusal:
             assert wait.wait(SOON)
-            assert wait.refused == "Rank 0: it is not brought"
+            assert wait.value.refused == "Rank 0: it is not brought"
         else:
             with pytest.raises(DisagreementError, match="the mean"):
                 wait.wait(SOON)

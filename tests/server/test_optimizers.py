@@ -219,7 +219,7 @@ def trained(make: Make, first: int, last: int, checkpoint: tuple[torch.Tensor, b
             worker.step(gradient)
         fetched = worker.client.fetch(0)
         assert fetched.wait(SOON)
-        return worker.values.clone(), to_bytes(gather(fetched.portions, worker.blocks))
+        return worker.values.clone(), to_bytes(gather(fetched.value, worker.blocks))
     finally:
         job.close()
 

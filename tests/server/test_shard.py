@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from offbeat.protocol.messages import FromShard
     from offbeat.server.client.client import Client
     from offbeat.server.client.model_state import ModelState
-    from offbeat.server.client.requests import ServerRequest
+    from offbeat.server.client.requests import PulledParameters
 
 SOON = timedelta(seconds=10)
 
@@ -88,11 +88,11 @@ class Worker:
 
     def bring(
         self, gradient: torch.Tensor, weight: float = 1.0, used: tuple[tuple[int, int], ...] = (), step: int = 0
-    ) -> ServerRequest:
+    ) -> PulledParameters:
         parts = [gradient[b.offset : b.offset + b.numel].clone() for b in self.blocks]
         exchange = self.client.exchange(0, parts, about=self.about(weight, used=used, step=step))
         assert exchange.wait(SOON)
-        return exchange
+        return exchange.value
 
     def push_but_last(self, gradient: torch.Tensor) -> None:
         """Bring all but the last block of a contribution, and wait until updates with the others have come back."""
@@ -225,7 +225,7 @@ def test_what_was_computed_from_samples_that_are_dealt_again_is_reported(
     assert not torch.equal(worker.values, before)
     look = worker.client.look()
     assert look.wait(SOON)
-    (seen,) = look.model_statuses[0].workers
+    (seen,) = look.value[0].workers
     assert (seen.applied, seen.dropped) == (1, 1)
     assert told == [
         "Contribution 0 of rank 0 (4 samples) is dropped: the samples that it was computed from are leased again."
@@ -294,7 +294,7 @@ def test_who_has_not_opened_the_model_yet_is_asked_too(together: Callable[[Polic
     Worker(job.clients[0])
     asked.append(job.clients[0].ask("how many", [10.0]))
     assert all(one.wait(SOON) for one in asked)
-    assert [one.numbers for one in asked] == [(12.0,)] * 3
+    assert [one.value.numbers for one in asked] == [(12.0,)] * 3
 
 
 # -- a worker is lost in the middle of a push --------------------------------------------------------------------------
@@ -403,7 +403,7 @@ def test_a_worker_has_brought_what_it_pulled_although_word_of_it_comes_later(
         list(pool.map(Worker.step, team, [torch.ones(100)] * 2))
     look = team[0].client.look()
     assert look.wait(SOON)
-    assert [(seen.applied, seen.lead <= 1) for seen in look.model_statuses[0].workers] == [(5, True), (5, True)]
+    assert [(seen.applied, seen.lead <= 1) for seen in look.value[0].workers] == [(5, True), (5, True)]
 
 
 @dataclass(frozen=True)

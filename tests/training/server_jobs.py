@@ -143,7 +143,7 @@ def look(run: offbeat.Run) -> list[WorkerStatus]:
     assert server is not None
     exchange = server.client.look()
     assert exchange.wait(timedelta(seconds=30))
-    return list(exchange.model_statuses[0].workers)
+    return list(exchange.value[0].workers)
 
 
 def wait_for_end(folder: Path) -> None:

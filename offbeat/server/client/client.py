@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import collections
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -50,8 +50,14 @@ from offbeat.server.client.lease_queue import LeaseQueues
 from offbeat.server.client.model_state import ModelState
 from offbeat.server.client.plan_judge import PlanVerdict
 from offbeat.server.client.receiver import ShardReceiver
-from offbeat.server.client.requests import ServerRequest
-from offbeat.server.client.state_transfer import QueuedTransfer, StateTransfers, StateUpload
+from offbeat.server.client.requests import PulledParameters, ServerRequest
+from offbeat.server.client.state_transfer import (
+    DataStateFetch,
+    DataStateUpload,
+    StateFetch,
+    StateTransfers,
+    StateUpload,
+)
 from offbeat.server.pushed_block import payload_of
 from offbeat.tensors import bytes_of
 
@@ -69,6 +75,7 @@ if TYPE_CHECKING:
     from offbeat.server.client.connections import Dial
     from offbeat.server.client.lease_queue import LeaseQueue
     from offbeat.server.client.plan_judge import PlanJudge
+    from offbeat.server.client.state_transfer import StateTransfer
     from offbeat.server.optimizer_checkpoint import Portion
     from offbeat.wire.link import PeerLink
     from offbeat.wire.loop_thread import LoopThread
@@ -105,7 +112,7 @@ class Client:
     ) -> None:
         self._loop = loop
         self._plans = plans
-        self._swaps: dict[int, ServerRequest] = {}
+        self._swaps: dict[int, ServerRequest[str]] = {}
         self.rank, self.world, self._seed = rank, world, seed
         self.ranks: tuple[int, ...] = ()  # of the workers that the job begins with at the server, if not all below
         self._shard_hosts = tuple(hosts)
@@ -114,13 +121,13 @@ class Client:
         self._answered: collections.deque[Answered] = collections.deque(maxlen=_MOST_ANSWERED)
         self._links = self._connections.links
         self._models: dict[int, ModelState] = {}
-        self._questions: dict[int, tuple[AskAllWorkers, ServerRequest]] = {}
-        self._looks: dict[int, ServerRequest] = {}
+        self._questions: dict[int, tuple[AskAllWorkers, ServerRequest[AllWorkersAnswer]]] = {}
+        self._looks: dict[int, ServerRequest[tuple[ModelStatus, ...]]] = {}
         self._lease_queues = LeaseQueues(self._say_if_up)
         self._enrolled = 0  # the entry in which it has enrolled
-        self._draws: dict[int, ServerRequest] = {}  # by loader
+        self._draws: dict[int, ServerRequest[None]] = {}  # by loader
         self.transfers = StateTransfers(self._links)
-        self._transfers_due: list[QueuedTransfer] = []
+        self._transfers_due: list[StateTransfer] = []
         self._asked_swaps = 0
         self._secrets: dict[int, bytes] = {}  # by shard, by which it knows this worker again
         self._asked = self._looked = 0  # questions are numbered alike on all workers
@@ -152,7 +159,7 @@ class Client:
         shards: Sequence[int],
         values: Sequence[torch.Tensor],
         optimizer: OptimizerSpec,
-    ) -> ServerRequest:
+    ) -> ServerRequest[PulledParameters]:
         """Take part in training a model; done when this worker has the parameters.
 
         Args:
@@ -172,7 +179,7 @@ class Client:
         *,
         about: ContributionInfo,
         unused: tuple[str, ...] = (),
-    ) -> ServerRequest:
+    ) -> ServerRequest[PulledParameters]:
         """Bring a contribution and wait for the parameters of the next step.
 
         Args:
@@ -180,7 +187,8 @@ class Client:
             about: what it is; its `unused` is filled in.
             unused: names of parameters without a gradient.
         """
-        request = ServerRequest(sum(part.numel() * part.element_size() for part in parts))
+        sent_bytes = sum(part.numel() * part.element_size() for part in parts)
+        request: ServerRequest[PulledParameters] = ServerRequest(sent_bytes)
         self._loop.call(self._announce, model, request, dict(enumerate(parts)), about, unused)
         return request
 
@@ -190,9 +198,9 @@ class Client:
         self._loop.call(self._enrol, queue)
         return queue
 
-    def draw(self, queue: LeaseQueue) -> ServerRequest:
+    def draw(self, queue: LeaseQueue) -> ServerRequest[None]:
         """Done when there is something in `queue.deals`, from which only the caller takes."""
-        request = ServerRequest()
+        request: ServerRequest[None] = ServerRequest()
         self._loop.call(self._draw, queue, request)
         return request
 
@@ -204,25 +212,25 @@ class Client:
         """Return these leases, and what was not drawn: there was no memory for a batch of `count` samples."""
         self._loop.call(self._lease_queues.out_of_memory, queue.about.loader, count, [*numbers, *queue.take_undrawn()])
 
-    def data_state(self) -> ServerRequest:
-        """Ask for the state of the data, for a checkpoint; in `ServerRequest.place`."""
-        request = ServerRequest()
-        self._loop.call(self._transfer, QueuedTransfer(request, self.transfers.get_data_state))
-        return request
+    def data_state(self) -> ServerRequest[bytes]:
+        """Ask for the state of the data, for a checkpoint."""
+        transfer = DataStateFetch()
+        self._loop.call(self._transfer, transfer)
+        return transfer.request
 
-    def set_data_state(self, place: bytes) -> ServerRequest:
+    def set_data_state(self, data_state: bytes) -> ServerRequest[None]:
         """Go on where `data_state` was called, on all workers; done when all are told so."""
-        request = ServerRequest()
-        self._loop.call(self._transfer, QueuedTransfer(request, self.transfers.set_data_state, (place,)))
-        return request
+        transfer = DataStateUpload(data_state)
+        self._loop.call(self._transfer, transfer)
+        return transfer.request
 
     def reseed(self, queue: LeaseQueue, seed: int) -> None:
         """The order of the data is that of another run, from whose checkpoint this one goes on."""
         self._loop.call(self._lease_queues.reseed, queue.about.loader, seed)
 
-    def look(self) -> ServerRequest:
-        """Ask the coordinator for the status; in `ServerRequest.model_statuses`."""
-        request = ServerRequest()
+    def look(self) -> ServerRequest[tuple[ModelStatus, ...]]:
+        """Ask the coordinator for the status of all models."""
+        request: ServerRequest[tuple[ModelStatus, ...]] = ServerRequest()
         self._loop.call(self._look, request)
         return request
 
@@ -232,45 +240,44 @@ class Client:
 
     def ask(
         self, question: str, numbers: Sequence[float] = (), *, refresh: bool = False, refusal: str = ""
-    ) -> ServerRequest:
-        """Ask all workers together; the sums of their numbers are in `ServerRequest.numbers`.
+    ) -> ServerRequest[AllWorkersAnswer]:
+        """Ask all workers together; the sums of their numbers are in the answer.
 
         Args:
             refresh: take the newest parameters of all models; else only if there were updates in the meantime.
-            refusal: why what all are to do cannot be; the first one is in `ServerRequest.refused` of all.
+            refusal: why what all are to do cannot be; the first one is in the answer of all.
         """
-        request = ServerRequest()
+        request: ServerRequest[AllWorkersAnswer] = ServerRequest()
         self._loop.call(self._ask, question, tuple(numbers), refresh, refusal[:MOST_REFUSAL], request)
         return request
 
-    def swap(self, part: str, *, whole: bool = False) -> ServerRequest:
-        """Have another plan hold for all; done when it does, or does not: then why is in `ServerRequest.refused`.
+    def swap(self, part: str, *, whole: bool = False) -> ServerRequest[str]:
+        """Have another plan hold for all; the answer is why it does not, or "".
 
         Args:
             part: of the plan, as TOML.
             whole: it is all of it.
         """
-        request = ServerRequest()
+        request: ServerRequest[str] = ServerRequest()
         self._loop.call(self._swap, part, whole, request)
         return request
 
-    def fetch(self, model: int) -> ServerRequest:
-        """The optimizer's state at all shards, as it is now; in `ServerRequest.portions`."""
-        request = ServerRequest()
-        self._loop.call(self._transfer, QueuedTransfer(request, self.transfers.fetch, (self.state(model),)))
-        return request
+    def fetch(self, model: int) -> ServerRequest[list[Portion]]:
+        """The optimizer's state at all shards, as it is now."""
+        transfer = StateFetch(self.state(model))
+        self._loop.call(self._transfer, transfer)
+        return transfer.request
 
-    def put(self, model: int, portions: Sequence[Portion]) -> ServerRequest:
+    def put(self, model: int, portions: Sequence[Portion]) -> ServerRequest[str]:
         """Have the shards take over the optimizer's state, and the values of all blocks as they are here now.
 
-        Done when they have, or when the others do not wait for that: then why is in `ServerRequest.refused`.
+        The answer is "" when they have, and why when the others do not wait for that.
         """
-        request, state = ServerRequest(), self.state(model)
+        state = self.state(model)
         # Copied, since what it is given if it has to come back meanwhile lands there.
-        values = tuple(value.clone() for value in state.values)
-        due = QueuedTransfer(request, self.transfers.put, (StateUpload(state, values, tuple(portions)),))
-        self._loop.call(self._transfer, due)
-        return request
+        transfer = StateUpload(state, tuple(value.clone() for value in state.values), tuple(portions))
+        self._loop.call(self._transfer, transfer)
+        return transfer.request
 
     def trouble(self) -> str:
         """Say what is wrong with the server, in sentences; "" if nothing is known to be."""
@@ -354,13 +361,13 @@ class Client:
     def _announce(
         self,
         model: int,
-        request: ServerRequest,
+        request: ServerRequest[PulledParameters],
         parts: Mapping[int, torch.Tensor],
         about: ContributionInfo,
         unused: tuple[str, ...],
     ) -> None:
         state = self._models[model]
-        state.request, state.parts = request, parts
+        state.request, state.parts, state.announced = request, parts, ()
         # A parameter without elements is in no block.
         known = tuple(state.names[name] for name in unused if name in state.names)
         state.about = msgspec.structs.replace(about, unused=known)
@@ -368,7 +375,7 @@ class Client:
             return
         if state.is_in:
             self._say(Announce(model, state.clock, state.about))
-            request.announced += (state.clock,)
+            state.announced += (state.clock,)
             if not state.is_gated:
                 self._push(state, state.clock)
         elif state.is_outdated:
@@ -378,29 +385,28 @@ class Client:
         state.is_outdated = False
         self._open_at(state, 0)
 
-    def _swap(self, part: str, whole: bool, request: ServerRequest) -> None:
+    def _swap(self, part: str, whole: bool, request: ServerRequest[str]) -> None:
         if self._failed(request):
             return
         if not self._models:
-            request.refused = "Cannot swap anything yet: training has not begun. Call run.prepare first."
-        elif not self._connections.is_up:
-            request.refused = "Cannot swap anything now: the connection to the server is lost. Try again later."
-        if request.refused:
-            request.finish()
+            request.finish("Cannot swap anything yet: training has not begun. Call run.prepare first.")
+            return
+        if not self._connections.is_up:
+            request.finish("Cannot swap anything now: the connection to the server is lost. Try again later.")
             return
         number, self._asked_swaps = self._asked_swaps, self._asked_swaps + 1
         self._swaps[number] = request
         self._say(SwapPlan(number, part, whole))
 
-    def _look(self, request: ServerRequest) -> None:
+    def _look(self, request: ServerRequest[tuple[ModelStatus, ...]]) -> None:
         number, self._looked = self._looked, self._looked + 1
         self._looks[number] = request
         if not self._failed(request) and self._connections.is_up:
             self._say(GetStatus(number))
 
-    def _transfer(self, due: QueuedTransfer) -> None:
-        if not self._failed(due.request):
-            self._transfers_due.append(due)
+    def _transfer(self, transfer: StateTransfer) -> None:
+        if not self._failed(transfer.request):
+            self._transfers_due.append(transfer)
             self._begin_transfers()
 
     @property
@@ -412,8 +418,8 @@ class Client:
         """Begin transfers that are due; if they cannot begin now, they do when all models are open again."""
         if self._can_transfer:
             due, self._transfers_due = self._transfers_due, []
-            for one in due:
-                self.transfers.begin(one)
+            for transfer in due:
+                self.transfers.begin(transfer)
 
     def _enrol(self, queue: LeaseQueue | None = None) -> None:
         """Take part in this loader's data; in all loaders' after coming to the job again."""
@@ -423,10 +429,10 @@ class Client:
         else:
             self._lease_queues.enrol(queue)
 
-    def _draw(self, queue: LeaseQueue, request: ServerRequest) -> None:
+    def _draw(self, queue: LeaseQueue, request: ServerRequest[None]) -> None:
         if not self._failed(request):
             self._draws[queue.about.loader] = request
-            self._lease_queues.want(queue, request.finish)
+            self._lease_queues.want(queue, lambda: request.finish(None))
 
     def _say_if_up(self, message: FromData) -> None:
         """Send to the coordinator unless it is away: then all is said again when it is back."""
@@ -434,10 +440,15 @@ class Client:
             self._say(message)
 
     def _ask(
-        self, question: str, numbers: tuple[float, ...], refresh: bool, refusal: str, request: ServerRequest
+        self,
+        question: str,
+        numbers: tuple[float, ...],
+        refresh: bool,
+        refusal: str,
+        request: ServerRequest[AllWorkersAnswer],
     ) -> None:
         if not self._models:
-            request.finish(ModelError(f"Cannot ask all workers for {question}: call run.prepare first."))
+            request.fail(ModelError(f"Cannot ask all workers for {question}: call run.prepare first."))
             return
         number, self._asked = self._asked, self._asked + 1
         ask = AskAllWorkers(number, question, refresh, numbers, refusal)
@@ -488,8 +499,7 @@ class Client:
         """Handle the loss of all links."""
         self._transfers_due += self.transfers.interrupt()
         for swap in self._swaps.values():
-            swap.refused = "It is not known whether the plan was swapped: the connection to the server was lost."
-            swap.finish()
+            swap.finish("It is not known whether the plan was swapped: the connection to the server was lost.")
         self._swaps.clear()
         if self._plans is not None:
             self._plans.let_go()
@@ -503,9 +513,9 @@ class Client:
         for number in self._looks:
             self._say(GetStatus(number))
 
-    def _failed(self, request: ServerRequest) -> bool:
+    def _failed(self, request: ServerRequest[Any]) -> bool:
         if self._error is not None:
-            request.finish(self._error)
+            request.fail(self._error)
         return self._error is not None
 
     def fail(self, error: OffbeatError) -> None:
@@ -516,17 +526,17 @@ class Client:
         self.transfers.fail(self._error)
         requests = [state.request for state in self._models.values()]
         questions = [asked for _, asked in self._questions.values()]
-        due = [one.request for one in self._transfers_due]
-        for request in [
+        due = [transfer.request for transfer in self._transfers_due]
+        everything: list[ServerRequest[Any]] = [
             *requests,
             *questions,
             *self._looks.values(),
             *self._draws.values(),
             *self._swaps.values(),
             *due,
-        ]:
-            if not request.done():
-                request.finish(self._error)
+        ]
+        for request in everything:
+            request.fail(self._error)
 
     def state(self, model: int) -> ModelState:
         """The state of a model.
@@ -560,15 +570,8 @@ class Client:
                 state.versions[block] = version
                 state.take(block, number)
                 self._finish(state)
-            case AllWorkersAnswer(
-                number=number, numbers=numbers, workers=workers, disagreement=disagreement, refused=refused
-            ):
-                _, asked = self._questions.pop(number, (None, None))
-                if asked is not None:
-                    asked.numbers, asked.refused = numbers, refused
-                    if not disagreement:
-                        self._answered.append(Answered(number, numbers, workers))
-                    asked.finish(_apart(disagreement) if disagreement else None)
+            case AllWorkersAnswer():
+                self._take_answer(message)
             case MayPut(number=number, refused=refused):
                 self.transfers.may_put(number, refused)
             case TransferDone(number=number):
@@ -582,8 +585,7 @@ class Client:
                 self._adopt(message)
             case SwapResult(number=number, refusal=refusal):
                 if (swap := self._swaps.pop(number, None)) is not None:
-                    swap.refused = refusal
-                    swap.finish()
+                    swap.finish(refusal)
             case Refused(reason=reason, disagrees=disagrees):
                 self.fail(DisagreementError(reason) if disagrees else PeerError(reason))
 
@@ -630,15 +632,20 @@ class Client:
             assert state.about is not None
             state.clock = go.step
             self._say(Announce(state.model, state.clock, state.about))
-            state.request.announced += (state.clock,)
+            state.announced += (state.clock,)
             return
-        if go.values:
-            request = state.request
-            request.fate = go.fate
-            request.step, request.staleness = go.step, go.staleness
-            request.is_counted, request.life = go.counted, state.life
         state.going, state.is_entering = go, state.is_entering or not was_in
         self._finish(state)
+
+    def _take_answer(self, answer: AllWorkersAnswer) -> None:
+        _, asked = self._questions.pop(answer.number, (None, None))
+        if asked is None:
+            return
+        if answer.disagreement:
+            asked.fail(_apart(answer.disagreement))
+            return
+        self._answered.append(Answered(answer.number, answer.numbers, answer.workers))
+        asked.finish(answer)
 
     def _ask_again(self) -> None:
         """Ask again what was asked and not answered, once all models are open again."""
@@ -651,8 +658,7 @@ class Client:
         """The answer to a look."""
         look = self._looks.pop(number, None)
         if look is not None:
-            look.model_statuses = model_statuses
-            look.finish()
+            look.finish(model_statuses)
 
     def _fill(self, state: ModelState, shard: int) -> None:
         for block, holder in enumerate(state.shards):
@@ -682,8 +688,16 @@ class Client:
             state.await_all()
             self._connections.progressed()
             self._say(PullDone(state.model, state.clock))
-            state.request.versions = tuple(state.versions[block.index] for block in state.blocks)
-            state.request.finish()
+            state.request.finish(
+                PulledParameters(
+                    life=state.life,
+                    versions=tuple(state.versions[block.index] for block in state.blocks),
+                    announced=state.announced,
+                    is_counted=go.counted,
+                    staleness=go.staleness,
+                    fate=go.fate,
+                )
+            )
         if state.is_entering:
             state.is_entering = False
             self._ask_again()
