@@ -124,7 +124,8 @@ class ServerSession:
 
     def begin_with(self, ranks: tuple[int, ...]) -> None:
         """Begin the job at this server with these workers; the first of them brings what one has to."""
-        self.client.ranks, self.first = ranks, ranks[0]
+        self.client.begin_with(ranks)
+        self.first = ranks[0]
 
     def keep_drawn(self) -> None:
         """Count what was drawn as used in this worker's next contribution."""

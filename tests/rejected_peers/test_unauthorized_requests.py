@@ -70,7 +70,7 @@ def test_the_rank_of_a_worker_that_is_here(job: Job, life: int | None, secret: b
 
 
 def test_the_secret_of_another_rank(job: Job) -> None:
-    one, other = (client._secrets[0] for client in job.clients)
+    one, other = (client._models._secrets[0] for client in job.clients)
     assert one != other
     assert len(one) == len(other) == 16
     _, said, _ = opened(job, rank=GOOD[0], back=back_of(job, secret=other))

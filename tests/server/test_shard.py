@@ -96,14 +96,15 @@ class Worker:
 
     def push_but_last(self, gradient: torch.Tensor) -> None:
         """Bring all but the last block of a contribution, and wait until updates with the others have come back."""
-        push, self.client._push = self.client._push, self._push_but_last  # type: ignore[method-assign]
+        models = self.client._models
+        push, models._push = models._push, self._push_but_last  # type: ignore[method-assign]
         parts = [gradient[b.offset : b.offset + b.numel].clone() for b in self.blocks]
         self.client.exchange(0, parts, about=ContributionInfo(1.0, hyper(self.optimizer)))
         state, deadline_s = self.client.state(0), time.monotonic() + SOON.total_seconds()
         while state.missing != {len(self.blocks) - 1}:
             assert time.monotonic() < deadline_s, "they have not come back"
             time.sleep(0.001)
-        self.client._push = push  # type: ignore[method-assign]
+        models._push = push  # type: ignore[method-assign]
 
     def _push_but_last(self, state: ModelState, clock: int) -> None:
         assert state.parts is not None

@@ -103,19 +103,19 @@ def die_half_way(run: offbeat.Run) -> None:
     assert server is not None
     client, hear = server.client, server.client.hear
 
-    def push(place: ModelState, clock: int) -> None:
-        assert place.parts is not None
-        place.await_all()
-        for block, part in list(place.parts.items())[:-1]:
-            link = client._links[place.shards[block]]
-            link.send(pack(PushBlock(place.model, clock, block, DensePayload())), bytes_of(part))
+    def push(state: ModelState, clock: int) -> None:
+        assert state.parts is not None
+        state.await_all()
+        for block, part in list(state.parts.items())[:-1]:
+            link = client._links[state.shards[block]]
+            link.send(pack(PushBlock(state.model, clock, block, DensePayload())), bytes_of(part))
 
     def hear_and_die(shard: int, message: Any) -> None:
         hear(shard, message)
         if client.state(0).missing == {len(client.state(0).blocks) - 1}:
             kill(os.getpid())
 
-    client._push, client.hear = push, hear_and_die  # type: ignore[method-assign]
+    client._models._push, client.hear = push, hear_and_die  # type: ignore[method-assign]
 
 
 def told(folder: Path, rank: int) -> list[str]:

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from offbeat.backoff import Backoff
 from offbeat.errors import NetworkError, OffbeatError, PeerError
+from offbeat.protocol.messages import pack
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from offbeat.protocol.messages import FromWorker
     from offbeat.wire.link import PeerLink
     from offbeat.wire.session import Receiver
 
@@ -90,6 +92,11 @@ class ShardConnections:
         for dial in self._dials:
             await dial(self._owner.accept, patience)
         self.is_up = True
+
+    def say(self, message: FromWorker) -> None:
+        """Send a message to the coordinator; if its link is just being lost, it is said again when it is back."""
+        if self.links[0].is_open:
+            self.links[0].send(pack(message))
 
     def trouble(self) -> str:
         """Say what is wrong with the server, in sentences; "" if nothing is known to be. It may be called on any

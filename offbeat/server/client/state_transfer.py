@@ -81,7 +81,7 @@ StateTransfer = StateFetch | StateUpload | DataStateFetch | DataStateUpload
 
 
 class StateTransfers:
-    """The transfers that are under way.
+    """The transfers of one worker: those that are under way, and those that are to begin.
 
     Args:
         links: to all shards, the coordinator's first.
@@ -89,11 +89,21 @@ class StateTransfers:
 
     def __init__(self, links: Sequence[PeerLink]) -> None:
         self._links = links
+        self._due: list[StateTransfer] = []
         self._under_way: dict[int, StateTransfer] = {}
         self._count = 0
 
-    def begin(self, transfer: StateTransfer) -> None:
-        """Begin a transfer; all shards are there."""
+    def add(self, transfer: StateTransfer) -> None:
+        """Have one more to begin."""
+        self._due.append(transfer)
+
+    def begin_due(self) -> None:
+        """Begin what is due: all shards are there, and know this worker."""
+        due, self._due = self._due, []
+        for transfer in due:
+            self._begin(transfer)
+
+    def _begin(self, transfer: StateTransfer) -> None:
         number, self._count = self._count, self._count + 1
         self._under_way[number] = transfer
         match transfer:
@@ -183,12 +193,13 @@ class StateTransfers:
         else:
             transfer.request.finish("")
 
-    def interrupt(self) -> list[StateTransfer]:
-        """The shards are lost, and may come back: what is to begin again then."""
+    def stranded(self) -> None:
+        """Handle the loss of all links: what was under way is to begin again."""
         under_way, self._under_way = self._under_way, {}
-        return list(under_way.values())
+        self._due += under_way.values()
 
     def fail(self, error: OffbeatError) -> None:
-        """The shards are lost: none comes to its end."""
-        for transfer in self.interrupt():
+        """Fail all transfers: none comes to its end."""
+        self.stranded()
+        for transfer in self._due:
             transfer.request.fail(error)
