@@ -23,7 +23,7 @@ from offbeat.loading import position
 from offbeat.safe_read import MOST_BYTES, UnreadableError, open_file, read_file
 from offbeat.server.optimizers import check_hyper
 from offbeat.server.shard.snapshot_store import SnapshotStore
-from offbeat.server.snapshot import Snapshot, about, read
+from offbeat.server.snapshot import Snapshot, describe_tensor, read
 from offbeat.wire.frame import head
 from tests.history.test_log import chunk
 from tests.server.test_snapshot import snapshot
@@ -226,13 +226,13 @@ def test_what_would_be_passed_over_is_not_written(job: Job, tmp_path: Path) -> N
 
 
 def test_any_bit_of_who_has_gone_may_be_another(tmp_path: Path) -> None:
-    archive = SnapshotStore(tmp_path, "j")
-    archive.note_gone({1, 12})
+    snapshots = SnapshotStore(tmp_path, "j")
+    snapshots.note_gone({1, 12})
     path = tmp_path / "gone.json"
     found = set()
     for data in flipped(path.read_bytes()):
         path.write_bytes(data)
-        found.add(archive.gone)
+        found.add(snapshots.gone)
     assert frozenset() in found
 
 
@@ -263,8 +263,8 @@ def test_any_bit_of_a_place_in_the_data_may_be_another() -> None:
 
 @pytest.mark.parametrize("data", [b'{"0":"\xff"}', b"[" * 100_000, b'{"0":' + b"7" * 5000 + b"}"])
 def test_a_coordinator_is_told_why_it_cannot_go_on_there(data: bytes) -> None:
-    lead = Coordinator(lambda plan: pytest.fail(plan), check_hyper=check_hyper)
-    assert lead._data.load(data)
+    coordinator = Coordinator(lambda plan: pytest.fail(plan), check_hyper=check_hyper)
+    assert coordinator._data.load(data)
 
 
 def test_any_bit_of_a_history_may_be_another_behind_its_checksums(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_any_bit_of_a_history_may_be_another_behind_its_checksums(tmp_path: Path
 def test_any_bit_of_a_snapshot_may_be_another_behind_its_checksums() -> None:
     whole = snapshot(1)
     header = msgspec.msgpack.encode(whole.header)
-    what = msgspec.msgpack.encode(about(0, 5, "w", "momentum", torch.zeros(3)))
+    what = msgspec.msgpack.encode(describe_tensor(0, 5, "w", "momentum", torch.zeros(3)))
     body = bytes(12)
 
     def refused(header: bytes, what: bytes) -> bool:
@@ -316,9 +316,9 @@ def test_what_is_no_file_is_not_read(what: str, tmp_path: Path, caplog: pytest.L
     STRANGE[what](tmp_path / "gone.json")
     with pytest.raises(HistoryError, match=r"^Cannot read .*a\.log: .*\.$"):
         HistoryLog(tmp_path / "a.log")
-    archive = SnapshotStore(tmp_path, "j")
-    assert not archive.held
-    assert not archive.gone
+    snapshots = SnapshotStore(tmp_path, "j")
+    assert not snapshots.held
+    assert not snapshots.gone
     assert "Cannot use the snapshot" in caplog.text
     with pytest.raises(OSError):  # noqa: PT011
         open_file(tmp_path / "gone.json")

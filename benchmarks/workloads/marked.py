@@ -164,7 +164,7 @@ def _held(run: offbeat.Run, module: Marked, done: int, began: int, loss: float, 
     if server is not None:
         look = server.client.look()
         run._session.waiter.wait(look, WaitContext("a look at the server", through_server=True))
-        seen = [msgspec.to_builtins(one) for one in look.model_statuses[0].workers]
+        seen = [msgspec.to_builtins(one) for one in look.value[0].workers]
     return Held(
         rank=run.rank,
         done=done,

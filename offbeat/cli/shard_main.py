@@ -2,7 +2,7 @@
 
     python -m offbeat.cli.shard_main FD [kept PID]
 
-Its settings come as JSON on standard input; its address, or why there is none, goes to FD.
+Its settings come as JSON on standard input; its `ShardAnnouncement`, also as JSON, goes to FD.
 
 It outlives the worker that started it: it ends when the last worker has gone, or when none has come in time. With
 `ShardSettings.restarts` this process only starts another one, which serves, and whenever that is killed, or told to
@@ -35,7 +35,7 @@ from offbeat.backoff import Backoff
 from offbeat.clock import WallClock
 from offbeat.errors import NetworkError, OffbeatError, PeerError
 from offbeat.exit_codes import how_it_ended
-from offbeat.server.launch import RestartNote, ShardProcess, ShardSettings, restart_backoff
+from offbeat.server.launch import RestartNote, ShardAnnouncement, ShardProcess, ShardSettings, restart_backoff
 from offbeat.wire import busy_poll
 
 if TYPE_CHECKING:
@@ -83,21 +83,21 @@ async def serve(settings: ShardSettings, say: Callable[[str], None]) -> bool:
     """
     from offbeat.server.shard.snapshot_store import SnapshotStore
 
-    archive = None
+    snapshots = None
     if settings.snapshots:
-        archive = SnapshotStore(Path(settings.snapshots), settings.job, is_fresh=settings.is_fresh)
+        snapshots = SnapshotStore(Path(settings.snapshots), settings.job, is_fresh=settings.is_fresh)
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     backoff = Backoff(*_LIFE_PAUSES_S, holds_s=_HOLDS_S, seed=f"{settings.bind}:{settings.port}")
     backoff.next_s()  # before the first life
     with _history(settings, stop) as record:
-        while (address := await _live(settings, archive, stop, say, record)) is not None:
+        while (address := await _live(settings, snapshots, stop, say, record)) is not None:
             settings = msgspec.structs.replace(settings, port=int(address.rpartition(":")[2]))
             say = _say_nothing
             await _unless(stop, asyncio.sleep(backoff.next_s()))
-            if archive is not None:
-                archive.look()
+            if snapshots is not None:
+                snapshots.look()
     return stop.is_set()
 
 
@@ -130,7 +130,7 @@ def _history(settings: ShardSettings, stop: asyncio.Event) -> Iterator[Callable[
 
 async def _live(
     settings: ShardSettings,
-    archive: SnapshotStore | None,
+    snapshots: SnapshotStore | None,
     stop: asyncio.Event,
     say: Callable[[str], None],
     record: Callable[[Record], None],
@@ -145,7 +145,7 @@ async def _live(
     shard = Shard(
         None if settings.coordinator else Plan.from_toml,
         ended.set,
-        archive=archive,
+        snapshots=snapshots,
         job=settings.job,
         every=settings.every,
         again=again.set,
@@ -164,7 +164,7 @@ async def _live(
             role="shard",
             credentials=credentials,
             limits=limits,
-            patience=_FIRST_PATIENCE if archive is None else _PATIENCE,
+            patience=_FIRST_PATIENCE if snapshots is None else _PATIENCE,
         )
         coordinator = await _unless(stop, dialling)
         if coordinator is None:
@@ -201,11 +201,11 @@ async def _live(
         for link in [*listener.links, *([] if coordinator is None else [coordinator])]:
             link.fail(NetworkError("another shard of the parameter server was lost, so that all begin anew"))
         return listener.address
-    if archive is not None and stop.is_set():
+    if snapshots is not None and stop.is_set():
         for link in [link for link in listener.links if link.role == "shard"]:  # they wait for it to be started again
             link.fail(NetworkError("the shard that coordinates was asked to stop"))
-    if archive is not None and shard.is_finished and not stop.is_set():
-        archive.clear()
+    if snapshots is not None and shard.is_finished and not stop.is_set():
+        snapshots.clear()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_GOOD_BYE_S):
             await asyncio.gather(*(link.close() for link in listener.links))
@@ -330,13 +330,18 @@ def main() -> None:
         return
     settings = msgspec.json.decode(said_to_us, type=ShardSettings)
 
-    def say(text: str) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            os.write(fd, f"{text}\n".encode())
-            os.close(fd)
-            said.append(text)
+    has_announced = False
 
-    said: list[str] = []
+    def announce(announcement: ShardAnnouncement) -> None:
+        nonlocal has_announced
+        with contextlib.suppress(BrokenPipeError):
+            os.write(fd, f"{announcement.to_json()}\n".encode())
+            os.close(fd)
+            has_announced = True
+
+    def say(address: str) -> None:
+        announce(ShardAnnouncement(address))
+
     try:
         if settings.restarts:
             look_after(settings, say)
@@ -346,10 +351,10 @@ def main() -> None:
             if busy_poll.run(serve(settings, say)) and is_kept:
                 sys.exit(_STOPPED)
     except OffbeatError as error:
-        if said:
+        if has_announced:
             _log.error("%s", error)
         else:
-            say(f"! {error}")
+            announce(ShardAnnouncement(error=str(error)))
 
 
 def _end_with_launcher() -> None:

@@ -13,6 +13,6 @@
 * `questions` - what all workers are asked beside the data; `question_rounds` - who takes no part while it asks
 * `replacements` - parameters that the first worker brings in place of what the server has
 * `hyperparameters` - whether workers bring the same hyper-parameters
-* `progress` - how far workers are, as a snapshot keeps it; `loss` - a contribution that is lost with its worker
+* `progress` - how far workers are, as a snapshot keeps it
 * `controller_driver` - asks the plan's controller
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offbeat.control import Swap
+from offbeat.coordinator.instructions import ControllerTimer
 from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 _OFTEN = 20  # it is asked so often in the time that it looks back, at least
 _LEAST_S, _MOST_S = 0.02, 1.0  # between two askings while nothing happens
-_TIMER = ("controller", 0)
 
 
 class ControllerDriver:
@@ -72,4 +72,4 @@ class ControllerDriver:
         at_s = None
         if self._controller is not None:
             at_s = self._now_s() + min(_MOST_S, max(_LEAST_S, self._controller.looks_back_s / _OFTEN))
-        self._out.set_timer(_TIMER, at_s)
+        self._out.set_timer(ControllerTimer(), at_s)

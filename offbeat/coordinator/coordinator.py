@@ -33,6 +33,7 @@ from offbeat.coordinator.events import (
     WorkerOpened,
     WorkerSaid,
 )
+from offbeat.coordinator.instructions import ConsentTimer, ControllerTimer, PolicyTimer
 from offbeat.coordinator.job_record import JobRecord
 from offbeat.coordinator.members import Membership
 from offbeat.coordinator.plan_swap import PlanSwaps
@@ -247,11 +248,11 @@ class Coordinator:
         if self._job.is_over:
             return
         match event.timer:
-            case ("policy", model):
+            case PolicyTimer(model=model):
                 self._decisions.wake(model)
-            case ("controller", _):
+            case ControllerTimer():
                 self._controller.on_time()
-            case ("consent", number):
+            case ConsentTimer(number=number):
                 self._swaps.consent(number)
 
     # -- plans and their controllers -----------------------------------------------------------------------------
@@ -307,11 +308,11 @@ class Coordinator:
 
 
 def _is_in_step(one: ModelRecord) -> bool:
-    """Whether all wait for all, and have brought as much.
+    """Whether all workers are at the same step of a BSP round, and so come to the sync point together.
 
-    Who is there waits, and what the others bring meanwhile is to weigh no more for that: with `ASP` it does not. Where
-    all are in step they come there together. With as many contributions they are not yet: one may be of several steps,
-    so they also have to be equally far in their scripts.
+    Otherwise some wait there while others still bring contributions, which must not be averaged over fewer workers for
+    that: each is applied by itself, as with `ASP`. As many contributions need not be as many steps, since one may be of
+    several; whether the workers are equally far in their scripts is in `PlanSwaps.are_level`.
     """
     steps = {member.step for member in one.runner.state.members.values()}
     return isinstance(one.runner.policy, BSP) and len(steps) == 1

@@ -137,7 +137,7 @@ class LeaseManager:
         keeps_of: Callable[[str], Keeps] = lambda plan: "local_batch",
     ) -> None:
         self._tuning_of, self._now_s, self._keeps_of = tuning_of, now_s, keeps_of
-        self._decks: dict[int, LoaderLeases] = {}
+        self._loaders: dict[int, LoaderLeases] = {}
         self._used_leases: dict[tuple[int, Push], UsedLeases] = {}
         self._last: dict[int, UsedLeases] = {}  # by worker: for its next leases, and to learn how fast it is
 
@@ -157,22 +157,24 @@ class LeaseManager:
             DisagreementError: if its data is not the others'.
             PeerError: if such data cannot be dealt out.
         """
-        deck = self._decks.get(about.loader)
-        if deck is None:
-            deck = self._decks[about.loader] = self._open(about, together=together, world=world)
-        _compare(worker, about, deck.about)
-        begun = not deck.missing
-        is_awaited = worker in (ranks or range(about.world)) and worker not in deck.gone and worker not in deck.ahead
-        deck.missing -= not begun and is_awaited
-        self._take_in(deck, worker, about)
-        if deck.missing:
+        loader = self._loaders.get(about.loader)
+        if loader is None:
+            loader = self._loaders[about.loader] = self._open(about, together=together, world=world)
+        _compare(worker, about, loader.about)
+        begun = not loader.missing
+        is_awaited = (
+            worker in (ranks or range(about.world)) and worker not in loader.gone and worker not in loader.ahead
+        )
+        loader.missing -= not begun and is_awaited
+        self._take_in(loader, worker, about)
+        if loader.missing:
             return {}
-        new = (worker,) if begun else sorted(deck.ahead)
-        return {one: self._draw(deck, one, deck.ahead[one] - deck.holds(one)) for one in new}
+        new = (worker,) if begun else sorted(loader.ahead)
+        return {one: self._draw(loader, one, loader.ahead[one] - loader.holds(one)) for one in new}
 
     def void(self, worker: int, about: RegisterLoader) -> tuple[int, ...]:
         """List the leases that a worker came back with and that are not its own any more."""
-        leased = set(self._decks[about.loader].pool.leased_to(worker))
+        leased = set(self._loaders[about.loader].pool.leased_to(worker))
         return tuple(number for number in about.holds if number not in leased)
 
     def lose(
@@ -187,11 +189,15 @@ class LeaseManager:
             if push[0] == worker and not used_leases.whole and (model, push) not in unclear:
                 self._retract(model, push)
         self._last.pop(worker, None)
-        for deck in self._decks.values():
-            deck.pool = deck.leases.lose(deck.pool, worker)
-            if deck.ahead.pop(worker, None) is not None and deck.tune is not None and deck.tuning is not None:
-                deck.tuning = deck.tune.leave(deck.tuning, worker)
-        return {loader: dealt for loader, deck in self._decks.items() if (dealt := self._begin_without(deck, worker))}
+        for loader in self._loaders.values():
+            loader.pool = loader.leases.lose(loader.pool, worker)
+            if loader.ahead.pop(worker, None) is not None and loader.tune is not None and loader.tuning is not None:
+                loader.tuning = loader.tune.leave(loader.tuning, worker)
+        return {
+            loader_number: dealt
+            for loader_number, loader in self._loaders.items()
+            if (dealt := self._begin_without(loader, worker))
+        }
 
     # -- contributions -------------------------------------------------------------------------------------------
 
@@ -204,23 +210,23 @@ class LeaseManager:
             PeerError: if it has nothing to do with such a loader.
         """
         by_loader: dict[int, list[int]] = {}
-        for loader, number in used:
-            by_loader.setdefault(loader, []).append(number)
-        used_of = {loader: len(numbers) for loader, numbers in by_loader.items()}
+        for loader_number, number in used:
+            by_loader.setdefault(loader_number, []).append(number)
+        used_of = {loader_number: len(numbers) for loader_number, numbers in by_loader.items()}
         used_leases = UsedLeases({}, used_of, {}, computing_s)
         valid = True
-        for loader, numbers in by_loader.items():
-            deck = self._deck(loader, push[0])
-            held = deck.pool.held
-            used_leases.samples[loader] = sum(held[n].lease.count for n in numbers if n in held)
-            deck.pool, fine = deck.leases.deliver(deck.pool, push[0], numbers)
+        for loader_number, numbers in by_loader.items():
+            loader = self._enrolled(loader_number, push[0])
+            held = loader.pool.held
+            used_leases.samples[loader_number] = sum(held[n].lease.count for n in numbers if n in held)
+            loader.pool, fine = loader.leases.deliver(loader.pool, push[0], numbers)
             valid &= fine
-            used_leases.numbers[loader] = tuple(numbers) if fine else ()
+            used_leases.numbers[loader_number] = tuple(numbers) if fine else ()
         self._last[push[0]] = used_leases
         if not valid:
-            for loader, kept in used_leases.numbers.items():
-                deck = self._decks[loader]
-                deck.pool = deck.leases.give_back(deck.leases.retract(deck.pool, push[0], kept), push[0], kept)
+            for loader_number, kept in used_leases.numbers.items():
+                loader = self._loaders[loader_number]
+                loader.pool = loader.leases.give_back(loader.leases.retract(loader.pool, push[0], kept), push[0], kept)
         elif by_loader:
             self._used_leases[(model, push)] = used_leases
         return valid
@@ -242,9 +248,9 @@ class LeaseManager:
     def withdrawn(self, model: int, push: Push) -> None:
         """The contribution was in an update, and has not arrived; its worker is gone."""
         if (model, push) in self._used_leases:
-            for loader, numbers in self._retract(model, push).items():
-                deck = self._decks[loader]
-                deck.pool = deck.leases.give_back(deck.pool, push[0], numbers)
+            for loader_number, numbers in self._retract(model, push).items():
+                loader = self._loaders[loader_number]
+                loader.pool = loader.leases.give_back(loader.pool, push[0], numbers)
 
     def dropped(self, model: int, push: Push) -> None:
         """The contribution is not used."""
@@ -255,10 +261,12 @@ class LeaseManager:
     def stepped(self, worker: int, transfer_s: float, blocked_s: float) -> None:
         """A worker has the parameters again: how long it pushed and pulled, and how long it waited for others."""
         last = self._last.get(worker)
-        for loader, samples in last.samples.items() if last is not None else ():
-            deck = self._decks[loader]
-            if deck.tune is not None and deck.tuning is not None and last is not None and last.computing_s:
-                deck.tuning = deck.tune.observe(deck.tuning, worker, samples, last.computing_s, transfer_s, blocked_s)
+        for loader_number, samples in last.samples.items() if last is not None else ():
+            loader = self._loaders[loader_number]
+            if loader.tune is not None and loader.tuning is not None and last is not None and last.computing_s:
+                loader.tuning = loader.tune.observe(
+                    loader.tuning, worker, samples, last.computing_s, transfer_s, blocked_s
+                )
 
     # -- leases --------------------------------------------------------------------------------------------------
 
@@ -268,79 +276,81 @@ class LeaseManager:
         if last is None:
             return {}
         dealt = {}
-        for loader, used in last.used.items():
-            deck = self._decks[loader]
-            dealt[loader] = self._draw(deck, worker, min(used, _MOST_HELD - deck.holds(worker)))
+        for loader_number, used in last.used.items():
+            loader = self._loaders[loader_number]
+            dealt[loader_number] = self._draw(loader, worker, min(used, _MOST_HELD - loader.holds(worker)))
         return dealt
 
-    def take(self, worker: int, loader: int) -> list[Lease | EndOfEpoch]:
+    def take(self, worker: int, loader_number: int) -> list[Lease | EndOfEpoch]:
         """One more lease.
 
         Raises:
             PeerError: if the worker has nothing to do with such a loader, or brings nothing of what it holds.
         """
-        deck = self._deck(loader, worker)
-        if deck.holds(worker) >= _MOST_HELD:
+        loader = self._enrolled(loader_number, worker)
+        if loader.holds(worker) >= _MOST_HELD:
             raise PeerError(
-                f"Cannot lease more to rank {worker}: it holds {_MOST_HELD} batches of loader {loader} and has "
+                f"Cannot lease more to rank {worker}: it holds {_MOST_HELD} batches of loader {loader_number} and has "
                 "pushed none of them. Step after fewer, and evaluate with a loader that is not prepared."
             )
-        return [] if deck.missing else self._draw(deck, worker, 1)
+        return [] if loader.missing else self._draw(loader, worker, 1)
 
-    def give_back(self, worker: int, loader: int, numbers: Iterable[int]) -> None:
+    def give_back(self, worker: int, loader_number: int, numbers: Iterable[int]) -> None:
         """The worker will not use these leases.
 
         Raises:
             PeerError: if it has nothing to do with such a loader.
         """
-        deck = self._deck(loader, worker)
-        deck.pool = deck.leases.give_back(deck.pool, worker, numbers)
+        loader = self._enrolled(loader_number, worker)
+        loader.pool = loader.leases.give_back(loader.pool, worker, numbers)
 
     def what_changes(self) -> str:
         """Say what becomes of batches and learning rate when workers join and leave."""
-        decks = self._decks.values()
-        keeps_total = any(deck.tuning is not None or deck.keeps == "global_batch" for deck in decks)
+        loaders = self._loaders.values()
+        keeps_total = any(loader.tuning is not None or loader.keeps == "global_batch" for loader in loaders)
         return what_changes("global_batch" if keeps_total else "local_batch")
 
     def together(self, is_together: bool) -> None:
         """Set whether all workers wait for each other in every round from now on."""
-        for deck in self._decks.values():
-            if deck.tuning is not None:
-                deck.tuning = dataclasses.replace(deck.tuning, together=is_together)
+        for loader in self._loaders.values():
+            if loader.tuning is not None:
+                loader.tuning = dataclasses.replace(loader.tuning, together=is_together)
 
-    def out_of_memory(self, worker: int, loader: int, count: int) -> None:
+    def out_of_memory(self, worker: int, loader_number: int, count: int) -> None:
         """The worker had no memory for so many samples.
 
         Raises:
             PeerError: if it has nothing to do with such a loader.
         """
-        deck = self._deck(loader, worker)
-        if deck.tune is not None and deck.tuning is not None:
-            deck.tuning = deck.tune.out_of_memory(deck.tuning, worker, count)
+        loader = self._enrolled(loader_number, worker)
+        if loader.tune is not None and loader.tuning is not None:
+            loader.tuning = loader.tune.out_of_memory(loader.tuning, worker, count)
 
     # -- for people, and for checkpoints -------------------------------------------------------------------------
 
     def explain(self) -> str:
         """Say which worker paces the rounds and why, where batches are tuned; else ""."""
-        told = [deck.tune.explain(deck.tuning) for deck in self._decks.values() if deck.tune and deck.tuning]
+        told = [
+            loader.tune.explain(loader.tuning) for loader in self._loaders.values() if loader.tune and loader.tuning
+        ]
         return " ".join(told)
 
     def every(self) -> dict[int, int]:
         """The interval of rounds in which each worker takes part: above 1 if it is too slow for all."""
         every: dict[int, int] = {}
-        for deck in self._decks.values():
-            for worker, machine in (deck.tuning.machines if deck.tuning is not None else {}).items():
+        for loader in self._loaders.values():
+            for worker, machine in (loader.tuning.machines if loader.tuning is not None else {}).items():
                 every[worker] = max(every.get(worker, 1), machine.every)
         return every
 
     def epochs(self) -> dict[int, LeasePool]:
         """The state of the data, by loader."""
-        return {loader: deck.pool for loader, deck in self._decks.items()}
+        return {loader_number: loader.pool for loader_number, loader in self._loaders.items()}
 
     @property
     def workers(self) -> set[int]:
         """The workers that have enrolled, also before this server was started again."""
-        return {worker for deck in self._decks.values() for worker in deck.pool.at}
+        return {worker for loader in self._loaders.values() for worker in loader.pool.at}
 
     def to_plain(self) -> dict[str, Any]:
         """The state of the data and of what is known of the machines, in dicts, lists and numbers.
@@ -348,7 +358,9 @@ class LeaseManager:
         As it is once all updates that were decided on have been made: what is in one is used up, and what is in none is
         its worker's, which will announce it again.
         """
-        return {str(loader): self._plain(loader, deck) for loader, deck in self._decks.items()}
+        return {
+            str(loader_number): self._plain(loader_number, loader) for loader_number, loader in self._loaders.items()
+        }
 
     def restore(self, plain: Any) -> None:
         """Go on where `to_plain` was called; the workers enrol again.
@@ -357,10 +369,10 @@ class LeaseManager:
             PeerError: if it is damaged.
         """
         try:
-            decks = {int(loader): self._deck_of(one) for loader, one in dict(plain).items()}
+            loaders = {int(loader_number): self._loader_of(one) for loader_number, one in dict(plain).items()}
         except (OffbeatError, msgspec.ValidationError, LookupError, TypeError, ValueError) as error:
             raise PeerError(f"Cannot resume the data: {error}") from error
-        self._decks.update(decks)
+        self._loaders.update(loaders)
 
     def load(self, plain: Any) -> dict[int, dict[int, list[Lease | EndOfEpoch]]]:
         """Go on where another run called `to_plain`, with the workers that are here; what is dealt now.
@@ -368,73 +380,74 @@ class LeaseManager:
         Raises:
             PeerError: if it is damaged, or of other data.
         """
-        before = self._decks
-        if {str(loader) for loader in before} != set(plain if isinstance(plain, dict) else ()):
+        before = self._loaders
+        if {str(loader_number) for loader_number in before} != set(plain if isinstance(plain, dict) else ()):
             raise PeerError("Cannot resume the data: the checkpoint has other loaders than this run.")
-        self._decks = {}
+        self._loaders = {}
         try:
             self.restore(plain)
-            for loader, deck in self._decks.items():
-                _compare_data(deck.about, before[loader].about)
+            for loader_number, loader in self._loaders.items():
+                _compare_data(loader.about, before[loader_number].about)
         except OffbeatError as error:
-            self._decks = before
+            self._loaders = before
             raise PeerError(str(error)) from error
         self._used_leases.clear()
         self._last.clear()
         dealt = {}
-        for loader, deck in self._decks.items():
-            deck.missing, deck.gone, deck.ahead = before[loader].missing, before[loader].gone, before[loader].ahead
-            world, least = before[loader].about.world, before[loader].about.least
-            deck.about = msgspec.structs.replace(deck.about, world=world, least=least)
-            if deck.tune is not None and deck.tuning is not None:
-                deck.tuning = deck.tune.with_floor(deck.tuning, least)
-            self._man(deck)
-            dealt[loader] = {one: self._draw(deck, one, deck.ahead[one]) for one in sorted(deck.ahead)}
+        for loader_number, loader in self._loaders.items():
+            former = before[loader_number]
+            loader.missing, loader.gone, loader.ahead = former.missing, former.gone, former.ahead
+            world, least = former.about.world, former.about.least
+            loader.about = msgspec.structs.replace(loader.about, world=world, least=least)
+            if loader.tune is not None and loader.tuning is not None:
+                loader.tuning = loader.tune.with_floor(loader.tuning, least)
+            self._set_members(loader)
+            dealt[loader_number] = {one: self._draw(loader, one, loader.ahead[one]) for one in sorted(loader.ahead)}
         return dealt
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _plain(self, loader: int, deck: LoaderLeases) -> dict[str, Any]:
-        pool = deck.pool
+    def _plain(self, loader_number: int, loader: LoaderLeases) -> dict[str, Any]:
+        pool = loader.pool
         for (_, push), used_leases in self._used_leases.items():
-            numbers = used_leases.numbers.get(loader, ())
+            numbers = used_leases.numbers.get(loader_number, ())
             if used_leases.applied:
-                pool, _ = deck.leases.acknowledge(pool, numbers)
+                pool, _ = loader.leases.acknowledge(pool, numbers)
             else:
-                pool = deck.leases.retract(pool, push[0], numbers)
+                pool = loader.leases.retract(pool, push[0], numbers)
         return {
-            "about": msgspec.to_builtins(deck.about),
-            "leases": deck.leases.to_plain(pool),
-            "tuning": deck.tune.to_plain(deck.tuning) if deck.tune and deck.tuning else None,
-            "rounds": {str(worker): number for worker, number in deck.rounds.items()},
+            "about": msgspec.to_builtins(loader.about),
+            "leases": loader.leases.to_plain(pool),
+            "tuning": loader.tune.to_plain(loader.tuning) if loader.tune and loader.tuning else None,
+            "rounds": {str(worker): number for worker, number in loader.rounds.items()},
         }
 
-    def _deck_of(self, plain: dict[str, Any]) -> LoaderLeases:
+    def _loader_of(self, plain: dict[str, Any]) -> LoaderLeases:
         about = msgspec.convert(plain["about"], RegisterLoader)
-        deck = self._open(about, together=False, world=0)
-        pool = deck.leases.from_plain(plain["leases"], now_s=self._now_s())
+        loader = self._open(about, together=False, world=0)
+        pool = loader.leases.from_plain(plain["leases"], now_s=self._now_s())
         # What was dealt out after this was kept is not known, and must not be taken for what is dealt out from now on.
-        deck.pool = dataclasses.replace(pool, number=pool.number + _LIFE)
-        if deck.tune is not None and deck.tuning is not None:
-            tuning = deck.tune.from_plain(plain["tuning"], deck.tuning.total)
-            deck.tuning = deck.tune.with_floor(tuning, about.least)
-        deck.rounds = msgspec.convert(plain["rounds"], dict[_Count, _Count], strict=False)
-        return deck
+        loader.pool = dataclasses.replace(pool, number=pool.number + _LIFE)
+        if loader.tune is not None and loader.tuning is not None:
+            tuning = loader.tune.from_plain(plain["tuning"], loader.tuning.total)
+            loader.tuning = loader.tune.with_floor(tuning, about.least)
+        loader.rounds = msgspec.convert(plain["rounds"], dict[_Count, _Count], strict=False)
+        return loader
 
-    def _man(self, deck: LoaderLeases) -> None:
+    def _set_members(self, loader: LoaderLeases) -> None:
         """Have those who are here take part, and nobody else."""
-        leases, at = deck.leases, dict(deck.pool.at)
-        for worker in {*at, *(held.worker for held in deck.pool.held.values())}:
-            deck.pool = leases.lose(deck.pool, worker)
-        first = max(deck.rounds.values(), default=0)
-        for worker in deck.ahead:
-            deck.pool = leases.join(deck.pool, worker, epoch=at.get(worker, min(at.values(), default=0)))
-        deck.rounds = {worker: deck.rounds.get(worker, first) for worker in deck.ahead}
-        if deck.tune is not None and deck.tuning is not None:
-            for worker in deck.tuning.machines.keys() - deck.ahead.keys():
-                deck.tuning = deck.tune.leave(deck.tuning, worker)
-            for worker in sorted(deck.ahead.keys() - deck.tuning.machines.keys()):
-                deck.tuning = deck.tune.join(deck.tuning, worker)
+        leases, at = loader.leases, dict(loader.pool.at)
+        for worker in {*at, *(held.worker for held in loader.pool.held.values())}:
+            loader.pool = leases.lose(loader.pool, worker)
+        first = max(loader.rounds.values(), default=0)
+        for worker in loader.ahead:
+            loader.pool = leases.join(loader.pool, worker, epoch=at.get(worker, min(at.values(), default=0)))
+        loader.rounds = {worker: loader.rounds.get(worker, first) for worker in loader.ahead}
+        if loader.tune is not None and loader.tuning is not None:
+            for worker in loader.tuning.machines.keys() - loader.ahead.keys():
+                loader.tuning = loader.tune.leave(loader.tuning, worker)
+            for worker in sorted(loader.ahead.keys() - loader.tuning.machines.keys()):
+                loader.tuning = loader.tune.join(loader.tuning, worker)
 
     def _open(self, about: RegisterLoader, *, together: bool, world: int) -> LoaderLeases:
         tune = self._tuning_of(about.plan)
@@ -448,34 +461,34 @@ class LeaseManager:
             raise PeerError(str(error)) from error
         return LoaderLeases(about, leases, leases.init(), tune, tuning, world, self._keeps_of(about.plan))
 
-    def _begin_without(self, deck: LoaderLeases, worker: int) -> dict[int, list[Lease | EndOfEpoch]]:
+    def _begin_without(self, loader: LoaderLeases, worker: int) -> dict[int, list[Lease | EndOfEpoch]]:
         """Begin without a worker that had not enrolled and will not come; what is leased now, by worker."""
-        if not deck.missing or worker in deck.gone or worker in deck.rounds:
+        if not loader.missing or worker in loader.gone or worker in loader.rounds:
             return {}
-        deck.gone.add(worker)
-        deck.missing -= 1
-        there = () if deck.missing else sorted(deck.ahead)
-        return {one: self._draw(deck, one, deck.ahead[one]) for one in there}
+        loader.gone.add(worker)
+        loader.missing -= 1
+        there = () if loader.missing else sorted(loader.ahead)
+        return {one: self._draw(loader, one, loader.ahead[one]) for one in there}
 
-    def _take_in(self, deck: LoaderLeases, worker: int, about: RegisterLoader) -> None:
+    def _take_in(self, loader: LoaderLeases, worker: int, about: RegisterLoader) -> None:
         comes_back = bool(about.epoch or about.holds)
         epoch = about.epoch if comes_back else None
-        deck.pool = deck.leases.join(deck.pool, worker, epoch=epoch, holds=about.holds)
-        deck.ahead[worker] = about.ahead
-        deck.rounds[worker] = max(deck.rounds.values(), default=0)
-        if deck.tune is not None and deck.tuning is not None and worker not in deck.tuning.machines:
-            deck.tuning = deck.tune.join(deck.tuning, worker)
+        loader.pool = loader.leases.join(loader.pool, worker, epoch=epoch, holds=about.holds)
+        loader.ahead[worker] = about.ahead
+        loader.rounds[worker] = max(loader.rounds.values(), default=0)
+        if loader.tune is not None and loader.tuning is not None and worker not in loader.tuning.machines:
+            loader.tuning = loader.tune.join(loader.tuning, worker)
 
-    def _draw(self, deck: LoaderLeases, worker: int, count: int) -> list[Lease | EndOfEpoch]:
+    def _draw(self, loader: LoaderLeases, worker: int, count: int) -> list[Lease | EndOfEpoch]:
         now_s = self._now_s()
-        return [deal for _ in range(count) for deal in deck.draw(worker, now_s)]
+        return [deal for _ in range(count) for deal in loader.draw(worker, now_s)]
 
     def _retract(self, model: int, push: Push) -> dict[int, tuple[int, ...]]:
         """Retract what was announced and did not arrive; the leases that it was computed from, by loader."""
         numbers_of = self._used_leases.pop((model, push)).numbers
-        for loader, numbers in numbers_of.items():
-            deck = self._decks[loader]
-            deck.pool = deck.leases.retract(deck.pool, push[0], numbers)
+        for loader_number, numbers in numbers_of.items():
+            loader = self._loaders[loader_number]
+            loader.pool = loader.leases.retract(loader.pool, push[0], numbers)
         return numbers_of
 
     def _close_if_done(self, model: int, push: Push, used_leases: UsedLeases) -> None:
@@ -484,16 +497,16 @@ class LeaseManager:
             self._acknowledge(used_leases, dropped=False)
 
     def _acknowledge(self, used_leases: UsedLeases, *, dropped: bool) -> None:
-        for loader, numbers in used_leases.numbers.items():
-            deck = self._decks[loader]
-            deck.pool, fine = deck.leases.acknowledge(deck.pool, numbers, dropped=dropped)
+        for loader_number, numbers in used_leases.numbers.items():
+            loader = self._loaders[loader_number]
+            loader.pool, fine = loader.leases.acknowledge(loader.pool, numbers, dropped=dropped)
             assert fine, f"leases {numbers} were delivered, and are gone"
 
-    def _deck(self, loader: int, worker: int) -> LoaderLeases:
-        deck = self._decks.get(loader)
-        if deck is None or worker not in deck.ahead:
-            raise PeerError(f"Rank {worker} has not enrolled for loader {loader}.")
-        return deck
+    def _enrolled(self, loader_number: int, worker: int) -> LoaderLeases:
+        loader = self._loaders.get(loader_number)
+        if loader is None or worker not in loader.ahead:
+            raise PeerError(f"Rank {worker} has not enrolled for loader {loader_number}.")
+        return loader
 
 
 def _compare(worker: int, theirs: RegisterLoader, ours: RegisterLoader) -> None:

@@ -13,7 +13,7 @@ from offbeat.protocol.data_leases import (
     RegisterLoader,
     RequestLease,
     ReturnLease,
-    dealt,
+    lease_grants,
 )
 from offbeat.protocol.training import Refused
 from offbeat.safe_read import UnreadableError, decode
@@ -97,7 +97,7 @@ class DataRequests:
             job.out.send(worker, Refused(str(error), disagrees=True))
             raise
         if (own := deals.pop(worker, None)) is not None:
-            first, *others = [dealt(loader, deal) for deal in own] or [LeaseGrants(loader, ())]
+            first, *others = [lease_grants(loader, deal) for deal in own] or [LeaseGrants(loader, ())]
             job.out.send(worker, msgspec.structs.replace(first, void=self._leases.void(worker, message)))
             for other in others:
                 job.out.send(worker, other)
@@ -122,4 +122,4 @@ class DataRequests:
     def _deal_out(self, loader: int, deals: Mapping[int, Iterable[Lease | EndOfEpoch]]) -> None:
         for worker, of_worker in deals.items():
             for deal in of_worker:
-                self._job.out.send(worker, dealt(loader, deal))
+                self._job.out.send(worker, lease_grants(loader, deal))

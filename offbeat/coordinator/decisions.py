@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from offbeat.coordinator.instructions import PolicyTimer
 from offbeat.protocol.shards import ApplyContributions, DropContribution, ReleaseFromShard
 from offbeat.protocol.training import Evicted, Granted, ReleaseWorker
 from offbeat.sync import Apply, Deadline, Drop, Evict, Grant, Pushed, Release, Wake
@@ -71,7 +72,7 @@ class Decisions:
                 case Evict(worker=worker):
                     self._evict(model, one, worker)
                 case Wake(at_s=at_s):
-                    self._job.out.set_timer(("policy", model), at_s)
+                    self._job.out.set_timer(PolicyTimer(model), at_s)
         for push in sorted(push for push in one.too_early if not one.is_too_early(push)):
             one.too_early.discard(push)
             self.tell(model, Pushed(*push, self._job.now_s))

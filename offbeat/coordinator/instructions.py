@@ -14,8 +14,31 @@ if TYPE_CHECKING:
     from offbeat.protocol.messages import Decision, ToWorker
     from offbeat.protocol.plan_swap import AdoptPlan
 
-Timer = tuple[str, int]
-"""What a timer is for: the policy of a model, the controller, or consent to a proposal; with the number of that."""
+
+@dataclass(frozen=True)
+class PolicyTimer:
+    """The timer at which the policy of a model is asked again."""
+
+    model: int
+
+
+@dataclass(frozen=True)
+class ControllerTimer:
+    """The timer at which the controller of the plan is asked again."""
+
+
+@dataclass(frozen=True)
+class ConsentTimer:
+    """The timer at which silence is taken for consent to a proposal of the controller.
+
+    Args:
+        number: of the proposal.
+    """
+
+    number: int
+
+
+Timer = PolicyTimer | ControllerTimer | ConsentTimer
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from offbeat.coordinator.instructions import PolicyTimer
 from offbeat.coordinator.model_record import ModelRecord, revived
 from offbeat.coordinator.policy_runner import PolicyRunner
 from offbeat.coordinator.reconnect import ReconnectAction, judge
@@ -99,7 +100,7 @@ class Membership:
         """All have left a model before there were any parameters."""
         one = self._job.models.pop(model)
         self._filled_early[model] = one.shards - one.to_fill  # other shards keep what they have been given
-        self._job.out.set_timer(("policy", model), None)
+        self._job.out.set_timer(PolicyTimer(model), None)
 
     def filled(self, model: int) -> None:
         """A shard has its first values."""

@@ -81,7 +81,7 @@ class PlanProposal:
         reason: of the controller that wanted it; "" if a person did.
         waiting: workers that have not answered.
         asked: all that were asked.
-        places: how many of its script each worker had passed when it answered, and its contributions until then.
+        passed: how many places of its script each worker had passed when it answered, and its contributions until then.
     """
 
     number: int
@@ -94,14 +94,14 @@ class PlanProposal:
     waiting: set[int] = field(default_factory=set)
     asked: set[int] = field(default_factory=set)
     refusal: str = ""
-    places: set[tuple[int, int]] = field(default_factory=set)
+    passed: set[tuple[int, int]] = field(default_factory=set)
 
     def hear(self, worker: int, agreed: PlanAgreement) -> None:
         """Count a worker's vote."""
         if agreed.number != self.number or worker not in self.waiting:
             return  # of an earlier one
         self.waiting.discard(worker)
-        self.places.add((agreed.place, agreed.pushed))
+        self.passed.add((agreed.place, agreed.pushed))
         if agreed.digest != self.parts.digest and not self.refusal:
             why = (
                 agreed.refusal or f"it reads a plan with the digest {agreed.digest!r} in it, not {self.parts.digest!r}"
@@ -109,9 +109,9 @@ class PlanProposal:
             self.refusal = f"Rank {worker} cannot go by that plan: {why}"
 
     @property
-    def place(self) -> int:
-        """The first that no worker had passed."""
-        return max((place for place, _ in self.places), default=0)
+    def sync_point(self) -> int:
+        """The first place that no worker had passed."""
+        return max((passed for passed, _ in self.passed), default=0)
 
     @property
     def is_decided(self) -> bool:

@@ -4,8 +4,8 @@ What the controller of the plan decides is proposed as well. But a worker that i
 the very reason; it has agreed to all policies of the controller when it agreed to the plan. So a controller's proposal
 is refused by whoever says so, and taken as agreed to by whoever is silent for `CONSENT_S`.
 
-Under a plan without a server all are about to leave, at a border that they have agreed upon with it. Until then each
-comes there by itself, as with `ASP`, unless all are in step. If one is lost before, the plan before comes to hold
+Under a plan without a server all are about to leave, at a sync point that they have agreed upon with it. Until then
+each comes there by itself, as with `ASP`, unless all are in step. If one is lost before, the plan before comes to hold
 again, and all stay; but where workers go on without one that is lost, they leave without it.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offbeat.control import swap_sentence
+from offbeat.coordinator.instructions import ConsentTimer
 from offbeat.coordinator.plan_proposal import PlanProposal
 from offbeat.errors import PeerError, PlanError
 from offbeat.protocol.plan_swap import AdoptPlan, PlanProposed
@@ -134,7 +135,7 @@ class PlanSwaps:
             return
         self._propose_to_all(parts, [tell], workers, "the controller", reason)
         if self._proposal is not None:
-            self._out.set_timer(("consent", self._proposal.number), self._now_s() + CONSENT_S)
+            self._out.set_timer(ConsentTimer(self._proposal.number), self._now_s() + CONSENT_S)
 
     def consent(self, number: int) -> None:
         """Count all who have not voted by now on this proposal of a controller as agreeing."""
@@ -226,11 +227,11 @@ class PlanSwaps:
                 self._release(proposal.asked)
         else:
             took_ms = (self._now_s() - proposal.since_s) * 1e3
-            border = None
+            sync_point = None
             if not proposal.parts.is_served:
-                self._before, border, self.are_level = self.present, proposal.place, len(proposal.places) == 1
+                self._before, sync_point, self.are_level = self.present, proposal.sync_point, len(proposal.passed) == 1
             by = _listed(proposal.by)
-            text = self._adopt(proposal.parts, proposal.plan, self.count + 1, by, proposal.reason, took_ms, border)
+            text = self._adopt(proposal.parts, proposal.plan, self.count + 1, by, proposal.reason, took_ms, sync_point)
         for tell in proposal.tell:
             tell(text, proposal.refusal)
 
@@ -248,26 +249,26 @@ class PlanSwaps:
         by: str,
         reason: str = "",
         took_ms: float | None = None,
-        border: int | None = None,
+        sync_point: int | None = None,
     ) -> str:
         """Have another plan hold, the job's `count`-th swap; what is to be said of it.
 
         Args:
             by: who wanted it.
             took_ms: from the proposal until all had agreed.
-            border: how many places of their script the workers pass before they leave the server, if they do.
+            sync_point: how many places of their script the workers pass before they leave the server, if they do.
         """
         old, self.present, self.count = self.present, new, count
         assert old is not None
-        until = "" if border is None else ", once all have left the server, which none has reached yet"
+        until = "" if sync_point is None else ", once all have left the server, which none has reached yet"
         notes = []
-        if border is None and isinstance(new.sync, StepsLocally) and not isinstance(old.sync, StepsLocally):
+        if sync_point is None and isinstance(new.sync, StepsLocally) and not isinstance(old.sync, StepsLocally):
             notes.append("each worker's own optimizer begins with what the server's has gathered, such as momentum")
-        if isinstance(old.sync, StepsLocally) and (border is not None or not isinstance(new.sync, StepsLocally)):
+        if isinstance(old.sync, StepsLocally) and (sync_point is not None or not isinstance(new.sync, StepsLocally)):
             notes.append("the server's optimizer resumes from its own earlier state, not from the workers'")
         agreed = "" if took_ms is None else f"wanted by {by}, agreed upon within {took_ms:.1f} ms; "
         text = swap_sentence(old, new, until=until, reason=reason, notes=notes, agreed=agreed)
-        self._adopted(new, AdoptPlan(plan, count, text, border), by)
+        self._adopted(new, AdoptPlan(plan, count, text, sync_point), by)
         return text
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from offbeat.control import EventMetrics
-from offbeat.history import WorkerReturned, told
+from offbeat.history import WorkerReturned, policy_step
 from offbeat.protocol.status import ModelStatus, WorkerStatus
 from offbeat.sync import Adopted, Apply, Drop, Joined, Left, Release, State, adoption
 from offbeat.sync.state import observe
@@ -83,7 +83,7 @@ class PolicyRunner:
     records: dict[int, ContributionCounts] = field(default_factory=dict)
     last_staleness: dict[int, int] = field(default_factory=dict)
     void: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that weighs nothing
-    logbook: EventMetrics = field(default_factory=EventMetrics)
+    event_metrics: EventMetrics = field(default_factory=EventMetrics)
     since_s: float = field(init=False)
     _explained: str = ""  # when all were there last
     _left_early: set[int] = field(default_factory=set)  # before the start; if one comes back, it is waited for
@@ -157,11 +157,11 @@ class PolicyRunner:
         if not self.started:
             return None
         stale = {worker: one.staleness / one.applied for worker, one in self.records.items() if one.applied}
-        return self.logbook.metrics(self.now_s(), self.state, self.policy, controller.looks_back_s, stale)
+        return self.event_metrics.metrics(self.now_s(), self.state, self.policy, controller.looks_back_s, stale)
 
     def swap(self, policy: Policy, *, by_controller: bool = False) -> tuple[Action, ...]:
         """Another policy decides from now on; what it decides now."""
-        self.logbook.swapped(self.policy, self.now_s(), by_controller=by_controller)
+        self.event_metrics.swapped(self.policy, self.now_s(), by_controller=by_controller)
         event = adoption(self.policy, policy, self.now_s())
         before, self.policy, self._explained = self.policy, policy, ""
         if not self.started:
@@ -182,8 +182,8 @@ class PolicyRunner:
         if self.started:
             return self._decide(event)
         self.state = observe(self.state, event)
-        self.record(told(self.model, event, (), asked=False))
-        self.logbook.hear(event, (), self.state)
+        self.record(policy_step(self.model, event, (), asked=False))
+        self.event_metrics.hear(event, (), self.state)
         return self.start_if_all_are_here() if isinstance(event, Left) else ()
 
     def _decide(
@@ -195,8 +195,8 @@ class PolicyRunner:
             self._count(stage.before, stage.actions)
         actions = tuple(action for stage in stages for action in stage.actions)
         apart = len(stages[0].actions) if len(stages) > 1 else 0
-        self.record(told(self.model, event, actions, asked=True, change=change, ends=ends, apart=apart))
-        self.logbook.hear(event, actions, self.state)
+        self.record(policy_step(self.model, event, actions, asked=True, change=change, ends=ends, apart=apart))
+        self.event_metrics.hear(event, actions, self.state)
         return actions
 
     def status(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat.plan import Plan
-    from offbeat.server.client.requests import ServerRequest
+    from offbeat.server.client.requests import PulledParameters
 
 _log = logging.getLogger("offbeat")
 
@@ -115,7 +115,7 @@ class HistoryRecorder:
         model: int,
         step: int,
         tensors: Iterable[torch.Tensor],
-        exchange: ServerRequest,
+        pulled: PulledParameters,
         *,
         samples: float = 0.0,
         brought: bool = True,
@@ -124,22 +124,22 @@ class HistoryRecorder:
 
         Args:
             step: that was exchanged, or the next one, if nothing was brought.
-            exchange: with which they came.
+            pulled: what the server said about them.
             samples: that the contribution weighs.
             brought: whether there was one.
         """
         if self._writer is None:
             return
         now_s = time.monotonic()
-        versions = exchange.versions
+        versions = pulled.versions
         if len(set(versions)) > 1:
             each = xxhash.xxh3_64_intdigest(",".join(map(str, versions)).encode())
             versions = (min(versions), max(versions), each)
         digest = self._digest(step, tensors, always=not brought)
-        numbers = exchange.announced if brought else ()
-        is_counted = brought and exchange.is_counted
+        numbers = pulled.announced if brought else ()
+        is_counted = brought and pulled.is_counted
         self._writer.append(
-            ParametersAfter(model, step, now_s, digest, samples, exchange.life, versions[:3], numbers, is_counted)
+            ParametersAfter(model, step, now_s, digest, samples, pulled.life, versions[:3], numbers, is_counted)
         )
 
     def record_departure(self, place: str, job: str, step: int, tensors: Iterable[torch.Tensor]) -> None:

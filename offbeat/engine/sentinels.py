@@ -11,6 +11,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from offbeat.diagnosis.sentinel_client import SentinelClient
 from offbeat.errors import NetworkError
 from offbeat.wire.interfaces import address_towards, interface_address
@@ -21,6 +23,20 @@ if TYPE_CHECKING:
 _log = logging.getLogger("offbeat")
 _HEARD_S = 10.0  # for a newcomer's sentinel to be heard
 _ASK_PATIENCE = timedelta(seconds=0.2)
+
+
+class HubAnnouncement(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Rank 0's announcement of its hub to the other workers; travels as JSON.
+
+    Args:
+        address: "host:port"; "" if there is none.
+        token: of the run, hexadecimal.
+        error: why there is no address.
+    """
+
+    address: str = ""
+    token: str = ""
+    error: str = ""
 
 
 def meeting_address(control: ControlGroup) -> str:
@@ -44,23 +60,26 @@ def start_watch(control: ControlGroup, *, stays_without_worker: bool = False) ->
         None if the hub or the sentinel cannot be started; training works without, only silently.
     """
     bind = meeting_address(control)
-    token, watch, announced = secrets.token_bytes(32), None, ""
+    token, watch, announcement = secrets.token_bytes(32), None, HubAnnouncement()
     if control.rank == 0:
         try:
             watch = SentinelClient.start(
                 rank=0, world=control.world, token=token, hub=None, bind=bind, stays_without_worker=stays_without_worker
             )
-            announced = f"{watch.hub} {token.hex()}"
+            announcement = HubAnnouncement(watch.hub, token.hex())
         except NetworkError as error:
-            announced = f"! {error}"
-    hub, _, secret = control.texts("the hub's address", announced)[0].partition(" ")
-    if hub == "!":
-        _log.warning("Stalls will not be explained in this run: %s", secret)
+            announcement = HubAnnouncement(error=str(error))
+    texts = control.texts("the hub's address", msgspec.json.encode(announcement).decode())
+    hub = msgspec.json.decode(texts[0], type=HubAnnouncement)
+    if hub.error:
+        _log.warning("Stalls will not be explained in this run: %s", hub.error)
         return None
     if watch is not None:
         return watch
     try:
-        return SentinelClient.start(rank=control.rank, world=control.world, token=bytes.fromhex(secret), hub=hub)
+        return SentinelClient.start(
+            rank=control.rank, world=control.world, token=bytes.fromhex(hub.token), hub=hub.address
+        )
     except NetworkError as error:
         _log.warning("Rank %d cannot say where it is, and will not hear why it waits: %s", control.rank, error)
         return None

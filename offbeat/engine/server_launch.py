@@ -10,6 +10,7 @@ import msgspec
 from offbeat.diagnosis.wait import ThreadCall, WaitContext
 from offbeat.engine.sentinels import meeting_address
 from offbeat.errors import NetworkError
+from offbeat.server.launch import ShardAnnouncement
 
 if TYPE_CHECKING:
     import subprocess
@@ -40,18 +41,18 @@ class ServerLaunch:
         """Whether it is there, or cannot be."""
         return self._call is None or self._call.done()
 
-    def where(self, waiter: BlockingWait) -> str:
-        """Wait for the server's address, job and token, for all.
+    def where(self, waiter: BlockingWait) -> ShardAnnouncement:
+        """Wait until the server is there; where that is, for all; nothing from a worker that starts none.
 
         Raises:
             NetworkError: if it cannot be started.
         """
         settings, call = self._settings, self._call
         if settings is None or call is None:
-            return ""
+            return ShardAnnouncement()
         waiter.wait(call, WaitContext("starting the parameter server", alone=True, starts=True))
         _, address = call.outcome.result()
-        return f"{address} {settings.job} {settings.token}"
+        return ShardAnnouncement(address, settings.job, settings.token)
 
     def abandon(self) -> None:
         """Give the server up: no worker will use it."""
@@ -97,32 +98,33 @@ def beside_workers(
     """
     control, waiter = context.control, context.waiter
     try:
-        said = starting.where(waiter)
+        mine = starting.where(waiter)
     except NetworkError as error:
-        said = f"! {error}"
+        mine = ShardAnnouncement(error=str(error))
     beside = starting.beside
-    lost = f"! Cannot start a parameter server: rank {beside}, beside which that was to be, is lost."
-    said = control.texts("the parameter server's address", said).get(beside, lost)
-    if said.startswith("!"):
-        raise NetworkError(said[2:])
-    address, job, token = said.split()
-    settings = msgspec.structs.replace(context.launcher.settings, job=job, token=token)
+    texts = control.texts("the parameter server's address", mine.to_json())
+    if beside not in texts:
+        raise NetworkError(f"Cannot start a parameter server: rank {beside}, beside which that was to be, is lost.")
+    first = ShardAnnouncement.from_json(texts[beside])
+    if first.error:
+        raise NetworkError(first.error)
+    settings = msgspec.structs.replace(context.launcher.settings, job=first.job, token=first.token)
     if not everywhere:
-        return (address,), settings
-    said = address
+        return (first.address,), settings
+    mine = ShardAnnouncement(first.address)
     bind = meeting_address(control)
     if control.rank != beside:
         try:
-            fresh = msgspec.structs.replace(settings, bind=bind, coordinator=address)
-            said = _start(_with_snapshots(fresh, context.run_dir, control.rank), waiter)
+            fresh = msgspec.structs.replace(settings, bind=bind, coordinator=first.address)
+            mine = ShardAnnouncement(_start(_with_snapshots(fresh, context.run_dir, control.rank), waiter))
         except NetworkError as error:
-            said = f"! {error}"
-    told = control.texts("the addresses of the shards", said)
-    addresses = [told.pop(beside, address), *told.values()]
-    for one in addresses:
-        if one.startswith("!"):
-            raise NetworkError(one[2:])
-    return tuple(addresses), settings
+            mine = ShardAnnouncement(error=str(error))
+    texts = control.texts("the addresses of the shards", mine.to_json())
+    others = [ShardAnnouncement.from_json(text) for rank, text in texts.items() if rank != beside]
+    for one in others:
+        if one.error:
+            raise NetworkError(one.error)
+    return (first.address, *(one.address for one in others)), settings
 
 
 def _start(settings: ShardSettings, waiter: BlockingWait) -> str:

@@ -20,6 +20,7 @@ from offbeat.protocol.checkpoints import LOADING
 from offbeat.protocol.plan_swap import LEAVING
 from offbeat.safe_write import write_whole
 from offbeat.server.client.client import Client
+from offbeat.server.client.plan_judge import PlanVerdict
 from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
@@ -58,29 +59,27 @@ class ServerPlans:
         self.sync_point = SyncPoint()
         self._stays = stays
 
-    def judge(self, plan: str) -> tuple[str, str, int, int]:
-        """The digest of a plan that is proposed; or why this worker cannot go by it; and how many places it has passed.
+    def judge(self, plan: str) -> PlanVerdict:
+        """Judge a plan that is proposed: whether this worker can go by it.
 
-        And how many contributions it had pushed at the last of them.
-
-        If it is to leave the server, it passes no other place until it hears what becomes of it.
+        If it is to leave the server, it passes no place of its script from now on until it hears what becomes of it.
         """
         try:
             new = self.present.swapped(plan, whole=True)
         except PlanError as error:
-            return "", str(error), 0, 0
+            return PlanVerdict("", str(error))
         if new.is_served:
-            return new.digest, "", 0, 0
+            return PlanVerdict(new.digest)
         if refusal := self._stays(new):
-            return "", refusal, 0, 0
-        return new.digest, "", *self.sync_point.freeze()
+            return PlanVerdict("", refusal)
+        return PlanVerdict(new.digest, "", *self.sync_point.freeze())
 
-    def adopt(self, plan: str, text: str, place: int | None = None) -> None:
-        """Adopt this plan; all leave the server once they have passed `place` places, unless that is None."""
+    def adopt(self, plan: str, text: str, sync_point: int | None = None) -> None:
+        """Adopt this plan; all leave the server once they have passed `sync_point` places, unless that is None."""
         before, self.present = self.present, Plan.from_toml(plan)
         if text or self.present != before:
             self.notices.append(text or f"The plan of this job has become {short_name(self.present)}.")
-        self.sync_point.resume(place)
+        self.sync_point.resume(sync_point)
 
     def let_go(self) -> None:
         """The server is away."""
@@ -126,7 +125,8 @@ class ServerSession:
 
     def begin_with(self, ranks: tuple[int, ...]) -> None:
         """Begin the job at this server with these workers; the first of them brings the state."""
-        self.client.ranks, self.state_rank = ranks, ranks[0]
+        self.client.begin_with(ranks)
+        self.state_rank = ranks[0]
 
     def keep_drawn(self) -> None:
         """Count what was drawn as used in this worker's next contribution."""
@@ -142,7 +142,7 @@ class ServerSession:
         """
         asked = self.client.ask(question, numbers)
         waiter.wait(asked, WaitContext(question, through_server=True))
-        return asked.numbers
+        return asked.value.numbers
 
     def ranks_that(
         self, question: str, flag: bool, waiter: BlockingWait, *, awaited: str = "", refresh: bool = False
@@ -159,7 +159,7 @@ class ServerSession:
         """
         asked = self.client.ask(question, bit_of(self.client.rank, _BITS) if flag else (), refresh=refresh)
         waiter.wait(asked, WaitContext(awaited or question, through_server=True))
-        return ranks_in(asked.numbers, _BITS)
+        return ranks_in(asked.value.numbers, _BITS)
 
     def settle(self, waiter: BlockingWait) -> None:
         """Wait until all workers are here, and take the newest parameters of all models. Collective.
@@ -184,8 +184,8 @@ class ServerSession:
         self.is_brought = True
         asked = self.client.ask(LOADING, (brought, float(bool(refusal))), refresh=True, refusal=refusal)
         waiter.wait(asked, WaitContext("all workers to load the checkpoint", through_server=True))
-        if asked.numbers != (1.0, 0.0):
-            why = asked.refused or f"Rank {self.state_rank}, which brings it to the server, is gone."
+        if asked.value.numbers != (1.0, 0.0):
+            why = asked.value.refused or f"Rank {self.state_rank}, which brings it to the server, is gone."
             raise ModelError(f"Cannot load this state, because one of the workers cannot. {why}")
 
     def sum_up(self, waiter: BlockingWait) -> tuple[str, str]:
@@ -198,7 +198,7 @@ class ServerSession:
             waiter.wait(look, WaitContext("a last look at the server", through_server=True))
         except OffbeatError:
             return "", ""
-        statuses = look.model_statuses
+        statuses = look.value
         notices = [
             f"rank {one.worker}{f' with model {status.model}' if len(statuses) > 1 else ''}: {one.applied:,} applied"
             + (f", {one.dropped:,} dropped" if one.dropped else "")
@@ -222,8 +222,8 @@ class ServerSession:
         """
         asked = self.client.swap(plan, whole=True)
         waiter.wait(asked, WaitContext("a swap of the plan, on which all agree", through_server=True))
-        if asked.refused:
-            raise PlanError(asked.refused)
+        if refusal := asked.value:
+            raise PlanError(refusal)
 
     def leave(self, waiter: BlockingWait) -> tuple[int, ...]:
         """Come together with all workers that are there, and take the newest parameters; their ranks. Collective.
@@ -240,7 +240,7 @@ class ServerSession:
 
     def version(self, model: int) -> int:
         """The version of the parameters that this worker has: how many updates they are the outcome of."""
-        return max(self.client.place(model).versions.values(), default=0)
+        return max(self.client.state(model).versions.values(), default=0)
 
     def tell_status(self, status: TrainingStatus) -> None:
         """Say how this worker's training goes, for whoever looks at the server."""

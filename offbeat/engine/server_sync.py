@@ -143,7 +143,7 @@ class ServerSync:
     @property
     def number(self) -> int:
         """The number of the next contribution."""
-        return self._client.place(self._model.number).clock
+        return self._client.state(self._model.number).clock
 
     @property
     def holds_gradient(self) -> bool:
@@ -215,16 +215,17 @@ class ServerSync:
         operation = f"the exchange with the server ({short_name(self.plan.sync)})"
         self._context.waiter.wait(request, WaitContext(operation, step, model=number, through_server=True))
         self._take_values()
-        if request.fate:
-            text = f"Rank {self._client.rank} is back: what it had computed in step {step} {request.fate}."
+        pulled = request.value
+        if pulled.fate:
+            text = f"Rank {self._client.rank} is back: what it had computed in step {step} {pulled.fate}."
             _log.warning("%s", text)
             metrics.event("server", text, step)
         metrics.sent_bytes += request.sent_bytes
-        self._context.history.record_server_parameters(number, step, self.values, request, samples=weight)
+        self._context.history.record_server_parameters(number, step, self.values, pulled, samples=weight)
         return ExchangeResult(
             weights=(weight,),
-            staleness=request.staleness,
-            dropped=weight > 0 and not request.is_counted,
+            staleness=pulled.staleness,
+            dropped=weight > 0 and not pulled.is_counted,
             spans=((issued_s, metrics.now_s()),),
         )
 
@@ -255,7 +256,7 @@ class ServerSync:
     def _fetch(self) -> States:
         fetched = self._client.fetch(self._model.number)
         self._context.waiter.wait(fetched, WaitContext("the optimizer's state at the server", through_server=True))
-        return gather(fetched.portions, self._blocks)
+        return gather(fetched.value, self._blocks)
 
     def after_step(self) -> ExchangeResult | None:
         """Let gradients be looked at again; the optimizer has found none, and done nothing."""
@@ -272,8 +273,8 @@ class ServerSync:
         """Bring the newest parameters, which are here, to the model's device."""
         self._take_values()
         number = self._model.number
-        request = self._client.place(number).exchange
-        self._context.history.record_server_parameters(number, self.step, self.values, request, brought=False)
+        pulled = self._client.state(number).request.value
+        self._context.history.record_server_parameters(number, self.step, self.values, pulled, brought=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Step count, and the optimizer's state at the server, by parameter name, as bytes.
@@ -304,9 +305,9 @@ class ServerSync:
                 value.copy_(parameter.data)
             put = self._client.put(self._model.number, portions)
             self._context.waiter.wait(put, WaitContext("the server to take over a checkpoint", through_server=True))
-            if put.refused:  # all hear why when they are asked what a checkpoint holds
+            if refusal := put.value:  # all hear why when they are asked what a checkpoint holds
                 self._server.is_brought = False
-                _log.warning("The server keeps what it has. %s", put.refused)
+                _log.warning("The server keeps what it has. %s", refusal)
 
     def detach(self, *, has_own_optimizer: bool) -> None:
         """Let another one go on with the model.

@@ -29,7 +29,7 @@ from offbeat.history.records import (
     WorkersAdmitted,
     actions_of,
     event_of,
-    told,
+    policy_step,
 )
 
 __all__ = [
@@ -54,6 +54,6 @@ __all__ = [
     "WorkersAdmitted",
     "actions_of",
     "event_of",
-    "told",
+    "policy_step",
     "write_log",
 ]

@@ -342,7 +342,7 @@ Record = (
 )
 
 
-def told(
+def policy_step(
     model: int,
     event: Event,
     actions: tuple[Action, ...],
@@ -352,7 +352,7 @@ def told(
     ends: bool = False,
     apart: int = 0,
 ) -> PolicyStep:
-    """Make the record of an event and the decision."""
+    """Make the record of an event and the decision that followed it."""
     kept = tuple(_written(action) for action in actions if not isinstance(action, Remember))
     return PolicyStep(model, _written(event), kept, asked, change, ends, apart)
 

@@ -442,7 +442,7 @@ class LoaderManager:
             if self._control.is_leader:
                 asked = server.client.data_state()
                 self._waiter.wait(asked, WaitContext("the place in the data", through_server=True))
-                said = bytes(asked.place).decode()
+                said = asked.value.decode()
             reply = self._control.texts("the place in the data", said)
             lease_state = next(filter(None, reply.values()), "")
         return lease_state

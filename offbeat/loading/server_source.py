@@ -116,7 +116,7 @@ class ServerSource:
         """
         asked = self._server.client.data_state()
         self._waiter.wait(asked, WaitContext("the place in the data", through_server=True))
-        return {"place": asked.place, "progress": self.progress}
+        return {"place": asked.value, "progress": self.progress}
 
     def load_state_dict(self, state: Mapping[str, Any], *, seed: int) -> None:
         """Go on where `state` was taken; rank 0 tells the server, and then everybody is dealt to afresh.

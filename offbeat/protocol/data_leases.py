@@ -1,15 +1,16 @@
 """Messages about data between workers and the coordinator: who computes which samples next.
 
-worker                                       coordinator
-  | -- Enrol(loader, samples, batch, ...) ----> |   once per loader
-  | <----- Dealt(loader, deals) --------------- |   the first leases, and one with each release; to a worker that
-  |                                             |   comes back also which of those it has are void
-  | -- Take(loader) --------------------------> |   one more: it used several for one contribution
-  | -- Return(loader, numbers) ---------------> |   leases it will not use
-  | -- Crowded(loader, count) ----------------> |   it had no memory for so many
-  | -- Books(number) -------------------------> |   where the data is, for a checkpoint
-  | <----- Stock(number) + place -------------- |
-  | -- Restock(number) + place ---------------> |   the same back; everybody is dealt to afresh. Then Stock without it
+worker                                              coordinator
+  | -- RegisterLoader(loader, samples, batch, ...) --> |   once per loader
+  | <----- LeaseGrants(loader, deals) ---------------- |   the first leases, and one with each release; to a worker that
+  |                                                    |   comes back also which of those it has are void
+  | -- RequestLease(loader) -------------------------> |   one more: it used several for one contribution
+  | -- ReturnLease(loader, numbers) -----------------> |   leases it will not use
+  | -- MemoryExhausted(loader, count) ---------------> |   it had no memory for so many
+  | -- GetDataState(number) -------------------------> |   where the data is, for a checkpoint
+  | <----- DataState(number) + place ----------------- |
+  | -- SetDataState(number) + place -----------------> |   the same back; everybody is dealt to afresh. Then DataState
+  |                                                    |   without it
 
 Which leases a contribution was computed from stands in its `ContributionInfo`.
 """
@@ -124,8 +125,8 @@ FromData = RegisterLoader | RequestLease | ReturnLease | MemoryExhausted | GetDa
 ToData = LeaseGrants | DataState
 
 
-def dealt(loader: int, deal: Lease | EndOfEpoch) -> LeaseGrants:
-    """Tell a worker of one deal: a lease may have many pieces, and a frame's metadata has a bound."""
+def lease_grants(loader: int, deal: Lease | EndOfEpoch) -> LeaseGrants:
+    """Make the message of one deal: a lease may have many pieces, and a frame's metadata has a bound."""
     number, pieces = (deal.number, deal.pieces) if isinstance(deal, Lease) else (0, ())
     return LeaseGrants(loader, (Deal(number, deal.epoch, pieces),))
 

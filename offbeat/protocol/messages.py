@@ -24,8 +24,8 @@ worker                                          shard (the coordinator is the fi
   | -- TellStatus(status) ---------------------> |   to the coordinator, for whoever looks
   | -- LeaveAfter(step) -----------------------> |   to the coordinator: it was asked to leave, and ends in order
 
-What the other shards say to the coordinator (`FromShard`), and what it tells them (`FromChief`), is in `shards`. How
-another plan comes to hold is said in `plan_swap`. A worker that comes back says so in its `ModelInfo` (see
+What the other shards say to the coordinator (`FromShard`), and what it tells them (`FromCoordinator`), is in `shards`.
+How another plan comes to hold is said in `plan_swap`. A worker that comes back says so in its `ModelInfo` (see
 `offbeat.coordinator.reconnect`).
 """
 
@@ -123,7 +123,7 @@ Decision = (
     | WithdrawContribution
     | AllowReplacement
 )
-FromChief = Decision | BeginLife | SnapshotMark | Refused | AdoptPlan
+FromCoordinator = Decision | BeginLife | SnapshotMark | Refused | AdoptPlan
 ToWorker = (
     ModelOpened
     | Granted
@@ -154,7 +154,7 @@ SAYS: dict[str, tuple[type, ...]] = {
 
 _encode = msgspec.msgpack.Encoder().encode
 _from_peer = msgspec.msgpack.Decoder(FromWorker | FromShard | ReserveRanks).decode
-_from_coordinator = msgspec.msgpack.Decoder(FromChief).decode
+_from_coordinator = msgspec.msgpack.Decoder(FromCoordinator).decode
 _to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 _details = msgspec.msgpack.Decoder(ModelInfo).decode
 _status_reply = msgspec.msgpack.Decoder(StatusReply).decode
@@ -162,7 +162,7 @@ _statuses = msgspec.msgpack.Decoder(Annotated[tuple[ModelStatus, ...], msgspec.M
 
 
 def pack(
-    message: FromWorker | ReserveRanks | ToWorker | FromShard | FromChief | ModelInfo | tuple[ModelStatus, ...],
+    message: FromWorker | ReserveRanks | ToWorker | FromShard | FromCoordinator | ModelInfo | tuple[ModelStatus, ...],
 ) -> bytes:
     """The message as a frame's metadata, or body."""
     return _encode(message)
@@ -210,13 +210,13 @@ def from_peer(metadata: bytes) -> FromWorker | FromShard | ReserveRanks:
     return message
 
 
-def from_coordinator(metadata: bytes) -> FromChief:
+def from_coordinator(metadata: bytes) -> FromCoordinator:
     """Read a message from the coordinator to another shard.
 
     Raises:
         PeerError: if it is none of the declared messages.
     """
-    message: FromChief = _read(_from_coordinator, metadata, "the coordinator")
+    message: FromCoordinator = _read(_from_coordinator, metadata, "the coordinator")
     return message
 
 

@@ -1,11 +1,12 @@
 """Messages of a plan swap.
 
-who wants it                 coordinator                          every worker, every shard
-  | -- Swap(number, part) ---> |                                            |
-  |                            | -- Proposed(number, plan) ---------------> |   workers only
-  |                            | <----- Agreed(number, digest, refusal) --- |
-  |                            | -- Adopt(plan) --------------------------> |   if all agree; else nothing has changed
-  | <- Swapped(number, ...) -- |
+who wants it                     coordinator                          every worker, every shard
+  | -- SwapPlan(number, part) -----> |                                                    |
+  |                                  | -- PlanProposed(number, plan) -------------------> |   workers only
+  |                                  | <----- PlanAgreement(number, digest, refusal) ---- |
+  |                                  | -- AdoptPlan(plan) ------------------------------> |   if all agree; else nothing
+  |                                  |                                                    |   has changed
+  | <----- SwapResult(number, ...) - |
 
 A controller of the plan, which lives at the coordinator, is who wants it as well; then silence is taken for consent.
 
@@ -22,7 +23,7 @@ import msgspec
 
 from offbeat.protocol.bounds import Count, Text
 
-LEAVING = "whether all leave the server"  # asked by all at their border; how many they are
+LEAVING = "whether all leave the server"  # asked by all at their sync point; how many they are
 _Digest = Annotated[str, msgspec.Meta(max_length=64)]
 
 
@@ -70,7 +71,8 @@ class AdoptPlan(msgspec.Struct, tag=True, frozen=True):
     Args:
         number: how often the plan of the job was swapped.
         text: for people: what has changed, and both digests.
-        border: how many places of their script the workers pass before they leave the server; None if they stay.
+        border: the sync point: how many places of their script the workers pass before they leave the server; None if
+            they stay.
     """
 
     plan: Text

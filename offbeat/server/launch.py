@@ -92,6 +92,30 @@ class ShardSettings(msgspec.Struct, frozen=True, kw_only=True):
         return Certificates(Path(self.certificate), Path(self.key), Path(self.authority), token)
 
 
+class ShardAnnouncement(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The announcement of where a shard serves, or of why it does not, to whoever waits for it; travels as JSON.
+
+    Args:
+        address: "host:port"; "" if there is none.
+        job, token: of the shard; "" where whoever waits knows them.
+        error: why there is no address.
+    """
+
+    address: str = ""
+    job: str = ""
+    token: str = ""
+    error: str = ""
+
+    def to_json(self) -> str:
+        """The announcement in one line."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ShardAnnouncement:
+        """Read what `to_json` wrote."""
+        return msgspec.json.decode(text, type=cls)
+
+
 def settings_from(variables: Mapping[str, str], job: str, timeout: timedelta) -> ShardSettings:
     """Read from the environment how a worker, or a shard started by hand, connects."""
     name = variables.get
@@ -194,15 +218,17 @@ class ShardProcess:
         elif time.monotonic() < self._told_s + _START_S:
             return None
         os.close(self._pipe)
-        said = self._said.decode(errors="replace").strip()
-        if said.startswith("!") or not self._said.endswith(b"\n"):
-            why = said[1:].strip() or "it ended at once."
-            if self.process.poll() is None and not said:
-                why = f"it has not answered for {_START_S:g} s."
+        if self._said.endswith(b"\n"):
+            announcement = ShardAnnouncement.from_json(self._said)
+        elif self.process.poll() is None and not self._said:
+            announcement = ShardAnnouncement(error=f"it has not answered for {_START_S:g} s.")
+        else:
+            announcement = ShardAnnouncement(error="it ended at once.")
+        if announcement.error:
             self.process.kill()
             self.process.wait()
-            raise NetworkError(f"Cannot start a parameter server: {why}")
-        return said
+            raise NetworkError(f"Cannot start a parameter server: {announcement.error}")
+        return announcement.address
 
     def serve(self, settings: ShardSettings) -> str:
         """Have it serve; "host:port".

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.errors import ModelError, PeerError
-from offbeat.server.snapshot import FORMAT, Snapshot, SnapshotHeader, SnapshotId, about, read, write
+from offbeat.server.snapshot import FORMAT, Snapshot, SnapshotHeader, SnapshotId, describe_tensor, read, write
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -65,7 +65,9 @@ def to_bytes(states: States) -> bytes:
     """Encode states for a checkpoint; one object, so that whatever keeps it need not know what is in it."""
     file = io.BytesIO()
     tensors = [
-        (about(0, 0, name, key, tensor), tensor) for name, keys in states.items() for key, tensor in keys.items()
+        (describe_tensor(0, 0, name, key, tensor), tensor)
+        for name, keys in states.items()
+        for key, tensor in keys.items()
     ]
     write(file, Snapshot(SnapshotHeader(FORMAT, "", SnapshotId(0, 0), 0, ()), tensors))
     return file.getvalue()

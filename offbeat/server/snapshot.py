@@ -1,7 +1,7 @@
 """Snapshots: the state that a shard keeps to go on after it was killed, and its file format.
 
     file = frames as on the wire (`offbeat.wire.frame`), each with its checksums:
-           Header's bytes | TensorOf + elements, once per tensor | Last
+           `SnapshotHeader` | `SnapshotTensor` + elements, once per tensor | `Last`
 
 A file without its `Last` was cut off; a frame that does not agree with its checksum is damaged: such a file is not
 read. Nothing in it is code.
@@ -109,7 +109,7 @@ _header = msgspec.msgpack.Decoder(SnapshotHeader).decode
 _tensor_of = msgspec.msgpack.Decoder(SnapshotTensor).decode
 
 
-def about(model: int, block: int, name: str, key: str, tensor: torch.Tensor) -> SnapshotTensor:
+def describe_tensor(model: int, block: int, name: str, key: str, tensor: torch.Tensor) -> SnapshotTensor:
     """Describe a tensor."""
     return SnapshotTensor(model, block, name, key, dtype_name(tensor.dtype), tuple(tensor.shape))
 

@@ -33,7 +33,14 @@ from offbeat.coordinator.events import (
     WorkerOpened,
     WorkerSaid,
 )
-from offbeat.coordinator.instructions import RejectPeer, SendToAll, SendToShards, SendToWorker, SetTimer
+from offbeat.coordinator.instructions import (
+    ControllerTimer,
+    RejectPeer,
+    SendToAll,
+    SendToShards,
+    SendToWorker,
+    SetTimer,
+)
 from offbeat.coordinator.progress import TrainingProgress
 from offbeat.protocol.optimizer_spec import OptimizerSpec
 from offbeat.protocol.plan_swap import AdoptPlan, PlanAgreement, PlanProposed
@@ -365,7 +372,8 @@ class SimulatedServer:
                 self._handle(TimePassed(self.now_s, timer))
 
         # A controller looks on as long as there is somebody to decide about.
-        if at_s is not None and (timer[0] != "controller" or any(worker.left for worker in self._workers)):
+        is_idle = isinstance(timer, ControllerTimer) and not any(worker.left for worker in self._workers)
+        if at_s is not None and not is_idle:
             self._timeline.at(at_s, lambda: self._when_up(due))
 
     # -- messages ------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class Recorded:
     def _train(self, worker: Worker) -> None:
         history, client, rank = HistoryRecorder(), worker.client, worker.client.rank
         history.open(self.folder, job=JOB, rank=rank)
-        history.record_model(0, self.plan, self.job.shard.table(0).details.world, worker.parameters.values())
+        history.record_model(0, self.plan, self.job.shard.model_shard(0).details.world, worker.parameters.values())
         generator = torch.Generator().manual_seed(rank)
         for step in range(self.steps):
             if self.leaves.get(rank) == step:
@@ -61,7 +61,7 @@ class Recorded:
             weight = 1.0 + rank
             exchange = client.exchange(0, parts, about=ContributionInfo(weight, hyper(worker.optimizer)))
             assert exchange.wait(SOON)
-            history.record_server_parameters(0, step, [worker.values], exchange, samples=weight)
+            history.record_server_parameters(0, step, [worker.values], exchange.value, samples=weight)
         else:
             self.job.loop.call(self.job.ends[rank].cut, None)
         history.close()

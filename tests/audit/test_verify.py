@@ -19,7 +19,7 @@ from offbeat.history import (
     UpdateMade,
     actions_of,
     event_of,
-    told,
+    policy_step,
 )
 from offbeat.sync import (
     ASP,
@@ -83,7 +83,7 @@ def happens(kind: type) -> Callable[[Any], bool]:
 
 def with_actions(record: PolicyStep, change: Callable[[list[Any]], list[Any]]) -> PolicyStep:
     actions = tuple(change(list(actions_of(record))))
-    return told(record.model, event_of(record), actions, asked=record.asked)
+    return policy_step(record.model, event_of(record), actions, asked=record.asked)
 
 
 def apply_twice(records: list[Any]) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from offbeat import Plan
 from offbeat.cli import launch, threads
 from offbeat.cli.join_target import JoinTarget
-from offbeat.server.launch import ShardSettings, start_shard
+from offbeat.server.launch import ShardAnnouncement, ShardSettings, start_shard
 from tests.cli.commands import script
 
 if TYPE_CHECKING:
@@ -109,7 +109,8 @@ def test_a_shard_computes_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None
     popen, told = subprocess.Popen, list[str]()
 
     def tells(command: list[str], *, pass_fds: tuple[int, ...], **how: Any) -> subprocess.Popen[bytes]:
-        return popen(["bash", "-c", f"echo threads=$OMP_NUM_THREADS >&{pass_fds[0]}"], pass_fds=pass_fds, **how)
+        announcement = ShardAnnouncement("threads=$OMP_NUM_THREADS").to_json().replace('"', r"\"")
+        return popen(["bash", "-c", f'echo "{announcement}" >&{pass_fds[0]}'], pass_fds=pass_fds, **how)
 
     monkeypatch.setattr(subprocess, "Popen", tells)
     for said in ({}, {"OMP_NUM_THREADS": "7"}):

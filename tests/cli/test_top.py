@@ -324,7 +324,7 @@ def test_there_is_an_end_to_waiting(served: Served, monkeypatch: pytest.MonkeyPa
 def test_as_many_workers_as_there_may_be(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     workers = tuple(WorkerStatus(worker=rank, phase="computing", waited_s=rank / 7) for rank in range(4096))
     scene = ModelStatus(model=0, policy="BSP()", version=1, started=True, running_s=1.0, workers=workers)
-    monkeypatch.setattr(served.shard._lead, "status", lambda at_s: (scene,))
+    monkeypatch.setattr(served.shard._coordinator, "status", lambda at_s: (scene,))
     with StatusClient(JobAddress(address=served.address, job=JOB, token=SECRET)) as looker:
         scenes = looker.look(10.0)
         assert scenes is not None

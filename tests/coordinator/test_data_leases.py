@@ -11,7 +11,7 @@ import pytest
 from offbeat.batching import BatchTuning, EndOfEpoch, Lease, Leases
 from offbeat.coordinator.data_leases import LeaseManager
 from offbeat.errors import DisagreementError, PeerError
-from offbeat.protocol.data_leases import Deal, LeaseGrants, RegisterLoader, dealt, leases_of
+from offbeat.protocol.data_leases import Deal, LeaseGrants, RegisterLoader, lease_grants, leases_of
 
 SAMPLES = 37
 
@@ -30,20 +30,20 @@ class Class:
     ) -> None:
         self.now_s = 0.0
         self.dealer = LeaseManager(lambda plan: tuning, lambda: self.now_s)
-        self.hands: dict[int, list[Lease | EndOfEpoch]] = {worker: [] for worker in range(world)}
+        self.queues: dict[int, list[Lease | EndOfEpoch]] = {worker: [] for worker in range(world)}
         self.clocks = Counter[int]()
         self.ended: dict[int, list[int]] = {worker: [] for worker in range(world)}
         self.about = about(world, ahead=ahead, samples=samples)
 
     def enrol(self, worker: int) -> None:
         for one, deals in self.dealer.enrol(worker, self.about, together=False, world=self.about.world).items():
-            self.hands[one] += deals
+            self.queues[one] += deals
 
     def draw(self, worker: int) -> Lease:
         while True:
-            if not self.hands[worker]:
-                self.hands[worker] += self.dealer.take(worker, 0)
-            deal = self.hands[worker].pop(0)
+            if not self.queues[worker]:
+                self.queues[worker] += self.dealer.take(worker, 0)
+            deal = self.queues[worker].pop(0)
             if isinstance(deal, Lease):
                 return deal
             self.ended[worker].append(deal.epoch)
@@ -55,7 +55,7 @@ class Class:
 
     def release(self, worker: int) -> None:
         for deals in self.dealer.refill(worker).values():
-            self.hands[worker] += deals
+            self.queues[worker] += deals
 
 
 def samples_of(used: list[Lease]) -> dict[int, Counter[int]]:
@@ -73,10 +73,12 @@ def test_the_first_leases_wait_for_all_and_are_dealt_in_order_of_rank() -> None:
     one = Class(3, ahead=2)
     for worker in (2, 0):
         one.enrol(worker)
-        assert one.hands[worker] == []
+        assert one.queues[worker] == []
         assert one.dealer.take(worker, 0) == [], "whoever asks earlier gets no more"
     one.enrol(1)
-    numbers = {worker: [deal.number for deal in hand if isinstance(deal, Lease)] for worker, hand in one.hands.items()}
+    numbers = {
+        worker: [deal.number for deal in queue if isinstance(deal, Lease)] for worker, queue in one.queues.items()
+    }
     assert numbers == {0: [0, 1], 1: [2, 3], 2: [4, 5]}
 
 
@@ -85,24 +87,24 @@ def test_who_enrols_once_more_counts_once() -> None:
     one = Class(2)
     one.enrol(0)
     one.enrol(0)
-    assert one.hands[0] == []
+    assert one.queues[0] == []
     one.enrol(1)
-    one.about = msgspec.structs.replace(one.about, holds=tuple(d.number for d in one.hands[1] if isinstance(d, Lease)))
+    one.about = msgspec.structs.replace(one.about, holds=tuple(d.number for d in one.queues[1] if isinstance(d, Lease)))
     one.enrol(1)
-    assert [len(one.hands[worker]) for worker in range(2)] == [1, 1]
+    assert [len(one.queues[worker]) for worker in range(2)] == [1, 1]
 
 
 def test_who_comes_back_is_told_what_is_others() -> None:
     one = Class(2, ahead=2)
     for worker in (0, 1):
         one.enrol(worker)
-    held = tuple(deal.number for deal in one.hands[1] if isinstance(deal, Lease))
+    held = tuple(deal.number for deal in one.queues[1] if isinstance(deal, Lease))
     one.about = msgspec.structs.replace(one.about, holds=held)
     assert one.dealer.void(1, one.about) == ()
     one.dealer.lose(1)
     one.enrol(1)
     assert one.dealer.void(1, one.about) == held
-    assert len(one.hands[1]) == 4, "as many more"
+    assert len(one.queues[1]) == 4, "as many more"
 
 
 def test_one_that_never_comes_is_not_waited_for() -> None:
@@ -144,7 +146,7 @@ def test_every_sample_counts_once_whoever_comes_and_goes(seed: int) -> None:
         mine = [push for push in under_way if push[0] == worker]
         if worker not in there:
             if kind < 0.3:
-                one.hands[worker].clear()
+                one.queues[worker].clear()
                 one.enrol(worker)
                 there.add(worker)
         elif kind < 0.02 and len(there) > 1:
@@ -297,7 +299,7 @@ def test_deals_travel() -> None:
     one = Class(1)
     one.enrol(0)
     for deal in (one.draw(0), EndOfEpoch(4)):
-        assert leases_of(dealt(0, deal), SAMPLES) == [deal]
+        assert leases_of(lease_grants(0, deal), SAMPLES) == [deal]
 
 
 @pytest.mark.parametrize("piece", [(0, 5, 5), (0, 6, 5), (0, 0, SAMPLES + 1)])
@@ -316,7 +318,7 @@ def test_a_worker_that_comes_back_is_told_the_end_of_every_epoch() -> None:
     one.dealer.lose(1)
     while not one.ended[0]:
         one.draw(0)
-    one.hands[1].clear()
+    one.queues[1].clear()
     one.about = msgspec.structs.replace(one.about, epoch=0, holds=(99,))
     one.enrol(1)
     one.draw(1)
@@ -334,14 +336,14 @@ def test_a_restarted_server_goes_on_in_the_data() -> None:
     again, _ = one.announce(1, announced)
     plain = msgspec.json.decode(msgspec.json.encode(one.dealer.to_plain()))
     one.release(0)
-    later = next(deal for deal in reversed(one.hands[0]) if isinstance(deal, Lease))
+    later = next(deal for deal in reversed(one.queues[0]) if isinstance(deal, Lease))
 
     one.dealer = LeaseManager(lambda plan: BatchTuning(), lambda: one.now_s)
     one.dealer.restore(plain)
     assert one.dealer.workers == {0, 1}
     pool = one.dealer.epochs()[0]
     assert pool.open[0].used == applied.count
-    kept = {worker: tuple(d.number for d in hand if isinstance(d, Lease)) for worker, hand in one.hands.items()}
+    kept = {worker: tuple(d.number for d in queue if isinstance(d, Lease)) for worker, queue in one.queues.items()}
     for worker, holds in ((0, kept[0]), (1, (announced.number, *kept[1]))):
         hello = msgspec.structs.replace(one.about, holds=holds)
         deals = one.dealer.enrol(worker, hello, together=False, world=2)

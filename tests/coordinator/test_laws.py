@@ -237,7 +237,7 @@ class Owner:
 
     def pass_time(self, wait_s: float) -> None:
         until_s = self.now_s + wait_s
-        for timer, at_s in sorted(self.timers.items()):
+        for timer, at_s in sorted(self.timers.items(), key=repr):
             if at_s <= until_s and timer in self.timers:
                 del self.timers[timer]
                 self.now_s = max(self.now_s, at_s)

@@ -16,6 +16,7 @@ from offbeat.fabric import ParameterServer
 from offbeat.plan import Plan, table_of
 from offbeat.protocol.plan_swap import PlanAgreement, PlanProposed
 from offbeat.server.client.client import Client
+from offbeat.server.client.plan_judge import PlanVerdict
 from offbeat.sync import ASP, BSP, SSP, RoundRobin
 from tests.server.in_process import Together
 from tests.server.test_shard import SOON, Worker
@@ -34,7 +35,7 @@ def test_all_meet_at_the_first_place_that_nobody_has_passed() -> None:
     for worker, place in ((0, 3), (1, 7), (2, 5)):
         proposal.hear(worker, PlanAgreement(1, PLAN.digest, place=place))
     assert proposal.is_decided
-    assert proposal.place == 7
+    assert proposal.sync_point == 7
 
 
 @pytest.mark.parametrize(("second", "are_level"), [((3, 5), True), ((4, 5), False), ((3, 4), False)])
@@ -43,7 +44,7 @@ def test_who_is_within_a_step_is_not_level_with_who_is_behind_it(second: tuple[i
     proposal = PlanProposal(1, PLAN, "", [], 0.0, ["rank 0"], waiting={0, 1})
     for worker, (place, pushed) in enumerate(((3, 5), second)):
         proposal.hear(worker, PlanAgreement(1, PLAN.digest, place=place, pushed=pushed))
-    assert (len(proposal.places) == 1) == are_level
+    assert (len(proposal.passed) == 1) == are_level
 
 
 class Judge:
@@ -53,12 +54,12 @@ class Judge:
         self.present, self.refusal, self.digest = PLAN, "", ""
         self.adopted: list[Policy] = []
 
-    def judge(self, plan: str) -> tuple[str, str, int, int]:
+    def judge(self, plan: str) -> PlanVerdict:
         if self.refusal:
-            return "", self.refusal, 0, 0
-        return self.digest or self.present.swapped(plan).digest, "", 0, 0
+            return PlanVerdict("", self.refusal)
+        return PlanVerdict(self.digest or self.present.swapped(plan).digest)
 
-    def adopt(self, plan: str, text: str, border: int | None) -> None:
+    def adopt(self, plan: str, text: str, sync_point: int | None) -> None:
         self.present = Plan.from_toml(plan)
         self.adopted.append(self.present.sync)
 
@@ -99,13 +100,13 @@ class Job(Together):
         for _, shard, message in self.held:
             self.loop.call(self._hear, shard, message)
 
-    def swap(self, rank: int, policy: Policy) -> ServerRequest:
+    def swap(self, rank: int, policy: Policy) -> ServerRequest[str]:
         return self.clients[rank].swap(tomli_w.dumps({"sync": table_of(policy)}))
 
     @property
     def policy(self) -> Policy:
-        assert self.shard._lead is not None
-        return self.shard._lead.models[0].runner.policy
+        assert self.shard._coordinator is not None
+        return self.shard._coordinator.models[0].runner.policy
 
 
 @pytest.fixture
@@ -126,7 +127,7 @@ def test_all_hear_of_it_and_go_on(job: Job) -> None:
     step_all(workers)
     swap = job.swap(1, ASP())
     assert swap.wait(SOON)
-    assert (swap.refused, job.policy) == ("", ASP())
+    assert (swap.value, job.policy) == ("", ASP())
     step_all(workers)
     assert [judge.adopted for judge in job.judges] == [[ASP()]] * 3
 
@@ -137,7 +138,7 @@ def test_one_that_cannot_keeps_the_old_plan_for_all(job: Job, refusal: str, dige
     job.judges[2].refusal, job.judges[2].digest = refusal, digest
     swap = job.swap(0, SSP(3))
     assert swap.wait(SOON)
-    assert f"Rank 2 cannot go by that plan: {refusal or 'it reads a plan with the digest'}" in swap.refused
+    assert f"Rank 2 cannot go by that plan: {refusal or 'it reads a plan with the digest'}" in swap.value
     step_all(workers)
     assert job.policy == BSP()
     assert [judge.adopted for judge in job.judges] == [[]] * 3
@@ -150,13 +151,13 @@ def test_two_swaps_at_once(job: Job) -> None:
     assert job.is_asked.wait(5)
     other, same = job.swap(1, RoundRobin()), job.swap(1, SSP(3))
     assert other.wait(SOON)
-    assert "another swap is under way" in other.refused
+    assert "another swap is under way" in other.value
     assert not first.is_over
     assert not same.is_over
     job.let_go()
     assert first.wait(SOON)
     assert same.wait(SOON)
-    assert (first.refused, same.refused, job.policy) == ("", "", SSP(3))
+    assert (first.value, same.value, job.policy) == ("", "", SSP(3))
     step_all(workers)
 
 
@@ -167,7 +168,7 @@ def test_who_is_lost_is_not_waited_for(job: Job) -> None:
     assert job.is_asked.wait(5)
     job.loop.call(job.ends[2].cut, NetworkError("It was killed."))
     assert swap.wait(SOON)
-    assert (swap.refused, job.policy) == ("", SSP(3))
+    assert (swap.value, job.policy) == ("", SSP(3))
     step_all(workers[:2])
 
 

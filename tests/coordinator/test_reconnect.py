@@ -114,9 +114,9 @@ class Waiting:
     """The first of two shards, with a snapshot of both: its life begins when the other is there."""
 
     def __init__(self, folder: Path) -> None:
-        archive = SnapshotStore(folder, "j")
-        archive.write(Snapshot(SnapshotHeader(FORMAT, "j", SnapshotId(1, 7), 2, ()), []), None)
-        self.shard = Shard(lambda plan: Parts(BSP()), archive=archive)
+        snapshots = SnapshotStore(folder, "j")
+        snapshots.write(Snapshot(SnapshotHeader(FORMAT, "j", SnapshotId(1, 7), 2, ()), []), None)
+        self.shard = Shard(lambda plan: Parts(BSP()), snapshots=snapshots)
         assert not self.shard.begun.is_set()
 
     def begin(self) -> set[int]:
@@ -124,8 +124,8 @@ class Waiting:
         other = self.shard.accept(ToShard(0, "shard"))  # type: ignore[arg-type]
         other.received(pack(RegisterShard(((1, 7),), 1)), memoryview(b""))
         assert self.shard.begun.is_set()
-        assert self.shard._lead is not None
-        return {seen.worker for scene in self.shard._lead.status(0.0) for seen in scene.workers}
+        assert self.shard._coordinator is not None
+        return {seen.worker for scene in self.shard._coordinator.status(0.0) for seen in scene.workers}
 
 
 def test_who_was_early_and_has_gone_does_not_take_part(tmp_path: Path) -> None:
@@ -258,24 +258,24 @@ def test_nobody_waits_for_a_worker_that_had_gone_before_the_server_was_killed(tm
     """Also if the snapshot has it, since none was made after it had gone."""
 
     async def story() -> tuple[frozenset[int], bool]:
-        archive = SnapshotStore(tmp_path, "j")
-        first = Shard(lambda plan: Parts(BSP()), archive=archive)
+        snapshots = SnapshotStore(tmp_path, "j")
+        first = Shard(lambda plan: Parts(BSP()), snapshots=snapshots)
         stays, goes = Worker(first, 0), Worker(first, 1)
         await pump([stays, goes])
         await first.be_quiet()
-        (header,) = archive.held.values()
+        (header,) = snapshots.held.values()
         assert header.models[0].progress is not None
         assert header.models[0].progress.present == (0, 1)
         goes.leave(NetworkError("it is gone"))
-        while not archive.gone:
+        while not snapshots.gone:
             await asyncio.sleep(0)
         if returns:
             Worker(first, 1)
         first.is_over = True
-        second = Shard(lambda plan: Parts(BSP()), archive=archive)
+        second = Shard(lambda plan: Parts(BSP()), snapshots=snapshots)
         Worker(second, 0)
-        assert second._lead is not None
-        return archive.gone, second._lead.started
+        assert second._coordinator is not None
+        return snapshots.gone, second._coordinator.started
 
     assert asyncio.run(story()) == ((frozenset(), False) if returns else ({1}, True))
 
@@ -289,7 +289,7 @@ def test_of_a_life_that_is_over_nothing_stays() -> None:
     """Else the parameters of every life would be in memory as long as the process is, whose timers hold them."""
 
     async def story() -> bool:
-        shard = Shard(Plan.from_toml, archive=None)
+        shard = Shard(Plan.from_toml, snapshots=None)
         FakePeer(shard, 0).say(pack(OpenModel(0)), pack(msgspec.structs.replace(DETAILS, plan=BY_WAITING.to_toml())))
         shard.begin_with_who_is_here_after(60.0)
         shard.stop()
@@ -312,8 +312,8 @@ def test_a_life_that_is_over_decides_nothing_later(tmp_path: Path) -> None:
         shard.begin_with_who_is_here_after(0.01)
         shard.stop()
         before = len(records)
-        assert shard._lead is not None
-        one = next(iter(shard._lead.models.values()))
+        assert shard._coordinator is not None
+        one = next(iter(shard._coordinator.models.values()))
         one.losses = LostUpdates(0)  # it had gone on from a snapshot
         await asyncio.sleep(0.05)
         return len(records) - before

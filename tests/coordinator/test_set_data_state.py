@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from offbeat.batching import BatchTuning, Leases
 from offbeat.coordinator.coordinator import Coordinator
 from offbeat.errors import ModelError, PeerError
-from offbeat.protocol.data_leases import LeaseGrants, dealt
+from offbeat.protocol.data_leases import LeaseGrants, lease_grants
 from offbeat.server.optimizers import check_hyper
 from tests.coordinator.test_data_leases import SAMPLES, Class
 
@@ -103,7 +103,7 @@ def go_on(dealer: LeaseManager) -> None:
     for _ in range(10):
         for worker in range(3):
             for deal in dealer.take(worker, 0):
-                message = dealt(0, deal)
+                message = lease_grants(0, deal)
                 assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=LeaseGrants) == message
     (pool,) = dealer.epochs().values()
     for clock, number in enumerate([n for n, held in pool.held.items() if held.worker == 0]):
@@ -152,8 +152,8 @@ def test_any_json_is_a_pool_or_a_refusal(plain: Any) -> None:
 @settings(max_examples=100)
 @given(place=st.binary(max_size=40) | st.sampled_from([b"[" * 100_000, b"\xff", b"{}", b"null", b"{}{}", b'{"0":']))
 def test_any_bytes_are_answered_with_a_sentence(place: bytes) -> None:
-    lead = Coordinator(lambda plan: pytest.fail(plan), check_hyper=check_hyper)
-    assert lead._data.load(place) or place == b"{}"
+    coordinator = Coordinator(lambda plan: pytest.fail(plan), check_hyper=check_hyper)
+    assert coordinator._data.load(place) or place == b"{}"
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -60,9 +60,9 @@ class Job:
         assert heard.wait(10)
 
     def seen(self) -> dict[int, WorkerStatus]:
-        lead = self.links.shard._lead
-        assert lead is not None
-        return {seen.worker: seen for seen in lead.status(0.0)[0].workers}
+        coordinator = self.links.shard._coordinator
+        assert coordinator is not None
+        return {seen.worker: seen for seen in coordinator.status(0.0)[0].workers}
 
 
 @pytest.fixture
@@ -111,15 +111,15 @@ def test_all_are_told_why_one_is_taken_out(job: Job, caplog: pytest.LogCaptureFi
 def test_what_comes_of_one_that_was_taken_out_is_refused_with_the_cause() -> None:
     """It may have been on its way; the link ends with this, and the others hear of it."""
     job = Job(ASP())
-    lead = job.links.shard._lead
-    assert lead is not None
-    lead._job.evicted[0, 7] = "it kept the others waiting for too long, by ASP()"
+    coordinator = job.links.shard._coordinator
+    assert coordinator is not None
+    coordinator._job.evicted[0, 7] = "it kept the others waiting for too long, by ASP()"
     with pytest.raises(
         Exception, match=r"Rank 7 was evicted from model 0: it kept the others waiting for too long, by"
     ):
-        lead._job.model(0, 7)
+        coordinator._job.model(0, 7)
     with pytest.raises(Exception, match=r"Rank 8 does not take part in model 0\."):
-        lead._job.model(0, 8)
+        coordinator._job.model(0, 8)
     job.links.close()
 
 

@@ -32,7 +32,7 @@ from offbeat.history import (
     actions_of,
     event_of,
     log,
-    told,
+    policy_step,
 )
 from offbeat.history.log import write_log
 from offbeat.sync import Apply, Drop, Evict, Grant, Joined, Ready, Release, Remember, TakesEveryNth, Wake
@@ -59,9 +59,9 @@ def test_what_is_recorded_comes_back(tmp_path: Path) -> None:
     actions = (Grant(1), Apply(((1, 7), (0, 9)), 0.5, False), Drop(((2, 1),)), Release(1), Evict(2), Wake(8.25))
     recorded: list[Record] = [
         LifeBegan(0, 5, "plan", 3, 2, {1: 4}),
-        told(0, Ready(1, 7, 1.25, 32.0), (*actions, Remember("anything")), asked=True),
-        told(0, Joined(2, 1.5), (), asked=False),
-        told(1, TakesEveryNth(2, 3, 1.75), (), asked=True),
+        policy_step(0, Ready(1, 7, 1.25, 32.0), (*actions, Remember("anything")), asked=True),
+        policy_step(0, Joined(2, 1.5), (), asked=False),
+        policy_step(1, TakesEveryNth(2, 3, 1.75), (), asked=True),
         *map(has, range(1000)),
     ]
     for record in recorded:

@@ -124,7 +124,7 @@ def test_who_comes_back_before_it_is_missed(server: Job) -> None:
     server.begin()
     heard = Heard()
     client = server.clients[0]
-    known, secret = client.place(0), client._secrets[0]
+    known, secret = client.state(0), client._models._secrets[0]
     back = Reconnect(life=known.life, clock=known.clock, version=known.version, holds=False, waits=True, secret=secret)
     link = server.dial(lambda link: heard, GOOD[0])
     server.loop.call(link.send, pack(OpenModel(0, 1)), pack(details(back=back)))
@@ -234,7 +234,9 @@ def test_the_first_that_comes_may_leave_before_it_has_sent_its_parameters(server
     wait_for(lambda: any(isinstance(m, ModelOpened) and m.wants_values for m in heard.messages), "no values are wanted")
     with ThreadPoolExecutor(1) as pool:
         beginning = pool.submit(server.begin, 3)
-        wait_for(lambda: len(server.clients) == 2 and all(c._places for c in server.clients), "the others do not come")
+        wait_for(
+            lambda: len(server.clients) == 2 and all(c._models.states for c in server.clients), "the others do not come"
+        )
         server.loop.call(link.abort)
         beginning.result(20)
     server.goes_on()

@@ -42,6 +42,7 @@ from tests.rejected_peers.job import (
 from tests.rejected_peers.test_models import opened
 
 if TYPE_CHECKING:
+    from offbeat.protocol.training import AllWorkersAnswer
     from offbeat.server.client.requests import ServerRequest
     from offbeat.wire.link import PeerLink
 
@@ -52,7 +53,7 @@ SOON = timedelta(seconds=10)
 
 def back_of(job: Job, **changes: Any) -> Reconnect:
     """What rank 1 would say that it was, as far as others can know."""
-    known = job.clients[0].place(0)
+    known = job.clients[0].state(0)
     said = {"life": known.life, "clock": known.clock, "version": known.version, "holds": False, "waits": True}
     return Reconnect(**{**said, **changes})
 
@@ -69,7 +70,7 @@ def test_the_rank_of_a_worker_that_is_here(job: Job, life: int | None, secret: b
 
 
 def test_the_secret_of_another_rank(job: Job) -> None:
-    one, other = (client._secrets[0] for client in job.clients)
+    one, other = (client._models._secrets[0] for client in job.clients)
     assert one != other
     assert len(one) == len(other) == 16
     _, said, _ = opened(job, rank=GOOD[0], back=back_of(job, secret=other))
@@ -153,7 +154,7 @@ def test_more_than_anybody_brings(job: Job) -> None:
     job.goes_on()
 
 
-def let_put(server: Job) -> tuple[PeerLink, Heard, str, list[ServerRequest]]:
+def let_put(server: Job) -> tuple[PeerLink, Heard, str, list[ServerRequest[AllWorkersAnswer]]]:
     """Rank 0, which may put now; its address, and what the others wait for."""
     server.begin()
     link, heard, _ = join(server)
@@ -210,7 +211,7 @@ def test_what_the_others_do_not_wait_for_is_refused(server: Job, refusal: str) -
     for wait in waits:
         if refusal:
             assert wait.wait(SOON)
-            assert wait.refused == "Rank 0: it is not brought"
+            assert wait.value.refused == "Rank 0: it is not brought"
         else:
             with pytest.raises(DisagreementError, match="the mean"):
                 wait.wait(SOON)

@@ -199,9 +199,9 @@ async def _torment(choices: Choices) -> None:
         mad.leave(NetworkError("it is gone"))
         await _step(good)
     assert not ended, "the job goes on"
-    lead = shard._lead
-    assert lead is not None
-    (scene,) = [scene for scene in lead.status(0.0) if scene.model == 0]
+    coordinator = shard._coordinator
+    assert coordinator is not None
+    (scene,) = [scene for scene in coordinator.status(0.0) if scene.model == 0]
     _compare(scene, good)
 
 

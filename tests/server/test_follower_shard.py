@@ -166,9 +166,9 @@ def test_what_is_half_here_waits_for_the_coordinators_word() -> None:
         job.decide(WorkerRemoved(0, 1, number=3))
         told = [message for message, _ in job.chief.sent]
         job.worker.say(pack(PushBlock(0, 0, 1, DensePayload())), torch.ones(SIZES[1]).numpy().tobytes())
-        values = [job.shard.table(0).values(block)[0].item() for block in range(2)]
+        values = [job.shard.model_shard(0).values(block)[0].item() for block in range(2)]
         job.decide(WithdrawContribution(0, 1, 0))
-        values += [job.shard.table(0).values(block)[0].item() for block in range(2)]
+        values += [job.shard.model_shard(0).values(block)[0].item() for block in range(2)]
         return told[-1:], values
 
     assert asyncio.run(run()) == ([WorkerDrained(0, 3)], [-LR, 0.0, 0.0, 0.0])

@@ -30,11 +30,12 @@ class Refusing:
         if not self.room:
             raise BlockingIOError(11, "Resource temporarily unavailable")
         self.room -= 1
-        program = f"echo 127.0.0.1:7070 >&{pass_fds[0]}; cat > {os.devnull}"
+        program = f"echo '{ANNOUNCEMENT}' >&{pass_fds[0]}; cat > {os.devnull}"
         return POPEN(["bash", "-c", program], pass_fds=pass_fds, stdin=subprocess.PIPE)
 
 
 POPEN = subprocess.Popen
+ANNOUNCEMENT = launch.ShardAnnouncement("127.0.0.1:7070").to_json()
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +67,7 @@ class Dying:
 
     def __call__(self, command: list[str], *, pass_fds: tuple[int, ...], **how: Any) -> subprocess.Popen[bytes]:
         self.started += 1
-        program = f"echo 127.0.0.1:7070 >&{pass_fds[0]}; cat > {os.devnull}; exit 3"
+        program = f"echo '{ANNOUNCEMENT}' >&{pass_fds[0]}; cat > {os.devnull}; exit 3"
         return POPEN(["bash", "-c", program], pass_fds=pass_fds, stdin=subprocess.PIPE)
 
 

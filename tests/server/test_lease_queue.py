@@ -16,28 +16,28 @@ def dealt(*numbers: int, void: tuple[int, ...] = ()) -> LeaseGrants:
 def test_who_comes_back_draws_only_what_is_still_its_own() -> None:
     """What it had not drawn others may have been given: computing it would be in vain."""
     said: list[FromData] = []
-    hands, drawn = LeaseQueues(said.append), list[bool]()
-    hand = hands.hold(ABOUT)
-    hands.enrol()
-    hands.deal(dealt(1, 2, 3))
-    hand.deals.popleft()
-    hands.enrol()
+    queues, drawn = LeaseQueues(said.append), list[bool]()
+    queue = queues.hold(ABOUT)
+    queues.enrol()
+    queues.deal(dealt(1, 2, 3))
+    queue.deals.popleft()
+    queues.enrol()
     assert isinstance(said[-1], RegisterLoader)
     assert said[-1].holds == (1, 2, 3)
-    hands.want(hand, lambda: drawn.append(True))
-    assert (drawn, list(hand.deals)) == ([], []), "it is not known yet"
-    hands.deal(dealt(4, void=(1, 2)))
+    queues.want(queue, lambda: drawn.append(True))
+    assert (drawn, list(queue.deals)) == ([], []), "it is not known yet"
+    queues.deal(dealt(4, void=(1, 2)))
     assert drawn == [True]
-    assert [deal.number for deal in hand.deals if isinstance(deal, Lease)] == [3, 4]
-    assert list(hand.held) == [3, 4]
+    assert [deal.number for deal in queue.deals if isinstance(deal, Lease)] == [3, 4]
+    assert list(queue.held) == [3, 4]
     assert not any(isinstance(message, RequestLease) for message in said), "more than one lease comes unasked"
 
 
 def test_the_end_of_an_epoch_is_nobodys() -> None:
-    hands = LeaseQueues(lambda message: None)
-    hand = hands.hold(ABOUT)
-    hands.enrol()
-    hands.deal(LeaseGrants(0, (Deal(1, 0, ((0, 0, 1),)), Deal(0, 0))))
-    hands.enrol()
-    hands.deal(dealt(5, void=(1,)))
-    assert [type(deal) for deal in hand.deals] == [EndOfEpoch, Lease]
+    queues = LeaseQueues(lambda message: None)
+    queue = queues.hold(ABOUT)
+    queues.enrol()
+    queues.deal(LeaseGrants(0, (Deal(1, 0, ((0, 0, 1),)), Deal(0, 0))))
+    queues.enrol()
+    queues.deal(dealt(5, void=(1,)))
+    assert [type(deal) for deal in queue.deals] == [EndOfEpoch, Lease]

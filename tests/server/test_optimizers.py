@@ -24,7 +24,7 @@ from offbeat.server.optimizer_checkpoint import from_bytes, gather, scatter, to_
 from offbeat.server.optimizers import describe
 from offbeat.server.pushed_block import PushedBlock
 from offbeat.server.shard.model_shard import ModelShard
-from offbeat.server.snapshot import FORMAT, Snapshot, SnapshotHeader, SnapshotId, about, read, write
+from offbeat.server.snapshot import FORMAT, Snapshot, SnapshotHeader, SnapshotId, describe_tensor, read, write
 from offbeat.sync import BSP
 from tests.server.in_process import Together
 from tests.server.test_shard import SOON, Worker
@@ -86,11 +86,11 @@ class Alone:
             for b in self.blocks
         )
         details = ModelInfo(1, 1, 1, "p", "l", names, blocks, optimizer)
-        self.table = ModelShard(0, details, lambda worker, message, values: None)
+        self.model_shard = ModelShard(0, details, lambda worker, message, values: None)
         for block in self.blocks:  # as the first worker does; nobody has zeroed them
-            self.table.values(block.index).zero_()
+            self.model_shard.values(block.index).zero_()
         self._clock = 0
-        self.table.decide(AdmitWorker(0, 0, 0))
+        self.model_shard.decide(AdmitWorker(0, 0, 0))
 
     def step(self, gradient: torch.Tensor, hyper: tuple[Hyper, ...], half: torch.Tensor | None = None) -> None:
         """One update.
@@ -100,21 +100,21 @@ class Alone:
         """
         push = (0, self._clock)
         pushes = (push,) if half is None else (push, (1, 0))
-        self.table.decide(
+        self.model_shard.decide(
             ApplyContributions(0, pushes, (ContributionInfo(1.0, ()),) * len(pushes), hyper, 1.0, in_order=half is None)
         )
         for block in self.blocks[: 0 if half is None else len(self.blocks) // 2]:
             assert half is not None
-            self.table.arrive((1, 0), block.index, dense(half[block.offset : block.offset + block.numel]))
+            self.model_shard.arrive((1, 0), block.index, dense(half[block.offset : block.offset + block.numel]))
         for block in self.blocks:
-            self.table.arrive(push, block.index, dense(gradient[block.offset : block.offset + block.numel]))
-        self.table.decide(CommitUpdates(0, *push))
+            self.model_shard.arrive(push, block.index, dense(gradient[block.offset : block.offset + block.numel]))
+        self.model_shard.decide(CommitUpdates(0, *push))
         self._clock += 1
-        self.table.decide(ReleaseFromShard(0, 0, self._clock))
+        self.model_shard.decide(ReleaseFromShard(0, 0, self._clock))
 
     @property
     def values(self) -> torch.Tensor:
-        return torch.cat([self.table.values(block.index) for block in self.blocks])
+        return torch.cat([self.model_shard.values(block.index) for block in self.blocks])
 
     def parts_of(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each parameter's, of what lies as the blocks do."""
@@ -123,9 +123,11 @@ class Alone:
         return {name: torch.cat([part for piece, part in parts if piece.name == name]) for name in NUMEL}
 
     def snapshot(self) -> Snapshot:
-        values = {block: self.table.values(block) for block in self.table.blocks}
-        tensors = [(about(0, block, "", "", value), value) for block, value in values.items()]
-        tensors += [(about(0, it.block, it.name, it.key, it.tensor), it.tensor) for it in self.table.state()]
+        values = {block: self.model_shard.values(block) for block in self.model_shard.blocks}
+        tensors = [(describe_tensor(0, block, "", "", value), value) for block, value in values.items()]
+        tensors += [
+            (describe_tensor(0, it.block, it.name, it.key, it.tensor), it.tensor) for it in self.model_shard.state()
+        ]
         return Snapshot(SnapshotHeader(FORMAT, "", SnapshotId(0, 0), 1, ()), tensors)
 
 
@@ -151,7 +153,7 @@ def test_a_server_that_was_killed_goes_on_from_its_snapshot(kind: str, options: 
     for gradient in gradients(0, 3):
         half.step(gradient, spec.groups)
     for what, tensor in through_a_file(half.snapshot()).tensors:
-        rest.table.restore(what, tensor)
+        rest.model_shard.restore(what, tensor)
     for gradient in gradients(3, 6):
         rest.step(gradient, spec.groups)
     assert whole.values.any()
@@ -167,14 +169,14 @@ def test_what_is_withdrawn_leaves_no_trace(kind: str, options: dict[str, Any]) -
     for gradient in gradients(0, 2):
         one.step(gradient, spec.groups)
         other.step(gradient, spec.groups)
-    one.table.decide(AdmitWorker(0, 1, 0))
+    one.model_shard.decide(AdmitWorker(0, 1, 0))
     one.step(gradients(2, 3)[0], spec.groups, half=gradients(9, 10)[0])
     other.step(gradients(2, 3)[0], spec.groups)
     one.step(gradients(3, 4)[0], spec.groups, half=None)
     other.step(gradients(3, 4)[0], spec.groups)
     assert not torch.equal(one.values, other.values)
-    one.table.decide(WorkerRemoved(0, 1))
-    one.table.decide(WithdrawContribution(0, 1, 0))
+    one.model_shard.decide(WorkerRemoved(0, 1))
+    one.model_shard.decide(WithdrawContribution(0, 1, 0))
     assert as_bytes(one) == as_bytes(other)
 
 
@@ -193,7 +195,7 @@ def test_momentum_that_began_later_is_in_a_snapshot_too() -> None:
     for gradient in gradients(0, 2):
         half.step(gradient, later)
     for what, tensor in through_a_file(half.snapshot()).tensors:
-        rest.table.restore(what, tensor)
+        rest.model_shard.restore(what, tensor)
     for one in (half, rest):
         one.step(gradients(2, 3)[0], later)
     assert torch.equal(rest.values, half.values)
@@ -217,7 +219,7 @@ def trained(make: Make, first: int, last: int, checkpoint: tuple[torch.Tensor, b
             worker.step(gradient)
         fetched = worker.client.fetch(0)
         assert fetched.wait(SOON)
-        return worker.values.clone(), to_bytes(gather(fetched.portions, worker.blocks))
+        return worker.values.clone(), to_bytes(gather(fetched.value, worker.blocks))
     finally:
         job.close()
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from offbeat.protocol.messages import FromShard
     from offbeat.server.client.client import Client
     from offbeat.server.client.model_state import ModelState
-    from offbeat.server.client.requests import ServerRequest
+    from offbeat.server.client.requests import PulledParameters
 
 SOON = timedelta(seconds=10)
 
@@ -88,28 +88,29 @@ class Worker:
 
     def bring(
         self, gradient: torch.Tensor, weight: float = 1.0, used: tuple[tuple[int, int], ...] = (), step: int = 0
-    ) -> ServerRequest:
+    ) -> PulledParameters:
         parts = [gradient[b.offset : b.offset + b.numel].clone() for b in self.blocks]
         exchange = self.client.exchange(0, parts, about=self.about(weight, used=used, step=step))
         assert exchange.wait(SOON)
-        return exchange
+        return exchange.value
 
     def push_but_last(self, gradient: torch.Tensor) -> None:
         """Bring all but the last block of a contribution, and wait until updates with the others have come back."""
-        push, self.client._push = self.client._push, self._push_but_last  # type: ignore[method-assign]
+        models = self.client._models
+        push, models._push = models._push, self._push_but_last  # type: ignore[method-assign]
         parts = [gradient[b.offset : b.offset + b.numel].clone() for b in self.blocks]
         self.client.exchange(0, parts, about=ContributionInfo(1.0, hyper(self.optimizer)))
-        place, deadline_s = self.client.place(0), time.monotonic() + SOON.total_seconds()
-        while place.missing != {len(self.blocks) - 1}:
+        state, deadline_s = self.client.state(0), time.monotonic() + SOON.total_seconds()
+        while state.missing != {len(self.blocks) - 1}:
             assert time.monotonic() < deadline_s, "they have not come back"
             time.sleep(0.001)
-        self.client._push = push  # type: ignore[method-assign]
+        models._push = push  # type: ignore[method-assign]
 
-    def _push_but_last(self, place: ModelState, clock: int) -> None:
-        assert place.parts is not None
-        place.await_all()
-        for block, part in list(place.parts.items())[:-1]:
-            link = self.client._links[place.shards[block]]
+    def _push_but_last(self, state: ModelState, clock: int) -> None:
+        assert state.parts is not None
+        state.await_all()
+        for block, part in list(state.parts.items())[:-1]:
+            link = self.client._links[state.shards[block]]
             link.send(pack(PushBlock(0, clock, block, DensePayload())), bytes_of(part))
 
 
@@ -213,19 +214,19 @@ def test_what_was_computed_from_samples_that_are_dealt_again_is_reported(
     (worker,) = workers(job)
     told: list[str] = []
     worker.client._tell = told.append
-    hand = worker.client.register_loader(
+    queue = worker.client.register_loader(
         RegisterLoader(loader=0, plan="p", world=1, samples=100, seed=0, shuffle=True, drop_last=False, batch=4)
     )
-    assert worker.client.draw(hand).wait(SOON)
+    assert worker.client.draw(queue).wait(SOON)
     before = worker.values.clone()
     assert not worker.bring(torch.full((100,), 1000.0), 4.0, used=((0, 99),)).is_counted
     assert torch.equal(worker.values, before)
-    lease = next(iter(hand.held))
+    lease = next(iter(queue.held))
     assert worker.bring(torch.ones(100), 4.0, used=((0, lease),)).is_counted
     assert not torch.equal(worker.values, before)
     look = worker.client.look()
     assert look.wait(SOON)
-    (seen,) = look.model_statuses[0].workers
+    (seen,) = look.value[0].workers
     assert (seen.applied, seen.dropped) == (1, 1)
     assert told == [
         "Contribution 0 of rank 0 (4 samples) is dropped: the samples that it was computed from are leased again."
@@ -247,9 +248,9 @@ def test_who_brings_other_data_is_refused_at_once(
     about = RegisterLoader(loader=0, plan="p", world=2, samples=100, seed=0, shuffle=True, drop_last=False, batch=4)
     team = workers(job)
     team[0].client.register_loader(about)
-    hand = team[1].client.register_loader(msgspec.structs.replace(about, batch=8))
+    queue = team[1].client.register_loader(msgspec.structs.replace(about, batch=8))
     with pytest.raises(DisagreementError, match="its loader has batch=8, that of the others 4"):
-        team[1].client.draw(hand).wait(SOON)
+        team[1].client.draw(queue).wait(SOON)
     assert said[-1] == "Refused", "else it would come back with the same"
 
 
@@ -294,7 +295,7 @@ def test_who_has_not_opened_the_model_yet_is_asked_too(together: Callable[[Polic
     Worker(job.clients[0])
     asked.append(job.clients[0].ask("how many", [10.0]))
     assert all(one.wait(SOON) for one in asked)
-    assert [one.numbers for one in asked] == [(12.0,)] * 3
+    assert [one.value.numbers for one in asked] == [(12.0,)] * 3
 
 
 # -- a worker is lost in the middle of a push --------------------------------------------------------------------------
@@ -326,10 +327,10 @@ def test_half_a_contribution_is_taken_out_of_every_block(together: Callable[...,
             optimizer.step()
             for worker in team:
                 assert torch.equal(worker.values, reference.detach())
-    (seen,) = [seen for scene in job.shard._lead.status(0.0) for seen in scene.workers if seen.worker == 2]  # type: ignore[union-attr]
+    (seen,) = [seen for scene in job.shard._coordinator.status(0.0) for seen in scene.workers if seen.worker == 2]  # type: ignore[union-attr]
     assert (seen.applied, seen.lost) == (2, 1)
     for shard in (job.shard, *job.others):
-        assert not shard.table(0)._ledger._updates, "nothing is remembered any more"
+        assert not shard.model_shard(0)._scheduler._updates, "nothing is remembered any more"
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -344,7 +345,7 @@ def test_without_order_the_others_have_gone_on_and_the_server_ends_without_it(
     touched = (goes_on.values - before).abs() > 100
     assert 0 < touched.sum() < 100, "it has computed on half of it"
     job.kill(1)
-    while job.shard._lead.status(0.0)[0].workers[1].phase != "gone":  # type: ignore[union-attr]
+    while job.shard._coordinator.status(0.0)[0].workers[1].phase != "gone":  # type: ignore[union-attr]
         time.sleep(0.001)
     for _ in range(20):  # longer than anything is kept
         goes_on.step(torch.zeros(100))
@@ -360,16 +361,16 @@ def test_a_contribution_that_takes_very_long_counts_when_it_is_whole(together: C
     slow.push_but_last(torch.full((100,), 8.0))
     for _ in range(30):
         fast.step(torch.zeros(100))
-    ledgers = [shard.table(0)._ledger for shard in (job.shard, *job.others)]
-    assert any(update.is_held for one in ledgers for update in one._updates), "it was taken out"
-    assert all(len(one._journal.of(block)) <= 8 for one in ledgers for block in one._blocks)
+    schedulers = [shard.model_shard(0)._scheduler for shard in (job.shard, *job.others)]
+    assert any(update.is_held for one in schedulers for update in one._updates), "it was taken out"
+    assert all(len(one._undo_log.of(block)) <= 8 for one in schedulers for block in one._blocks)
     torch.testing.assert_close(fast.values, before, msg="as if it had not come")
-    place = slow.client.place(0)
+    state = slow.client.state(0)
     last = len(slow.blocks) - 1
-    assert place.parts is not None
-    body = bytes_of(place.parts[last])
-    job.loop.call(slow.client._links[place.shards[last]].send, pack(PushBlock(0, 0, last, DensePayload())), body)
-    assert place.exchange.wait(SOON)
+    assert state.parts is not None
+    body = bytes_of(state.parts[last])
+    job.loop.call(slow.client._links[state.shards[last]].send, pack(PushBlock(0, 0, last, DensePayload())), body)
+    assert state.request.wait(SOON)
     fast.step(torch.zeros(100))
     # Once as half a round, and once as its momentum.
     torch.testing.assert_close(before - fast.values, torch.full((100,), 0.25 * (8 + 4)))
@@ -383,7 +384,7 @@ def test_a_worker_has_brought_what_it_pulled_although_word_of_it_comes_later(
     job = together(policy, 2, 2)
     (other,) = job.others
     late: list[PushDone] = []
-    tell = other._tell_chief
+    tell = other._tell_coordinator
 
     def tell_later(message: FromShard) -> None:
         if isinstance(message, PushDone):
@@ -391,7 +392,7 @@ def test_a_worker_has_brought_what_it_pulled_although_word_of_it_comes_later(
         else:
             tell(message)
 
-    other._tell_chief = tell_later  # type: ignore[method-assign]
+    other._tell_coordinator = tell_later  # type: ignore[method-assign]
     team = workers(job)
     with ThreadPoolExecutor(2) as pool:
         for _ in range(4):
@@ -403,7 +404,7 @@ def test_a_worker_has_brought_what_it_pulled_although_word_of_it_comes_later(
         list(pool.map(Worker.step, team, [torch.ones(100)] * 2))
     look = team[0].client.look()
     assert look.wait(SOON)
-    assert [(seen.applied, seen.lead <= 1) for seen in look.model_statuses[0].workers] == [(5, True), (5, True)]
+    assert [(seen.applied, seen.lead <= 1) for seen in look.value[0].workers] == [(5, True), (5, True)]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from offbeat.protocol.messages import from_peer, pack
 from offbeat.protocol.shards import SnapshotSaved
 from offbeat.server.shard.snapshot_builder import SnapshotBuilder, SnapshotSchedule
 from offbeat.server.shard.snapshot_store import SnapshotStore
-from offbeat.server.snapshot import FORMAT, Snapshot, SnapshotHeader, SnapshotId, about, read, write
+from offbeat.server.snapshot import FORMAT, Snapshot, SnapshotHeader, SnapshotId, describe_tensor, read, write
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +32,7 @@ def snapshot(number: int, life: int = 7, job: str = "j", format_: int = FORMAT) 
     }
     return Snapshot(
         SnapshotHeader(format_, job, SnapshotId(number, life), 1, ()),
-        [(about(0, 5, name, key, tensor), tensor) for (name, key), tensor in tensors.items()],
+        [(describe_tensor(0, 5, name, key, tensor), tensor) for (name, key), tensor in tensors.items()],
     )
 
 
@@ -72,12 +72,12 @@ def test_another_format_is_not_guessed_at() -> None:
 
 
 def test_the_one_that_all_have_and_the_newest_are_kept(tmp_path: Path) -> None:
-    archive = SnapshotStore(tmp_path, "j")
+    snapshots = SnapshotStore(tmp_path, "j")
     for number in (1, 2, 3):
-        assert archive.write(snapshot(number), SnapshotId(number - 1, 7))
-    assert list(archive.held) == [SnapshotId(3, 7), SnapshotId(2, 7)]
-    assert archive.write(snapshot(4), SnapshotId(2, 7)), "another shard has not written number 3"
-    archive.close()
+        assert snapshots.write(snapshot(number), SnapshotId(number - 1, 7))
+    assert list(snapshots.held) == [SnapshotId(3, 7), SnapshotId(2, 7)]
+    assert snapshots.write(snapshot(4), SnapshotId(2, 7)), "another shard has not written number 3"
+    snapshots.close()
     again = SnapshotStore(tmp_path, "j")
     assert list(again.held) == [SnapshotId(4, 7), SnapshotId(2, 7)]
     assert again.least == 4
@@ -90,10 +90,10 @@ def test_the_one_that_all_have_and_the_newest_are_kept(tmp_path: Path) -> None:
 def test_a_damaged_one_is_said_and_the_one_before_is_used(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    archive = SnapshotStore(tmp_path, "j")
+    snapshots = SnapshotStore(tmp_path, "j")
     for number in (1, 2):
-        archive.write(snapshot(number), SnapshotId(number - 1, 7))
-    archive.close()
+        snapshots.write(snapshot(number), SnapshotId(number - 1, 7))
+    snapshots.close()
     newest = max(tmp_path.glob("*.snapshot"))
     data = bytearray(newest.read_bytes())
     data[3000] ^= 1
@@ -107,23 +107,23 @@ def test_a_damaged_one_is_said_and_the_one_before_is_used(
 
 def test_one_that_is_damaged_while_its_shard_lives_is_found_before_another_life(tmp_path: Path) -> None:
     """Another shard may be lost, and then this one would never get past it."""
-    archive = SnapshotStore(tmp_path, "j")
+    snapshots = SnapshotStore(tmp_path, "j")
     for number in (1, 2):
-        archive.write(snapshot(number), SnapshotId(number - 1, 7))
+        snapshots.write(snapshot(number), SnapshotId(number - 1, 7))
     os.truncate(max(tmp_path.glob("*.snapshot")), 1000)
-    assert list(archive.held) == [SnapshotId(2, 7), SnapshotId(1, 7)]
-    archive.look()
-    assert list(archive.held) == [SnapshotId(1, 7)]
-    assert archive.least == 2
+    assert list(snapshots.held) == [SnapshotId(2, 7), SnapshotId(1, 7)]
+    snapshots.look()
+    assert list(snapshots.held) == [SnapshotId(1, 7)]
+    assert snapshots.least == 2
 
 
 def test_a_folder_in_the_place_of_one_is_said_once_and_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    archive = SnapshotStore(tmp_path, "j")
+    snapshots = SnapshotStore(tmp_path, "j")
     for number in (1, 2):
-        archive.write(snapshot(number), SnapshotId(number - 1, 7))
-    archive.close()
+        snapshots.write(snapshot(number), SnapshotId(number - 1, 7))
+    snapshots.close()
     newest = max(tmp_path.glob("*.snapshot"))
     newest.unlink()
     newest.mkdir()
@@ -140,8 +140,8 @@ def test_a_folder_in_the_place_of_one_is_said_once_and_ends_nothing(
 def test_a_full_disk_is_said_once_and_what_was_there_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    archive = SnapshotStore(tmp_path, "j")
-    archive.write(snapshot(1), None)
+    snapshots = SnapshotStore(tmp_path, "j")
+    snapshots.write(snapshot(1), None)
     calls = []
 
     def full(fd: int) -> None:
@@ -150,24 +150,24 @@ def test_a_full_disk_is_said_once_and_what_was_there_stays(
 
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
         patched.setattr(os, "fsync", full)
-        assert not archive.write(snapshot(2), SnapshotId(1, 7))
-        assert not archive.write(snapshot(3), SnapshotId(1, 7))
+        assert not snapshots.write(snapshot(2), SnapshotId(1, 7))
+        assert not snapshots.write(snapshot(3), SnapshotId(1, 7))
     assert len(calls) == 2, "the fault was injected"
     assert caplog.text.count("No space left on device. The job continues") == 1
-    assert list(archive.held) == [SnapshotId(1, 7)]
+    assert list(snapshots.held) == [SnapshotId(1, 7)]
     assert not list(tmp_path.glob("*.part"))
     with caplog.at_level(logging.WARNING):
-        assert archive.write(snapshot(4), SnapshotId(1, 7))
-        assert archive.write(snapshot(5), SnapshotId(4, 7))
+        assert snapshots.write(snapshot(4), SnapshotId(1, 7))
+        assert snapshots.write(snapshot(5), SnapshotId(4, 7))
     assert caplog.text.count(f"Snapshots are written to {tmp_path} again.") == 1
 
 
 def test_a_folder_belongs_to_one_shard(tmp_path: Path) -> None:
-    archive = SnapshotStore(tmp_path, "j")
-    archive.write(snapshot(1), None)
+    snapshots = SnapshotStore(tmp_path, "j")
+    snapshots.write(snapshot(1), None)
     with pytest.raises(NetworkError, match=r"another shard does\. Give each shard a folder of its own"):
         SnapshotStore(tmp_path, "j")
-    archive.close()
+    snapshots.close()
     fresh = SnapshotStore(tmp_path, "k", is_fresh=True)
     assert not fresh.held
     assert fresh.least == 1
@@ -207,10 +207,10 @@ def test_snapshots_of_another_job_are_passed_over_and_stay(tmp_path: Path, caplo
 
 
 def test_who_has_gone_is_noted_for_this_job_alone(tmp_path: Path) -> None:
-    archive = SnapshotStore(tmp_path, "j")
-    assert archive.gone == set()
-    archive.note_gone({2, 5})
-    archive.close()
+    snapshots = SnapshotStore(tmp_path, "j")
+    assert snapshots.gone == set()
+    snapshots.note_gone({2, 5})
+    snapshots.close()
     again = SnapshotStore(tmp_path, "j")
     assert again.gone == {2, 5}
     again.close()
@@ -255,17 +255,17 @@ def test_one_that_is_given_up_is_not_written_and_the_next_one_is(tmp_path: Path)
     told: list[tuple[int, bool]] = []
 
     async def story() -> set[int]:
-        archive = SnapshotStore(tmp_path, "j")
-        keeping = SnapshotBuilder(archive, "j", lambda number, well, cost_s: told.append((number, well)))
+        snapshots = SnapshotStore(tmp_path, "j")
+        builder = SnapshotBuilder(snapshots, "j", lambda number, well, cost_s: told.append((number, well)))
         for number in (1, 2):
-            keeping.begin(SnapshotId(number, 7), None, shards=1, models=[], blocks={0: (0, 1)})
-            keeping.take(0, 0, torch.zeros(2), [])
+            builder.begin(SnapshotId(number, 7), None, shards=1, models=[], blocks={0: (0, 1)})
+            builder.take(0, 0, torch.zeros(2), [])
             if number == 1:
-                keeping.give_up()
-            keeping.take(0, 1, torch.zeros(2), [])
-        assert keeping.writing is not None
-        await keeping.writing
-        return {identity.number for identity in archive.held}
+                builder.give_up()
+            builder.take(0, 1, torch.zeros(2), [])
+        assert builder.writing is not None
+        await builder.writing
+        return {identity.number for identity in snapshots.held}
 
     assert asyncio.run(story()) == {2}
     assert told == [(1, False), (2, True)]
@@ -281,11 +281,11 @@ def test_one_that_fails_for_another_reason_than_the_disk_is_said_to(
         raise MemoryError("no room for a header")
 
     async def story() -> None:
-        archive = SnapshotStore(tmp_path, "j")
-        monkeypatch.setattr(archive, "write", fail)
-        keeping = SnapshotBuilder(archive, "j", lambda number, well, cost_s: told.append((number, well)))
-        keeping.begin(SnapshotId(1, 7), None, shards=1, models=[], blocks={0: (0,)})
-        keeping.take(0, 0, torch.zeros(2), [])
+        snapshots = SnapshotStore(tmp_path, "j")
+        monkeypatch.setattr(snapshots, "write", fail)
+        builder = SnapshotBuilder(snapshots, "j", lambda number, well, cost_s: told.append((number, well)))
+        builder.begin(SnapshotId(1, 7), None, shards=1, models=[], blocks={0: (0,)})
+        builder.take(0, 0, torch.zeros(2), [])
         while not told:
             await asyncio.sleep(0.01)
 

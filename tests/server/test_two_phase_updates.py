@@ -1,4 +1,4 @@
-"""Shards' ledgers, a coordinator and workers in random orders, against a model that knows whole contributions only."""
+"""Schedulers, a coordinator and workers in random orders, against a model that knows whole contributions only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Value = tuple[tuple[int, tuple["Push", ...]], ...]  # a block: its updates as th
 
 
 class Shard:
-    """A ledger that hears decisions late, and carries out what is due on blocks that remember all that was done.
+    """A scheduler that hears decisions late, and carries out what is due on blocks that remember all that was done.
 
     Args:
         give: called with a worker, its entry, step, block, number and value.
@@ -34,7 +34,7 @@ class Shard:
     """
 
     def __init__(self, blocks: list[int], give: Callable[..., None], tell: Callable[..., None]) -> None:
-        self.ledger, self._give, self._tell = UpdateScheduler(blocks), give, tell
+        self.scheduler, self._give, self._tell = UpdateScheduler(blocks), give, tell
         self.values: dict[int, Value] = dict.fromkeys(blocks, ())
         self.decided: deque[tuple[Any, ...]] = deque()
         self.entries: dict[int, int] = {}
@@ -46,38 +46,38 @@ class Shard:
         kind, *what = self.decided.popleft()
         if kind == "part":
             worker, number = what
-            self.ledger.lose(worker)
+            self.scheduler.lose(worker)
             if number:
                 self._tell("parted", number)
         elif kind == "admit":
             worker, step, self.entries[worker] = what
-            self.ledger.admit(worker, step)
+            self.scheduler.admit(worker, step)
         elif kind == "mark":
-            self.ledger.mark()
+            self.scheduler.mark()
             self.kept = {}
         elif kind == "withdraw":
-            if self.ledger.withdraw(*what):
+            if self.scheduler.withdraw(*what):
                 self.kept = None
         elif kind == "drop":
-            self.ledger.drop(what[0], coming=what[1])
+            self.scheduler.drop(what[0], coming=what[1])
         else:
-            getattr(self.ledger, kind)(*what)
+            getattr(self.scheduler, kind)(*what)
         self.carry_out(None)
 
     def arrive(self, push: Push, block: int) -> None:
         """A block of a contribution."""
-        missing = self.ledger.arrive(push, block, (push, block))
+        missing = self.scheduler.arrive(push, block, (push, block))
         self.carry_out(block)
         if not missing:
             self.whole.append(push)
             self._tell("whole", push)
 
     def carry_out(self, block: int | None) -> None:
-        for action in self.ledger.due(block):
+        for action in self.scheduler.due(block):
             value = self.values[action.block]
             if isinstance(action, ApplyUpdate):
-                if action.line is not None:
-                    action.line.before = value
+                if action.entry is not None:
+                    action.entry.before = value
                 assert all(part == (push, action.block) for push, part in action.parts)
                 self.values[action.block] = (*value, (action.version, tuple(push for push, _ in action.parts)))
             elif isinstance(action, UndoUpdate):
@@ -90,9 +90,9 @@ class Shard:
             else:
                 entry = self.entries[action.worker]
                 self._give(action.worker, entry, action.step, action.block, action.number, value)
-        most = update_scheduler._MOST_LINES * max(1, len(self.ledger._next))
-        if not self.ledger._unkept:
-            assert all(len(self.ledger._journal.of(one)) <= most for one in self.values)
+        most = update_scheduler._MOST_ENTRIES * max(1, len(self.scheduler._next))
+        if not self.scheduler._unkept:
+            assert all(len(self.scheduler._undo_log.of(one)) <= most for one in self.values)
 
 
 @dataclass
@@ -180,7 +180,7 @@ class Job:
     def push(self, worker: int, block: int) -> None:
         it, shard = self.workers[worker], self.shards[self.holder[block]]
         push = (worker, it.step - it.is_released)
-        if shard.entries.get(worker) == it.entry and shard.ledger.expects(push, block):
+        if shard.entries.get(worker) == it.entry and shard.scheduler.expects(push, block):
             it.left.discard(block)
             shard.arrive(push, block)
 
@@ -380,9 +380,9 @@ def play(chance: random.Random) -> Job:
     assert all(not it.is_released for it in job.workers.values()), "nobody waits for ever"
     final = job.expected(len(job.updates))
     for shard in job.shards:
-        assert not shard.ledger._updates
+        assert not shard.scheduler._updates
         for block, value in shard.values.items():
-            assert not shard.ledger._journal.of(block)
+            assert not shard.scheduler._undo_log.of(block)
             assert len(value) == len(final)
             assert dict(value) == final, "whole contributions, each once"
             if job.in_order:
@@ -398,11 +398,11 @@ def play(chance: random.Random) -> Job:
 @settings(max_examples=100, deadline=None)
 @given(chance=st.randoms(use_true_random=False))
 def test_no_half_of_a_contribution_is_anywhere(most: int, chance: random.Random) -> None:
-    before, update_scheduler._MOST_LINES = update_scheduler._MOST_LINES, most
+    before, update_scheduler._MOST_ENTRIES = update_scheduler._MOST_ENTRIES, most
     try:
         play(chance)
     finally:
-        update_scheduler._MOST_LINES = before
+        update_scheduler._MOST_ENTRIES = before
 
 
 def test_what_is_played_has_what_it_is_about() -> None:

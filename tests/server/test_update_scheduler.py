@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ABOUT = {(worker, clock): (worker, clock) for worker in range(4) for clock in range(40)}
 
 
-def ledger(blocks: int = 2, workers: Iterable[int] = (0, 1)) -> UpdateScheduler:
+def scheduler(blocks: int = 2, workers: Iterable[int] = (0, 1)) -> UpdateScheduler:
     one = UpdateScheduler(range(blocks))
     for worker in workers:
         one.admit(worker, 0)
@@ -29,7 +29,7 @@ def made(one: UpdateScheduler) -> list[tuple[int, int, list[Push]]]:
 
 
 def test_what_was_pushed_before_anybody_heard_of_it_dies_with_its_worker() -> None:
-    one = ledger()
+    one = scheduler()
     assert [one.arrive((0, 0), block, "old") for block in (0, 1)] == [1, 0]
     assert one.lose(0) is None, "nobody was told of it"
     one.admit(0, 0)
@@ -41,7 +41,7 @@ def test_what_was_pushed_before_anybody_heard_of_it_dies_with_its_worker() -> No
 
 
 def test_a_block_travels_back_while_the_next_still_comes() -> None:
-    one = ledger()
+    one = scheduler()
     one.apply(Apply(((0, 0),)), ABOUT)
     one.release(0, 1)
     assert one.arrive((0, 0), 0, "first") == 1
@@ -51,7 +51,7 @@ def test_a_block_travels_back_while_the_next_still_comes() -> None:
 
 
 def test_an_update_waits_for_all_its_contributions() -> None:
-    one = ledger(blocks=1)
+    one = scheduler(blocks=1)
     one.apply(Apply(((1, 0), (0, 0))), ABOUT)
     one.release(0, 1)
     one.arrive((1, 0), 0, "b")
@@ -67,7 +67,7 @@ def test_an_update_waits_for_all_its_contributions() -> None:
 def test_a_slow_contribution_holds_up_later_updates_only_if_they_are_in_order(
     in_order: bool, expected: list[object]
 ) -> None:
-    one = ledger(blocks=1)
+    one = scheduler(blocks=1)
     one.apply(Apply(((0, 0),)), ABOUT)
     one.apply(Apply(((1, 0),), in_order=in_order), ABOUT)
     one.arrive((1, 0), 0, "b")
@@ -77,7 +77,7 @@ def test_a_slow_contribution_holds_up_later_updates_only_if_they_are_in_order(
 
 
 def test_whose_contribution_was_dropped_sees_all_updates() -> None:
-    one = ledger(blocks=1)
+    one = scheduler(blocks=1)
     one.apply(Apply(((0, 0),)), ABOUT)
     one.drop((1, 0), coming=False)
     one.release(1, 1)
@@ -89,7 +89,7 @@ def test_whose_contribution_was_dropped_sees_all_updates() -> None:
 
 
 def test_what_comes_of_a_dropped_contribution_is_discarded() -> None:
-    one = ledger()
+    one = scheduler()
     one.arrive((0, 0), 0, "a")
     one.drop((0, 0), coming=True)
     assert one.arrive((0, 0), 1, "b") == 0, "whole, so that the next may come"
@@ -99,7 +99,7 @@ def test_what_comes_of_a_dropped_contribution_is_discarded() -> None:
 
 def half_received(*, in_order: bool = True) -> UpdateScheduler:
     """Of worker 1's contribution block 0 has arrived, and is in an update with worker 0's."""
-    one = ledger()
+    one = scheduler()
     one.apply(Apply(((0, 0), (1, 0)), in_order=in_order), ABOUT)
     one.release(0, 1)
     one.arrive((0, 0), 0, "a0")
@@ -109,8 +109,8 @@ def half_received(*, in_order: bool = True) -> UpdateScheduler:
     assert isinstance(make, ApplyUpdate)
     assert (make.block, [part for _, part in make.parts]) == (0, ["a0", "b0"])
     assert give == SendBlock(0, 0, 1), "at once, while the rest still comes"
-    assert make.line is not None
-    make.line.before = "what block 0 was"
+    assert make.entry is not None
+    make.entry.before = "what block 0 was"
     return one
 
 
@@ -154,7 +154,7 @@ def test_later_updates_of_a_block_are_made_anew_with_it() -> None:
 
 
 def test_an_update_is_not_final_while_one_that_was_made_before_it_may_be_undone() -> None:
-    one = ledger()
+    one = scheduler()
     for worker in (0, 1):
         one.apply(Apply(((worker, 0),), in_order=False), ABOUT)
     one.arrive((0, 0), 0, "half")
@@ -172,7 +172,7 @@ def test_an_update_is_not_final_while_one_that_was_made_before_it_may_be_undone(
 
 def test_who_waits_for_what_comes_after_it_in_order_is_told_too() -> None:
     """At every shard alike, also where that was made, and is committed, before the worker was released."""
-    one = ledger(blocks=1)
+    one = scheduler(blocks=1)
     one.apply(Apply(((1, 0),)), ABOUT)
     one.apply(Apply(((0, 0),)), ABOUT)
     one.arrive((1, 0), 0, "it is missing at another shard")
@@ -188,7 +188,7 @@ def test_who_waits_for_what_comes_after_it_in_order_is_told_too() -> None:
 
 
 def test_an_update_of_what_is_withdrawn_alone_is_empty_and_counts() -> None:
-    one = ledger()
+    one = scheduler()
     one.apply(Apply(((1, 0),)), ABOUT)
     one.arrive((1, 0), 0, "b0")
     assert made(one) == [(0, 1, [(1, 0)])]
@@ -198,18 +198,18 @@ def test_an_update_of_what_is_withdrawn_alone_is_empty_and_counts() -> None:
 
 
 def test_nothing_is_written_down_of_what_is_whole_before_it_is_used() -> None:
-    one = ledger(blocks=1)
+    one = scheduler(blocks=1)
     one.arrive((0, 0), 0, "a")
     one.commit((0, 0))
     one.apply(Apply(((0, 0),)), ABOUT)
     (make,) = one.due()
     assert isinstance(make, ApplyUpdate)
-    assert make.line is None
+    assert make.entry is None
 
 
 def test_who_takes_very_long_to_push_makes_nobody_keep_much() -> None:
     """After four updates for each worker its own is taken out, and made once it is whole."""
-    one = ledger()
+    one = scheduler()
     one.apply(Apply(((1, 0),), in_order=False), ABOUT)
     one.release(1, 1)
     one.arrive((1, 0), 0, "slow")
@@ -224,7 +224,7 @@ def test_who_takes_very_long_to_push_makes_nobody_keep_much() -> None:
         *[(0, 7)],
         *[(0, clock) for clock in range(8)],
     ], "the others' are made anew, without it"
-    assert len(one._journal.of(0)) == 0
+    assert len(one._undo_log.of(0)) == 0
     one.arrive((1, 0), 1, "slow")
     assert made(one) == [], "it may still be withdrawn"
     assert one.commit((1, 0)) is True
@@ -236,7 +236,7 @@ def test_who_takes_very_long_to_push_makes_nobody_keep_much() -> None:
 
 
 def test_what_waits_too_long_does_not_wait_behind_a_lost_worker() -> None:
-    one = ledger()
+    one = scheduler()
     one.apply(Apply(((1, 0),), in_order=False), ABOUT)
     one.arrive((1, 0), 0, "slow")
     for clock in range(9):
@@ -251,7 +251,7 @@ def test_what_waits_too_long_does_not_wait_behind_a_lost_worker() -> None:
 
 
 def test_a_contribution_that_is_whole_outlives_its_worker() -> None:
-    one = ledger(blocks=1)
+    one = scheduler(blocks=1)
     one.arrive((1, 0), 0, "b")
     assert one.lose(1) is None
     one.apply(Apply(((1, 0),)), ABOUT)
@@ -259,7 +259,7 @@ def test_a_contribution_that_is_whole_outlives_its_worker() -> None:
 
 
 def test_a_lost_worker_is_given_nothing() -> None:
-    one = ledger(blocks=1)
+    one = scheduler(blocks=1)
     one.apply(Apply(((0, 0),)), ABOUT)
     one.release(0, 1)
     one.lose(0)
@@ -268,7 +268,7 @@ def test_a_lost_worker_is_given_nothing() -> None:
 
 
 def test_no_block_goes_beyond_a_mark_before_it_is_kept() -> None:
-    one = ledger(blocks=1)
+    one = scheduler(blocks=1)
     one.apply(Apply(((0, 0),)), ABOUT)
     one.mark()
     one.apply(Apply(((1, 0),), in_order=False), ABOUT)
@@ -281,7 +281,7 @@ def test_no_block_goes_beyond_a_mark_before_it_is_kept() -> None:
 
 def test_a_block_is_kept_when_nothing_in_it_can_be_withdrawn() -> None:
     """It goes on meanwhile; what is kept is what it was at the mark."""
-    one = ledger(blocks=2)
+    one = scheduler(blocks=2)
     one.apply(Apply(((0, 0),)), ABOUT)
     one.mark()
     one.arrive((0, 0), 0, "a0")
@@ -290,8 +290,8 @@ def test_a_block_is_kept_when_nothing_in_it_can_be_withdrawn() -> None:
     first, second = one.due()
     assert isinstance(first, ApplyUpdate)
     assert isinstance(second, ApplyUpdate)
-    assert second.line is not None
-    second.line.before = "at the mark"
+    assert second.entry is not None
+    second.entry.before = "at the mark"
     one.commit((1, 0))
     assert list(one.due()) == []
     one.arrive((0, 0), 1, "a1")
@@ -316,7 +316,7 @@ def test_a_mark_with_what_is_withdrawn_is_given_up() -> None:
 @pytest.mark.parametrize("come", [1, 2], ids=["in part", "whole"])
 def test_what_overtakes_stepping_out_and_in_again_is_kept(come: int) -> None:
     """Another shard's worker steps out and in, and pushes, before word of that is here."""
-    one = ledger()
+    one = scheduler()
     for block in range(come):
         one.arrive((0, 0), block, f"part {block}")
     assert one.lose(0, stays=True) is None

@@ -103,19 +103,19 @@ def die_half_way(run: offbeat.Run) -> None:
     assert server is not None
     client, hear = server.client, server.client.hear
 
-    def push(place: ModelState, clock: int) -> None:
-        assert place.parts is not None
-        place.await_all()
-        for block, part in list(place.parts.items())[:-1]:
-            link = client._links[place.shards[block]]
-            link.send(pack(PushBlock(place.model, clock, block, DensePayload())), bytes_of(part))
+    def push(state: ModelState, clock: int) -> None:
+        assert state.parts is not None
+        state.await_all()
+        for block, part in list(state.parts.items())[:-1]:
+            link = client._links[state.shards[block]]
+            link.send(pack(PushBlock(state.model, clock, block, DensePayload())), bytes_of(part))
 
     def hear_and_die(shard: int, message: Any) -> None:
         hear(shard, message)
-        if client.place(0).missing == {len(client.place(0).blocks) - 1}:
+        if client.state(0).missing == {len(client.state(0).blocks) - 1}:
             kill(os.getpid())
 
-    client._push, client.hear = push, hear_and_die  # type: ignore[method-assign]
+    client._models._push, client.hear = push, hear_and_die  # type: ignore[method-assign]
 
 
 def told(folder: Path, rank: int) -> list[str]:
@@ -143,7 +143,7 @@ def look(run: offbeat.Run) -> list[WorkerStatus]:
     assert server is not None
     exchange = server.client.look()
     assert exchange.wait(timedelta(seconds=30))
-    return list(exchange.model_statuses[0].workers)
+    return list(exchange.value[0].workers)
 
 
 def wait_for_end(folder: Path) -> None:

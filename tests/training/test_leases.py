@@ -402,7 +402,7 @@ def look(run: offbeat.Run) -> str:
     assert run._session.server is not None
     answer = run._session.server.client.look()
     answer.wait(timedelta(seconds=5))
-    return answer.model_statuses[0].pace
+    return answer.value[0].pace
 
 
 PLANS: dict[str, Callable[[], offbeat.Plan]] = {

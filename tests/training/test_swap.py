@@ -251,7 +251,7 @@ def job_status(run: offbeat.Run) -> list[Any]:
     assert server is not None
     exchange = server.client.look()
     assert exchange.wait(timedelta(seconds=30))
-    return list(exchange.model_statuses)
+    return list(exchange.value)
 
 
 @pytest.mark.timeout(300)

@@ -10,85 +10,66 @@ them again, and opens its models again, saying where it was; what becomes of it 
 
 from __future__ import annotations
 
-import collections
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
-
-import msgspec
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from offbeat.errors import DisagreementError, ModelError, NetworkError, OffbeatError, PeerError
 from offbeat.protocol.checkpoints import MayPut, TransferDone
 from offbeat.protocol.data_leases import LeaseGrants
-from offbeat.protocol.messages import pack
-from offbeat.protocol.plan_swap import AdoptPlan, PlanAgreement, PlanProposed, SwapPlan, SwapResult
-from offbeat.protocol.status import GetStatus, TellStatus
+from offbeat.protocol.plan_swap import AdoptPlan, PlanAgreement, PlanProposed, SwapResult
+from offbeat.protocol.status import TellStatus
 from offbeat.protocol.training import (
     MOST_REFUSAL,
     AllWorkersAnswer,
-    Announce,
-    Answered,
-    AskAllWorkers,
-    ContributionInfo,
     Evicted,
     Granted,
-    InitBlock,
     LeaveAfter,
-    ModelInfo,
     ModelOpened,
     Notice,
-    OpenModel,
     PullBlock,
-    PullDone,
-    PushBlock,
-    Reconnect,
     Refused,
     ReleaseWorker,
     SnapshotAck,
 )
 from offbeat.server.client.connections import ShardConnections
-from offbeat.server.client.lease_queue import LeaseQueues
+from offbeat.server.client.coordinator_requests import CoordinatorRequests
+from offbeat.server.client.lease_requests import LeaseRequests
+from offbeat.server.client.model_exchanges import ModelExchanges
 from offbeat.server.client.model_state import ModelState
+from offbeat.server.client.plan_judge import PlanVerdict
+from offbeat.server.client.question_client import QuestionClient
 from offbeat.server.client.receiver import ShardReceiver
 from offbeat.server.client.requests import ServerRequest
-from offbeat.server.client.state_transfer import QueuedTransfer, StateTransfers, StateUpload
-from offbeat.server.pushed_block import payload_of
-from offbeat.tensors import bytes_of
+from offbeat.server.client.state_transfer import (
+    DataStateFetch,
+    DataStateUpload,
+    StateFetch,
+    StateTransfers,
+    StateUpload,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
-    from offbeat.protocol.data_leases import FromData, RegisterLoader
+    from offbeat.protocol.data_leases import RegisterLoader
     from offbeat.protocol.messages import ToWorker
     from offbeat.protocol.optimizer_spec import OptimizerSpec
     from offbeat.protocol.status import ModelStatus
+    from offbeat.protocol.training import ContributionInfo
     from offbeat.protocol.worker_status import TrainingStatus
     from offbeat.server.blocks import Block
     from offbeat.server.client.connections import Dial
     from offbeat.server.client.lease_queue import LeaseQueue
+    from offbeat.server.client.plan_judge import PlanJudge
+    from offbeat.server.client.requests import PulledParameters
+    from offbeat.server.client.state_transfer import StateTransfer
     from offbeat.server.optimizer_checkpoint import Portion
     from offbeat.wire.link import PeerLink
     from offbeat.wire.loop_thread import LoopThread
 
-_MOST_ANSWERED = 16
-
-
-class PlanJudge(Protocol):
-    """The judge of which plans a worker can go by. Called on the event loop's thread."""
-
-    def judge(self, plan: str) -> tuple[str, str, int, int]:
-        """The digest of a plan that is proposed, as TOML; why it cannot be, or ""; how many places were passed.
-
-        And how many contributions had been pushed at the last of them.
-        Under a plan without a server no place is passed from now on, until something is adopted, or `let_go`.
-        """
-
-    def adopt(self, plan: str, text: str, border: int | None) -> None:
-        """Adopt this plan; all leave the server once they have passed `border` places, unless that is None."""
-
-    def let_go(self) -> None:
-        """Give up waiting for the outcome of a proposal: it may never be heard."""
+T = TypeVar("T")
 
 
 class Client:
@@ -118,33 +99,28 @@ class Client:
         plans: PlanJudge | None = None,
         seed: int | None = None,
     ) -> None:
-        self._loop = loop
-        self._plans = plans
-        self._swaps: dict[int, ServerRequest] = {}
-        self.rank, self.world, self._seed = rank, world, seed
-        self.ranks: tuple[int, ...] = ()  # of the workers that the job begins with at the server, if not all below
-        self._shard_hosts = tuple(hosts)
-        self._tell = tell
-        self._route = ShardConnections(self, rank=rank, dials=dials, patience=patience)
-        self._answered: collections.deque[Answered] = collections.deque(maxlen=_MOST_ANSWERED)
-        self._links = self._route.links
-        self._places: dict[int, ModelState] = {}
-        self._questions: dict[int, tuple[AskAllWorkers, ServerRequest]] = {}
-        self._looks: dict[int, ServerRequest] = {}
-        self._hands = LeaseQueues(self._say_if_up)
-        self._enrolled = 0  # the entry in which it has enrolled
-        self._draws: dict[int, ServerRequest] = {}  # by loader
-        self.transfers = StateTransfers(self._links)
-        self._transfers_due: list[QueuedTransfer] = []
-        self._asked_swaps = 0
-        self._secrets: dict[int, bytes] = {}  # by shard, by which it knows this worker again
-        self._asked = self._looked = 0  # questions are numbered alike on all workers
+        self._loop, self.rank, self._tell, self._plans = loop, rank, tell, plans
+        self._connections = connections = ShardConnections(self, rank=rank, dials=dials, patience=patience)
+        self._links = connections.links
+        self._questions = QuestionClient(connections)
+        self._requests = CoordinatorRequests(connections)
+        self._leases = LeaseRequests(connections)
+        self.transfers = StateTransfers(connections.links)
+        self._models = ModelExchanges(
+            connections,
+            questions=self._questions,
+            leases=self._leases,
+            transfers=self.transfers,
+            world=world,
+            hosts=hosts,
+            seed=seed,
+        )
         self._error: OffbeatError | None = None
 
     def accept(self, link: PeerLink) -> ShardReceiver:
         """Take a link into use, in order of shards; returns what it hands frames to."""
         self._links.append(link)
-        return ShardReceiver(self, len(self._links) - 1, self._route.entry)
+        return ShardReceiver(self, len(self._links) - 1, self._connections.entry)
 
     async def connect(self, patience: timedelta) -> None:
         """Dial all shards for the first time.
@@ -153,9 +129,13 @@ class Client:
             NetworkError: if one cannot be reached in time.
             PeerError: if one refused.
         """
-        await self._route.connect(patience)
+        await self._connections.connect(patience)
 
     # -- called by the training thread ---------------------------------------------------------------------------
+
+    def begin_with(self, ranks: tuple[int, ...]) -> None:
+        """Begin the job at the server with these workers, not with all below `world`."""
+        self._models.ranks = ranks
 
     def open(
         self,
@@ -167,7 +147,7 @@ class Client:
         shards: Sequence[int],
         values: Sequence[torch.Tensor],
         optimizer: OptimizerSpec,
-    ) -> ServerRequest:
+    ) -> ServerRequest[PulledParameters]:
         """Take part in training a model; done when this worker has the parameters.
 
         Args:
@@ -176,9 +156,9 @@ class Client:
             shards: which shard holds each block.
             values: [D] of each block; the first worker's are taken, and all are overwritten.
         """
-        place = ModelState(model, blocks, shards, values, plan=plan, layout=layout, optimizer=optimizer)
-        self._loop.call(self._open, place)
-        return place.exchange
+        state = ModelState(model, blocks, shards, values, plan=plan, layout=layout, optimizer=optimizer)
+        self._loop.call(self._open, state)
+        return state.request
 
     def exchange(
         self,
@@ -187,7 +167,7 @@ class Client:
         *,
         about: ContributionInfo,
         unused: tuple[str, ...] = (),
-    ) -> ServerRequest:
+    ) -> ServerRequest[PulledParameters]:
         """Bring a contribution and wait for the parameters of the next step.
 
         Args:
@@ -195,51 +175,63 @@ class Client:
             about: what it is; its `unused` is filled in.
             unused: names of parameters without a gradient.
         """
-        exchange = ServerRequest(sum(part.numel() * part.element_size() for part in parts))
-        self._loop.call(self._announce, model, exchange, dict(enumerate(parts)), about, unused)
-        return exchange
+        sent_bytes = sum(part.numel() * part.element_size() for part in parts)
+        request: ServerRequest[PulledParameters] = ServerRequest(sent_bytes)
+        return self._begin(request, self._models.announce, model, dict(enumerate(parts)), about, unused)
 
     def register_loader(self, about: RegisterLoader) -> LeaseQueue:
         """Take part in a loader's data; where the leases come."""
-        hand = self._hands.hold(about)
-        self._loop.call(self._enrol, hand)
-        return hand
+        queue = self._leases.queues.hold(about)
+        self._loop.call(self._leases.enrol, queue)
+        return queue
 
-    def draw(self, hand: LeaseQueue) -> ServerRequest:
-        """Done when there is something in `hand.deals`, from which only the caller takes."""
-        exchange = ServerRequest()
-        self._loop.call(self._draw, hand, exchange)
-        return exchange
+    def draw(self, queue: LeaseQueue) -> ServerRequest[None]:
+        """Done when there is something in `queue.deals`, from which only the caller takes."""
+        request: ServerRequest[None] = ServerRequest()
+        return self._begin(request, self._leases.draw, queue)
 
-    def give_back(self, hand: LeaseQueue, numbers: Sequence[int]) -> None:
+    def give_back(self, queue: LeaseQueue, numbers: Sequence[int]) -> None:
         """Return these leases unused."""
-        self._loop.call(self._hands.give_back, hand.about.loader, numbers)
+        self._loop.call(self._leases.queues.give_back, queue.about.loader, numbers)
 
-    def out_of_memory(self, hand: LeaseQueue, count: int, numbers: Sequence[int]) -> None:
+    def out_of_memory(self, queue: LeaseQueue, count: int, numbers: Sequence[int]) -> None:
         """Return these leases, and what was not drawn: there was no memory for a batch of `count` samples."""
-        self._loop.call(self._hands.out_of_memory, hand.about.loader, count, [*numbers, *hand.take_undrawn()])
+        undrawn = queue.take_undrawn()
+        self._loop.call(self._leases.queues.out_of_memory, queue.about.loader, count, [*numbers, *undrawn])
 
-    def data_state(self) -> ServerRequest:
-        """Ask for the state of the data, for a checkpoint; in `ServerRequest.place`."""
-        exchange = ServerRequest()
-        self._loop.call(self._transfer, QueuedTransfer(exchange, self.transfers.get_data_state))
-        return exchange
-
-    def set_data_state(self, place: bytes) -> ServerRequest:
-        """Go on where `get_data_state` was called, on all workers; done when all are told so."""
-        exchange = ServerRequest()
-        self._loop.call(self._transfer, QueuedTransfer(exchange, self.transfers.set_data_state, (place,)))
-        return exchange
-
-    def reseed(self, hand: LeaseQueue, seed: int) -> None:
+    def reseed(self, queue: LeaseQueue, seed: int) -> None:
         """The order of the data is that of another run, from whose checkpoint this one goes on."""
-        self._loop.call(self._hands.reseed, hand.about.loader, seed)
+        self._loop.call(self._leases.queues.reseed, queue.about.loader, seed)
 
-    def look(self) -> ServerRequest:
-        """Ask the coordinator for the status; in `ServerRequest.model_statuses`."""
-        exchange = ServerRequest()
-        self._loop.call(self._look, exchange)
-        return exchange
+    def data_state(self) -> ServerRequest[bytes]:
+        """Ask for the state of the data, for a checkpoint."""
+        transfer = DataStateFetch()
+        return self._begin(transfer.request, self._transfer, transfer)
+
+    def set_data_state(self, data_state: bytes) -> ServerRequest[None]:
+        """Go on where `data_state` was called, on all workers; done when all are told so."""
+        transfer = DataStateUpload(data_state)
+        return self._begin(transfer.request, self._transfer, transfer)
+
+    def fetch(self, model: int) -> ServerRequest[list[Portion]]:
+        """The optimizer's state at all shards, as it is now."""
+        transfer = StateFetch(self.state(model))
+        return self._begin(transfer.request, self._transfer, transfer)
+
+    def put(self, model: int, portions: Sequence[Portion]) -> ServerRequest[str]:
+        """Have the shards take over the optimizer's state, and the values of all blocks as they are here now.
+
+        The answer is "" when they have, and why when the others do not wait for that.
+        """
+        state = self.state(model)
+        # Copied, since what it is given if it has to come back meanwhile lands there.
+        transfer = StateUpload(state, tuple(value.clone() for value in state.values), tuple(portions))
+        return self._begin(transfer.request, self._transfer, transfer)
+
+    def look(self) -> ServerRequest[tuple[ModelStatus, ...]]:
+        """Ask the coordinator for the status of all models."""
+        request: ServerRequest[tuple[ModelStatus, ...]] = ServerRequest()
+        return self._begin(request, self._requests.look)
 
     def tell_status(self, status: TrainingStatus) -> None:
         """Say how this worker's training goes, for whoever looks; lost if the coordinator is away."""
@@ -247,53 +239,33 @@ class Client:
 
     def ask(
         self, question: str, numbers: Sequence[float] = (), *, refresh: bool = False, refusal: str = ""
-    ) -> ServerRequest:
-        """Ask all workers together; the sums of their numbers are in `ServerRequest.numbers`.
+    ) -> ServerRequest[AllWorkersAnswer]:
+        """Ask all workers together; the sums of their numbers are in the answer.
 
         Args:
             refresh: take the newest parameters of all models; else only if there were updates in the meantime.
-            refusal: why what all are to do cannot be; the first one is in `ServerRequest.refused` of all.
+            refusal: why what all are to do cannot be; the first one is in the answer of all.
         """
-        exchange = ServerRequest()
-        self._loop.call(self._ask, question, tuple(numbers), refresh, refusal[:MOST_REFUSAL], exchange)
-        return exchange
+        request: ServerRequest[AllWorkersAnswer] = ServerRequest()
+        return self._begin(request, self._ask, question, tuple(numbers), refresh, refusal[:MOST_REFUSAL])
 
-    def swap(self, part: str, *, whole: bool = False) -> ServerRequest:
-        """Have another plan hold for all; done when it does, or does not: then why is in `ServerRequest.refused`.
+    def swap(self, part: str, *, whole: bool = False) -> ServerRequest[str]:
+        """Have another plan hold for all; the answer is why it does not, or "".
 
         Args:
             part: of the plan, as TOML.
             whole: it is all of it.
         """
-        exchange = ServerRequest()
-        self._loop.call(self._swap, part, whole, exchange)
-        return exchange
-
-    def fetch(self, model: int) -> ServerRequest:
-        """The optimizer's state at all shards, as it is now; in `ServerRequest.portions`."""
-        exchange = ServerRequest()
-        self._loop.call(self._transfer, QueuedTransfer(exchange, self.transfers.fetch, (self.place(model),)))
-        return exchange
-
-    def put(self, model: int, portions: Sequence[Portion]) -> ServerRequest:
-        """Have the shards take over the optimizer's state, and the values of all blocks as they are here now.
-
-        Done when they have, or when the others do not wait for that: then why is in `ServerRequest.refused`.
-        """
-        exchange, place = ServerRequest(), self.place(model)
-        # Copied, since what it is given if it has to come back meanwhile lands there.
-        values = tuple(value.clone() for value in place.values)
-        due = QueuedTransfer(exchange, self.transfers.put, (StateUpload(place, values, tuple(portions)),))
-        self._loop.call(self._transfer, due)
-        return exchange
+        request: ServerRequest[str] = ServerRequest()
+        return self._begin(request, self._swap, part, whole)
 
     def trouble(self) -> str:
         """Say what is wrong with the server, in sentences; "" if nothing is known to be."""
-        return self._route.trouble()
+        return self._connections.trouble()
 
     def abort(self) -> None:
         """Leave without a word: the others are to miss this worker at once."""
-        self._loop.call(self._route.abort)
+        self._loop.call(self._connections.abort)
 
     def close(self, told_at: int | None = None) -> None:
         """Say good-bye to all shards.
@@ -303,409 +275,150 @@ class Client:
         """
         if told_at is not None:
             self._loop.call(self._leave, told_at)
-        self._loop.call(self._route.close)
+        self._loop.call(self._connections.close)
         for link in tuple(self._links):
             self._loop.run(link.close())
         self._links.clear()
 
+    def _begin(self, request: ServerRequest[T], begin: Callable[..., None], *arguments: Any) -> ServerRequest[T]:
+        """Begin with a request on the event loop, and return it.
+
+        Args:
+            begin: called there with the request and `arguments`, unless there will be no link again.
+        """
+        self._loop.call(self._begin_unless_failed, request, begin, arguments)
+        return request
+
     # -- on the event loop ---------------------------------------------------------------------------------------
 
-    def _open(self, place: ModelState) -> None:
-        place.swaps = max((other.swaps for other in self._places.values()), default=0)
-        self._places[place.model] = place
-        if self._failed(place.exchange):
-            return
-        place.name_all()
-        if self._route.is_up:
-            self._enter(place)
-
-    def _enter(self, place: ModelState) -> None:
-        """Open the model; at the coordinator when all others have done so, because it then lets them send values."""
-        place.is_in = place.is_entering = place.is_outdated = False
-        place.going = None
-        place.await_all()
-        place.unopened = set(range(1, len(self._links)))
-        for shard in place.unopened or {0}:
-            self._open_at(place, shard)
-
-    def _open_at(self, place: ModelState, shard: int) -> None:
-        assert place.optimizer is not None
-        details = ModelInfo(
-            world=self.world,
-            shards=len(self._links),
-            holders=len(set(place.shards)),
-            plan=place.plan,
-            layout=place.layout,
-            names=tuple(place.names),
-            blocks=place.held_by(shard),
-            optimizer=place.optimizer,
-            back=self._back(place, shard),
-            hosts=self._hosts_of(place),
-            ranks=self.ranks,
-            seed=self._seed,
-        )
-        self._links[shard].send(pack(OpenModel(place.model, self._route.entry)), pack(details))
-
-    def _hosts_of(self, place: ModelState) -> int:
-        """Count the hosts that hold its blocks."""
-        return len({self._shard_hosts[shard] for shard in place.shards} if self._shard_hosts else {0})
-
-    def _back(self, place: ModelState, shard: int) -> Reconnect | None:
-        if not place.life:
-            return None
-        return Reconnect(
-            life=place.life,
-            clock=place.clock,
-            version=place.version,
-            holds=place.parts is not None,
-            waits=place.waits or bool(self._questions),
-            weight=None if place.about is None else place.about.weight,
-            done=tuple(place.done),
-            answered=tuple(self._answered),
-            swaps=place.swaps,
-            secret=self._secrets.get(shard, b""),
-        )
-
-    def _announce(
-        self,
-        model: int,
-        exchange: ServerRequest,
-        parts: Mapping[int, torch.Tensor],
-        about: ContributionInfo,
-        unused: tuple[str, ...],
+    def _begin_unless_failed(
+        self, request: ServerRequest[Any], begin: Callable[..., None], arguments: tuple[Any, ...]
     ) -> None:
-        place = self._places[model]
-        place.exchange, place.parts = exchange, parts
-        # A parameter without elements is in no block.
-        known = tuple(place.names[name] for name in unused if name in place.names)
-        place.about = msgspec.structs.replace(about, unused=known)
-        if self._failed(exchange):
-            return
-        if place.is_in:
-            self._say(Announce(model, place.clock, place.about))
-            exchange.announced += (place.clock,)
-            if not place.is_gated:
-                self._push(place, place.clock)
-        elif place.is_outdated:
-            self._come_again(place)
-
-    def _come_again(self, place: ModelState) -> None:
-        place.is_outdated = False
-        self._open_at(place, 0)
-
-    def _swap(self, part: str, whole: bool, exchange: ServerRequest) -> None:
-        if self._failed(exchange):
-            return
-        if not self._places:
-            exchange.refused = "Cannot swap anything yet: training has not begun. Call run.prepare first."
-        elif not self._route.is_up:
-            exchange.refused = "Cannot swap anything now: the connection to the server is lost. Try again later."
-        if exchange.refused:
-            exchange.finish()
-            return
-        number, self._asked_swaps = self._asked_swaps, self._asked_swaps + 1
-        self._swaps[number] = exchange
-        self._say(SwapPlan(number, part, whole))
-
-    def _look(self, exchange: ServerRequest) -> None:
-        number, self._looked = self._looked, self._looked + 1
-        self._looks[number] = exchange
-        if not self._failed(exchange) and self._route.is_up:
-            self._say(GetStatus(number))
-
-    def _transfer(self, due: QueuedTransfer) -> None:
-        if not self._failed(due.exchange):
-            self._transfers_due.append(due)
-            self._begin_transfers()
-
-    @property
-    def _can_transfer(self) -> bool:
-        """Whether all shards know this worker as one that trains all its models, also if it has to come again first."""
-        return self._route.is_up and all(place.is_in or place.is_outdated for place in self._places.values())
-
-    def _begin_transfers(self) -> None:
-        """Begin transfers that are due; if they cannot begin now, they do when all models are open again."""
-        if self._can_transfer:
-            due, self._transfers_due = self._transfers_due, []
-            for one in due:
-                self.transfers.begin(one)
-
-    def _enrol(self, hand: LeaseQueue | None = None) -> None:
-        """Take part in this loader's data; in all loaders' after coming to the job again."""
-        if hand is None or self._enrolled != self._route.entry:
-            self._enrolled = self._route.entry
-            self._hands.enrol()
+        if self._error is not None:
+            request.fail(self._error)
         else:
-            self._hands.enrol(hand)
+            begin(request, *arguments)
 
-    def _draw(self, hand: LeaseQueue, exchange: ServerRequest) -> None:
-        if not self._failed(exchange):
-            self._draws[hand.about.loader] = exchange
-            self._hands.want(hand, exchange.finish)
+    def _open(self, state: ModelState) -> None:
+        self._models.add(state)
+        if self._error is not None:
+            state.request.fail(self._error)
+        else:
+            self._models.open(state)
 
-    def _say_if_up(self, message: FromData) -> None:
-        """Send to the coordinator unless it is away: then all is said again when it is back."""
-        if self._route.is_up and self._enrolled == self._route.entry and self._links:
-            self._say(message)
+    def _transfer(self, request: ServerRequest[Any], transfer: StateTransfer) -> None:
+        """Begin a transfer; if it cannot begin now, it does when all models are open again."""
+        self.transfers.add(transfer)
+        if self._models.can_transfer:
+            self.transfers.begin_due()
 
     def _ask(
-        self, question: str, numbers: tuple[float, ...], refresh: bool, refusal: str, exchange: ServerRequest
+        self,
+        request: ServerRequest[AllWorkersAnswer],
+        question: str,
+        numbers: tuple[float, ...],
+        refresh: bool,
+        refusal: str,
     ) -> None:
-        if not self._places:
-            exchange.finish(ModelError(f"Cannot ask all workers for {question}: call run.prepare first."))
+        if not self._models.states:
+            request.fail(ModelError(f"Cannot ask all workers for {question}: call run.prepare first."))
             return
-        number, self._asked = self._asked, self._asked + 1
-        ask = AskAllWorkers(number, question, refresh, numbers, refusal)
-        self._questions[number] = (ask, exchange)
-        if self._failed(exchange):
-            return
-        for place in self._places.values():
-            if place.is_outdated:
-                self._come_again(place)
-        if self._route.is_up and self._can_ask:
-            self._say(ask)
+        ask = self._questions.add(request, question, numbers, refresh=refresh, refusal=refusal)
+        self._models.come_again()
+        if self._connections.is_up and self._models.can_ask:
+            self._connections.say(ask)
 
-    @property
-    def _can_ask(self) -> bool:
-        """Whether this worker takes part in all its models; a question steps out of them, in place of a pull."""
-        return all(place.is_in and not place.is_entering for place in self._places.values())
+    def _swap(self, request: ServerRequest[str], part: str, whole: bool) -> None:
+        if not self._models.states:
+            request.finish("Cannot swap anything yet: training has not begun. Call run.prepare first.")
+            return
+        self._requests.swap(request, part, whole)
 
     def _leave(self, step: int) -> None:
         if self._links:
-            self._say(LeaveAfter(step))
+            self._connections.say(LeaveAfter(step))
 
     def _tell_status(self, status: TrainingStatus) -> None:
-        if self._route.is_up and self._links:
-            self._say(TellStatus(status))
-
-    def _say(
-        self,
-        message: Announce
-        | AskAllWorkers
-        | GetStatus
-        | PullDone
-        | SwapPlan
-        | PlanAgreement
-        | LeaveAfter
-        | TellStatus
-        | FromData,
-    ) -> None:
-        """Send to the coordinator; if the link is just being lost, it is said again when it is back."""
-        if self._links[0].is_open:
-            self._links[0].send(pack(message))
+        if self._connections.is_up and self._links:
+            self._connections.say(TellStatus(status))
 
     def lose(self, error: OffbeatError, entry: int) -> None:
         """A shard is gone, or has gone on without this worker: come back."""
         if self._error is None:
-            self._route.lose(error, entry)
+            self._connections.lose(error, entry)
 
     def stranded(self, error: OffbeatError) -> None:
         """Handle the loss of all links."""
-        self._transfers_due += self.transfers.interrupt()
-        for swap in self._swaps.values():
-            swap.refused = "It is not known whether the plan was swapped: the connection to the server was lost."
-            swap.finish()
-        self._swaps.clear()
+        self.transfers.stranded()
+        self._requests.stranded()
         if self._plans is not None:
             self._plans.let_go()
-        for place in self._places.values():
-            place.is_in = place.is_outdated = False
+        self._models.stranded()
 
     def arrived(self) -> None:
         """Open all models: there are links to all shards again."""
-        for place in self._places.values():
-            self._enter(place)
-        for number in self._looks:
-            self._say(GetStatus(number))
-
-    def _failed(self, exchange: ServerRequest) -> bool:
-        if self._error is not None:
-            exchange.finish(self._error)
-        return self._error is not None
+        self._models.arrived()
+        self._requests.arrived()
 
     def fail(self, error: OffbeatError) -> None:
-        """Fail all exchanges: no more are possible."""
+        """Fail all that is waited for: nothing more is possible."""
         self._error = self._error or error
         if self._plans is not None:
             self._plans.let_go()
         self.transfers.fail(self._error)
-        exchanges = [place.exchange for place in self._places.values()]
-        questions = [asked for _, asked in self._questions.values()]
-        due = [one.exchange for one in self._transfers_due]
-        for exchange in [
-            *exchanges,
-            *questions,
-            *self._looks.values(),
-            *self._draws.values(),
-            *self._swaps.values(),
-            *due,
-        ]:
-            if not exchange.done():
-                exchange.finish(self._error)
+        self._models.fail(self._error)
+        self._questions.fail(self._error)
+        self._requests.fail(self._error)
+        self._leases.fail(self._error)
 
-    def place(self, model: int) -> ModelState:
+    def state(self, model: int) -> ModelState:
         """The state of a model.
 
         Raises:
             PeerError: if this worker did not open it.
         """
-        if model not in self._places:
-            raise PeerError(f"The server speaks of model {model}, which was not opened.")
-        return self._places[model]
+        return self._models.state(model)
 
     def hear(self, shard: int, message: ToWorker) -> None:
         """Handle a shard's message."""
         match message:
-            case ModelOpened(model=model):
-                self._opened(self.place(model), shard, message)
+            case ModelOpened():
+                self._models.opened(shard, message)
             case Granted(model=model, clock=clock):
-                self._push(self.place(model), clock)
-            case ReleaseWorker(model=model):
-                self._go(self.place(model), message)
-            case SnapshotAck(model=model, clock=clock):
-                done = self.place(model).done
-                while done and done[0][0] < clock:
-                    done.popleft()
-            case Notice(text=text):
-                self._tell(text)
+                self._models.granted(model, clock)
+            case ReleaseWorker():
+                self._models.released(message)
+            case PullBlock():
+                self._models.pulled(message)
+            case SnapshotAck():
+                self._models.forget_done(message)
             case LeaseGrants():
-                self._hands.deal(message)
-            case PullBlock(model=model, block=block, version=version, number=number):
-                place = self.place(model)
-                place.versions[block] = version
-                place.take(block, number)
-                self._finish(place)
-            case AllWorkersAnswer(
-                number=number, numbers=numbers, workers=workers, disagreement=disagreement, refused=refused
-            ):
-                _, asked = self._questions.pop(number, (None, None))
-                if asked is not None:
-                    asked.numbers, asked.refused = numbers, refused
-                    if not disagreement:
-                        self._answered.append(Answered(number, numbers, workers))
-                    asked.finish(_apart(disagreement) if disagreement else None)
+                self._leases.queues.deal(message)
+            case AllWorkersAnswer():
+                self._questions.answer(message)
+            case SwapResult():
+                self._requests.swapped(message)
             case MayPut(number=number, refused=refused):
                 self.transfers.may_put(number, refused)
             case TransferDone(number=number):
                 self.transfers.done(number)
-            case Evicted(reason=reason):
-                self.lose(NetworkError(f"The server continued without this worker: {reason}."), self._route.entry)
             case PlanProposed(number=number, plan=plan):
                 digest, refusal, passed, pushed = self._judge(plan)
-                self._say(PlanAgreement(number, digest, refusal[:MOST_REFUSAL], passed, pushed))
-            case AdoptPlan():
-                self._adopt(message)
-            case SwapResult(number=number, refusal=refusal):
-                if (swap := self._swaps.pop(number, None)) is not None:
-                    swap.refused = refusal
-                    swap.finish()
+                self._connections.say(PlanAgreement(number, digest, refusal[:MOST_REFUSAL], passed, pushed))
+            case AdoptPlan(plan=plan, text=text, border=sync_point):
+                self._models.adopt(message)
+                if self._plans is not None:
+                    self._plans.adopt(plan, text, sync_point)
+            case Notice(text=text):
+                self._tell(text)
+            case Evicted(reason=reason):
+                self.lose(NetworkError(f"The server continued without this worker: {reason}."), self._connections.entry)
             case Refused(reason=reason, disagrees=disagrees):
                 self.fail(DisagreementError(reason) if disagrees else PeerError(reason))
 
-    def _judge(self, plan: str) -> tuple[str, str, int, int]:
-        return ("", "it can go by no other", 0, 0) if self._plans is None else self._plans.judge(plan)
-
-    def _adopt(self, adopt: AdoptPlan) -> None:
-        for place in self._places.values():
-            place.plan, place.swaps = adopt.plan, adopt.number  # should it come to the job again
-        if self._plans is not None:
-            self._plans.adopt(adopt.plan, adopt.text, adopt.border)
-
-    def _opened(self, place: ModelState, shard: int, message: ModelOpened) -> None:
-        self._route.survives = message.survives
-        if message.secret:
-            self._secrets[shard] = message.secret
-        if message.wants_values:
-            self._fill(place, shard)
-        if message.later:
-            place.is_outdated = True
-            if self._enrolled != self._route.entry:
-                self._enrol()  # it may wait for data, and without has nothing to come with
-            if place.parts is not None or self._questions:  # it has its contribution by now
-                self._come_again(place)
-            self._begin_transfers()
-            return
-        if shard in place.unopened:
-            place.unopened.discard(shard)
-            if not place.unopened:
-                self._open_at(place, 0)
-        place.new_life = message.life
-
-    def _go(self, place: ModelState, go: ReleaseWorker) -> None:
-        was_in, place.is_in, place.is_gated = place.is_in, True, go.waits
-        if not was_in:
-            if not place.life:
-                self._asked = max(self._asked, go.asked)
-            if place.life != place.new_life:
-                place.done.clear()  # what was lost is counted
-            place.life = place.new_life
-            if self._enrolled != self._route.entry:
-                self._enrol()
-        if not was_in and place.parts is not None and not go.values:
-            assert place.about is not None
-            place.clock = go.step
-            self._say(Announce(place.model, place.clock, place.about))
-            place.exchange.announced += (place.clock,)
-            return
-        if go.values:
-            exchange = place.exchange
-            exchange.fate = go.fate
-            exchange.step, exchange.staleness = go.step, go.staleness
-            exchange.is_counted, exchange.life = go.counted, place.life
-        place.going, place.is_entering = go, place.is_entering or not was_in
-        self._finish(place)
-
-    def _ask_again(self) -> None:
-        """Ask again what was asked and not answered, once all models are open again."""
-        if self._can_ask:
-            for ask, _ in self._questions.values():
-                self._say(ask)
-            self._begin_transfers()
-
     def see(self, number: int, model_statuses: tuple[ModelStatus, ...]) -> None:
-        """The answer to a look."""
-        look = self._looks.pop(number, None)
-        if look is not None:
-            look.model_statuses = model_statuses
-            look.finish()
+        """Handle the answer to a look."""
+        self._requests.seen(number, model_statuses)
 
-    def _fill(self, place: ModelState, shard: int) -> None:
-        for block, holder in enumerate(place.shards):
-            if holder == shard:
-                self._links[shard].send(pack(InitBlock(place.model, block)), bytes_of(place.values[block]))
-
-    def _push(self, place: ModelState, clock: int) -> None:
-        parts = place.parts
-        if parts is None or clock != place.clock:
-            raise PeerError(f"The server granted contribution {clock}, this worker has {place.clock}.")
-        place.await_all()
-        for block, part in parts.items():
-            payload = payload_of(part, place.blocks[block].dtype)
-            self._links[place.shards[block]].send(pack(PushBlock(place.model, clock, block, payload)), bytes_of(part))
-
-    def _finish(self, place: ModelState) -> None:
-        go = place.going
-        if go is None or (go.values and place.missing):
-            return
-        if go.counted and place.about is not None:
-            place.done.append((place.clock, place.about.weight))
-        place.going, place.clock = None, go.step
-        if go.values:
-            if place.about is not None:
-                self._hands.brought(place.about.used)
-            place.parts, place.version = None, go.version
-            place.await_all()
-            self._route.progressed()
-            self._say(PullDone(place.model, place.clock))
-            place.exchange.versions = tuple(place.versions[block.index] for block in place.blocks)
-            place.exchange.finish()
-        if place.is_entering:
-            place.is_entering = False
-            self._ask_again()
-
-
-def _apart(questions: str) -> DisagreementError:
-    return DisagreementError(
-        f"The workers disagree about where they are: they ask for {questions} at the same time. Let every worker call "
-        "run.mean equally often and in the same order."
-    )
+    def _judge(self, plan: str) -> PlanVerdict:
+        return PlanVerdict("", "it can go by no other") if self._plans is None else self._plans.judge(plan)

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from offbeat.backoff import Backoff
 from offbeat.errors import NetworkError, OffbeatError, PeerError
+from offbeat.protocol.messages import pack
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from offbeat.protocol.messages import FromWorker
     from offbeat.wire.link import PeerLink
     from offbeat.wire.session import Receiver
 
@@ -53,7 +55,7 @@ class ShardConnections:
     """The connections to all shards of a job.
 
     Args:
-        traveller: who uses it.
+        owner: who uses it.
         rank: for logs.
         dials: how to reach each shard; if empty, a shard that is lost is lost for good.
         patience: for how long to dial a server that is gone; 0 gives up at once.
@@ -65,8 +67,8 @@ class ShardConnections:
         survives: whether the server will be started again if it is killed.
     """
 
-    def __init__(self, traveller: ConnectionOwner, *, rank: int, dials: Sequence[Dial], patience: timedelta) -> None:
-        self._traveller, self._rank = traveller, rank
+    def __init__(self, owner: ConnectionOwner, *, rank: int, dials: Sequence[Dial], patience: timedelta) -> None:
+        self._owner, self._rank = owner, rank
         self._dials, self._patience = dials, patience
         self.links: list[PeerLink] = []
         self.entry = 0
@@ -88,8 +90,13 @@ class ShardConnections:
             PeerError: if one refused.
         """
         for dial in self._dials:
-            await dial(self._traveller.accept, patience)
+            await dial(self._owner.accept, patience)
         self.is_up = True
+
+    def say(self, message: FromWorker) -> None:
+        """Send a message to the coordinator; if its link is just being lost, it is said again when it is back."""
+        if self.links[0].is_open:
+            self.links[0].send(pack(message))
 
     def trouble(self) -> str:
         """Say what is wrong with the server, in sentences; "" if nothing is known to be. It may be called on any
@@ -128,10 +135,10 @@ class ShardConnections:
             self._now_s = asyncio.get_running_loop().time
             self._loss, self._lost_s = str(error), self._now_s()
         self.is_up = False
-        self._traveller.stranded(error)
+        self._owner.stranded(error)
         if not self._dials or self._patience <= timedelta(0) or self._returns > _RETURNS:
             self._is_closed = True
-            self._traveller.fail(error)
+            self._owner.fail(error)
             return
         _log.warning("Rank %d has lost the parameter server (%s) It tries to reconnect.", self._rank, error)
         if self._coming is None or self._coming.done():
@@ -152,7 +159,7 @@ class ShardConnections:
                 refusals += isinstance(reason, PeerError)
                 if not self._is_worth_while(reason) or left_s <= 0 or refusals == _RETURNS:
                     self._is_closed = True
-                    self._traveller.fail(
+                    self._owner.fail(
                         NetworkError(
                             f"Cannot reconnect to the job ({error}): {_sentence(reason)} Either it has "
                             "ended, or its parameter server was killed and nobody has started it again."
@@ -161,13 +168,13 @@ class ShardConnections:
                     return
         if not self._is_closed:
             self.is_up = True
-            self._traveller.arrived()
+            self._owner.arrived()
 
     async def _dial_all(self, patience: timedelta) -> bool:
         """Whether all shards were reached, and none was lost meanwhile."""
         entry = self.entry
         for dial in self._dials:
-            await dial(self._traveller.accept, patience)
+            await dial(self._owner.accept, patience)
             if entry != self.entry:
                 return False
         return True

@@ -1,6 +1,6 @@
 """A worker's leases: what the coordinator dealt out to it, and what of that it has not brought or given back yet.
 
-Lives on the event loop; only `deals` of a hand is taken from by the training thread.
+Lives on the event loop; only `deals` of a queue is taken from by the training thread.
 """
 
 from __future__ import annotations
@@ -75,32 +75,32 @@ class LeaseQueues:
 
     def __init__(self, say: Callable[[FromData], None]) -> None:
         self._say = say
-        self._hands: dict[int, LeaseQueue] = {}
+        self._queues: dict[int, LeaseQueue] = {}
 
     def hold(self, about: RegisterLoader) -> LeaseQueue:
-        """A hand for a loader that this worker is about to enrol for."""
-        return self._hands.setdefault(about.loader, LeaseQueue(about))
+        """The queue of a loader that this worker is about to enrol for."""
+        return self._queues.setdefault(about.loader, LeaseQueue(about))
 
     def enrol(self, only: LeaseQueue | None = None) -> None:
         """Enrol for all loaders, for the first time or once more after the server was lost; or for `only` this one."""
-        for hand in self._hands.values() if only is None else (only,):
-            hand.has_begun = False
-            hand.doubt()
-            self._say(msgspec.structs.replace(hand.about, epoch=hand.epoch, holds=tuple(hand.held)))
+        for queue in self._queues.values() if only is None else (only,):
+            queue.has_begun = False
+            queue.doubt()
+            self._say(msgspec.structs.replace(queue.about, epoch=queue.epoch, holds=tuple(queue.held)))
 
     def reseed(self, loader: int, seed: int) -> None:
         """The order is that of another run, from whose checkpoint this one goes on."""
-        hand = self._hands[loader]
-        hand.about = msgspec.structs.replace(hand.about, seed=seed)
+        queue = self._queues[loader]
+        queue.about = msgspec.structs.replace(queue.about, seed=seed)
 
-    def want(self, hand: LeaseQueue, wanted: Callable[[], None]) -> None:
+    def want(self, queue: LeaseQueue, wanted: Callable[[], None]) -> None:
         """Have `wanted` called when there is a deal to draw; ask for one if none is on its way."""
-        if hand.deals:
+        if queue.deals:
             wanted()
             return
-        hand.wanted = wanted
-        if hand.has_begun:
-            self._say(RequestLease(hand.about.loader))
+        queue.wanted = wanted
+        if queue.has_begun:
+            self._say(RequestLease(queue.about.loader))
 
     def deal(self, message: LeaseGrants) -> None:
         """The coordinator has dealt out.
@@ -108,35 +108,35 @@ class LeaseQueues:
         Raises:
             PeerError: if there are no such samples, or this worker has not enrolled.
         """
-        hand = self._hands.get(message.loader)
-        if hand is None:
+        queue = self._queues.get(message.loader)
+        if queue is None:
             raise PeerError(f"The server leases data of loader {message.loader}, which this worker has not.")
-        if not hand.has_begun:
-            hand.keep_all_but(message.void)
+        if not queue.has_begun:
+            queue.keep_all_but(message.void)
         if message.afresh:
-            hand.deals.clear()
-            hand.held.clear()
-        for deal in leases_of(message, hand.about.samples):
-            hand.deals.append(deal)
+            queue.deals.clear()
+            queue.held.clear()
+        for deal in leases_of(message, queue.about.samples):
+            queue.deals.append(deal)
             if isinstance(deal, Lease):
-                hand.held[deal.number] = None
-                hand.epoch = deal.epoch
+                queue.held[deal.number] = None
+                queue.epoch = deal.epoch
             else:
-                hand.epoch = deal.epoch + 1
-        hand.has_begun = True
-        if hand.wanted is not None:
-            wanted, hand.wanted = hand.wanted, None
-            self.want(hand, wanted)
+                queue.epoch = deal.epoch + 1
+        queue.has_begun = True
+        if queue.wanted is not None:
+            wanted, queue.wanted = queue.wanted, None
+            self.want(queue, wanted)
 
     def brought(self, used: Iterable[tuple[int, int]]) -> None:
         """A contribution that was computed from these leases, by loader and number, is done with."""
         for loader, number in used:
-            self._hands[loader].held.pop(number, None)
+            self._queues[loader].held.pop(number, None)
 
     def give_back(self, loader: int, numbers: Iterable[int]) -> None:
         """Return these leases unused."""
-        hand = self._hands[loader]
-        numbers = tuple(number for number in numbers if hand.held.pop(number, number) is None)
+        queue = self._queues[loader]
+        numbers = tuple(number for number in numbers if queue.held.pop(number, number) is None)
         if numbers:
             self._say(ReturnLease(loader, numbers))
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from offbeat.protocol.optimizer_spec import OptimizerSpec
     from offbeat.protocol.training import ContributionInfo, ReleaseWorker
     from offbeat.server.blocks import Block
+    from offbeat.server.client.requests import PulledParameters
 
 _MOST_DONE = 1 << 14  # contributions that are remembered until they are in a snapshot
 
@@ -36,7 +37,7 @@ class ModelState:
     shards: Sequence[int]
     values: Sequence[torch.Tensor]
     clock: int = 0
-    exchange: ServerRequest = field(default_factory=ServerRequest)
+    request: ServerRequest[PulledParameters] = field(default_factory=ServerRequest)  # that is waited for, or was
     parts: Mapping[int, torch.Tensor] | None = None
     missing: set[int] = field(default_factory=set)  # blocks that have not come with this number:
     number: int = 0  # the highest that came with `PullBlock` for the step that it waits for
@@ -47,6 +48,7 @@ class ModelState:
     layout: str = ""
     optimizer: OptimizerSpec | None = None
     about: ContributionInfo | None = None  # what is said of the contribution that it has
+    announced: tuple[int, ...] = ()  # numbers under which that was announced
     life: int = 0  # of the server, when it was let in last; 0 before the first time
     new_life: int = 0  # of the server that is to let it in now
     version: int = 0  # of the parameters it has
@@ -61,7 +63,7 @@ class ModelState:
     @property
     def waits(self) -> bool:
         """Whether the training thread waits for the parameters, so that they may be overwritten."""
-        return not self.exchange.is_over
+        return not self.request.is_over
 
     def expects(self, block: int, number: int) -> bool:
         """Whether this block may come; also once more, with a greater number."""

@@ -24,7 +24,7 @@ class ShardListener(Protocol):
 
     transfers: StateTransfers
 
-    def place(self, model: int) -> ModelState: ...
+    def state(self, model: int) -> ModelState: ...
 
     def hear(self, shard: int, message: ToWorker) -> None: ...
 
@@ -55,13 +55,13 @@ class ShardReceiver:
         if isinstance(message, StatusReply | DataState):
             return memoryview(bytearray(size_bytes))  # at most what `Limits` allow
         if isinstance(message, StatePart):
-            return self._client.transfers.lands(message, size_bytes, self._client.place(message.model))
+            return self._client.transfers.lands(message, size_bytes, self._client.state(message.model))
         if not isinstance(message, PullBlock):
             raise PeerError(f"{type(message).__name__} has no body.")
-        place = self._client.place(message.model)
-        if not place.expects(message.block, message.number):
+        state = self._client.state(message.model)
+        if not state.expects(message.block, message.number):
             raise PeerError(f"The server sends block {message.block} of model {message.model}, which was not expected.")
-        view = bytes_of(place.values[message.block])
+        view = bytes_of(state.values[message.block])
         if view.nbytes != size_bytes:
             raise PeerError(f"The server sends {size_bytes} bytes for a block of {view.nbytes}.")
         return view

@@ -3,46 +3,64 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
     from offbeat.errors import OffbeatError
     from offbeat.payload import Reply
-    from offbeat.protocol.status import ModelStatus
-    from offbeat.server.optimizer_checkpoint import Portion
+
+T = TypeVar("T")
 
 
-class ServerRequest:
-    """A contribution on its way out and parameters on their way in; waited for as any `Pending`.
+class PulledParameters(NamedTuple):
+    """The newest parameters, as far as the server says something about them; they themselves are in the model.
 
     Args:
-        sent_bytes: of the contribution.
+        life: of the server that gave them.
+        versions: of them, by block.
+        announced: numbers under which the contribution before them was announced; () if there was none.
+        is_counted: whether that is said to be in the parameters.
+        staleness: of it.
+        fate: what became of it, if this worker had been left behind with it; "" if it had not.
     """
+
+    life: int
+    versions: tuple[int, ...]
+    announced: tuple[int, ...] = ()
+    is_counted: bool = False
+    staleness: int = 0
+    fate: str = ""
+
+
+class ServerRequest(Generic[T]):
+    """A request to the server, and its answer once that is there; waited for as any `Pending`.
+
+    Args:
+        sent_bytes: of the contribution that goes with it.
+
+    Attributes:
+        value: the answer; there once the request is done.
+    """
+
+    value: T
 
     def __init__(self, sent_bytes: int = 0) -> None:
         self.sent_bytes = sent_bytes
-        self.step = -1  # that this worker was released for
-        self.staleness = 0  # of the contribution
-        self.error: OffbeatError | None = None
-        self.numbers: tuple[float, ...] = ()
-        self.refused = ""  # why what all were to do, or a swap, cannot be, and who says so
-        self.model_statuses: tuple[ModelStatus, ...] = ()
-        self.portions: list[Portion] = []
-        self.place = b""  # in the data
-        self.left = 0  # shards that are not done
-        self.fate = ""  # what became of the contribution, if this worker had been left behind with it
-        self.announced: tuple[int, ...] = ()  # numbers under which the contribution was announced
-        self.life = 0  # of the server that gave the parameters
-        self.versions: tuple[int, ...] = ()  # of them, by block
-        self.is_counted = False  # whether the contribution is said to be in the parameters
-        self._done = threading.Event()
+        self._error: OffbeatError | None = None
+        self._over = threading.Event()
 
-    def finish(self, error: OffbeatError | None = None) -> None:
-        """Finish the request, with `error` if it will never be answered."""
-        self.error = self.error or error
-        self._done.set()
+    def finish(self, value: T) -> None:
+        """Finish the request with its answer; or once more, with a newer one."""
+        self.value = value
+        self._over.set()
+
+    def fail(self, error: OffbeatError) -> None:
+        """Finish the request without an answer, unless it has one."""
+        if not self.is_over:
+            self._error = error
+            self._over.set()
 
     def wait(self, timeout: timedelta) -> bool:
         """Block until it is done (True) or `timeout` has passed (False).
@@ -50,18 +68,18 @@ class ServerRequest:
         Raises:
             OffbeatError: what ended it: the server is gone, or refused.
         """
-        done = self._done.wait(timeout.total_seconds())
-        if self.error is not None:
-            raise self.error
-        return done
+        over = self._over.wait(timeout.total_seconds())
+        if self._error is not None:
+            raise self._error
+        return over
 
     def done(self) -> bool:
-        return self._done.is_set() and self.error is None
+        return self.is_over and self._error is None
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is waited for any more."""
-        return self._done.is_set()
+        return self._over.is_set()
 
     def result(self) -> Reply:
         return []

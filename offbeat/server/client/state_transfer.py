@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,47 +11,77 @@ from offbeat.errors import ModelError, OffbeatError, PeerError
 from offbeat.protocol.checkpoints import FetchState, PutState, PutStateDone, RequestReplacement, StatePart
 from offbeat.protocol.data_leases import DataState, GetDataState, SetDataState
 from offbeat.protocol.messages import pack
+from offbeat.server.client.requests import ServerRequest
 from offbeat.server.optimizer_checkpoint import Portion
 from offbeat.server.snapshot import STATE_DTYPES
 from offbeat.tensors import bytes_of, dtype_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from offbeat.server.client.model_state import ModelState
-    from offbeat.server.client.requests import ServerRequest
     from offbeat.wire.link import PeerLink
 
 
-class QueuedTransfer(NamedTuple):
-    """A transfer that is to begin, or has begun.
+@dataclass(eq=False)
+class StateFetch:
+    """The optimizer's state, out of all shards.
 
     Args:
-        exchange: who waits for it.
-        begin: a method of `StateTransfers`; called with a number, `exchange` and `arguments`.
+        state: the model's.
+        left: shards that have not sent all they have.
+        portions: that have come.
     """
 
-    exchange: ServerRequest
-    begin: Callable[..., None]
-    arguments: tuple[Any, ...] = ()
+    state: ModelState
+    request: ServerRequest[list[Portion]] = field(default_factory=ServerRequest)
+    left: int = 0
+    portions: list[Portion] = field(default_factory=list)
 
 
-class StateUpload(NamedTuple):
+@dataclass(eq=False)
+class StateUpload:
     """The state that is put in place of the shards' own.
 
     Args:
-        place: the model's.
+        state: the model's.
         values: [D] of each block.
         portions: the optimizer's state.
+        request: why it was not put; "" if it was.
+        left: shards that have not said yet that it may be put; then, that have not taken it.
     """
 
-    place: ModelState
+    state: ModelState
     values: Sequence[torch.Tensor]
     portions: Sequence[Portion]
+    request: ServerRequest[str] = field(default_factory=ServerRequest)
+    left: int = 0
+
+
+@dataclass(eq=False)
+class DataStateFetch:
+    """The state of the data, out of the coordinator."""
+
+    request: ServerRequest[bytes] = field(default_factory=ServerRequest)
+
+
+@dataclass(eq=False)
+class DataStateUpload:
+    """The state of the data, in place of what the coordinator has.
+
+    Args:
+        data_state: as a `DataStateFetch` has it.
+    """
+
+    data_state: bytes
+    request: ServerRequest[None] = field(default_factory=ServerRequest)
+
+
+StateTransfer = StateFetch | StateUpload | DataStateFetch | DataStateUpload
 
 
 class StateTransfers:
-    """The transfers that are under way.
+    """The transfers of one worker: those that are under way, and those that are to begin.
 
     Args:
         links: to all shards, the coordinator's first.
@@ -58,103 +89,117 @@ class StateTransfers:
 
     def __init__(self, links: Sequence[PeerLink]) -> None:
         self._links = links
-        self._under_way: dict[int, QueuedTransfer] = {}
+        self._due: list[StateTransfer] = []
+        self._under_way: dict[int, StateTransfer] = {}
         self._count = 0
 
-    def begin(self, due: QueuedTransfer) -> None:
-        """Begin a transfer; all shards are there."""
+    def add(self, transfer: StateTransfer) -> None:
+        """Have one more to begin."""
+        self._due.append(transfer)
+
+    def begin_due(self) -> None:
+        """Begin what is due: all shards are there, and know this worker."""
+        due, self._due = self._due, []
+        for transfer in due:
+            self._begin(transfer)
+
+    def _begin(self, transfer: StateTransfer) -> None:
         number, self._count = self._count, self._count + 1
-        self._under_way[number] = due
-        due.begin(number, due.exchange, *due.arguments)
-
-    def get_data_state(self, number: int, exchange: ServerRequest) -> None:
-        """Ask where the data is."""
-        self._links[0].send(pack(GetDataState(number)))
-
-    def set_data_state(self, number: int, exchange: ServerRequest, place: bytes) -> None:
-        """Have everybody go on in the data at `place`."""
-        self._links[0].send(pack(SetDataState(number)), place)
-
-    def fetch(self, number: int, exchange: ServerRequest, place: ModelState) -> None:
-        """Ask all shards for the optimizer's state."""
-        exchange.portions, exchange.left = [], len(self._links)
-        for link in self._links:
-            link.send(pack(FetchState(place.model, number)))
-
-    def put(self, number: int, exchange: ServerRequest, load: StateUpload) -> None:
-        """Have the shards take over the optimizer's state and the values of all blocks, once all others wait for it."""
-        exchange.left = len(self._links)
-        self._links[0].send(pack(RequestReplacement(load.place.model, number)))
+        self._under_way[number] = transfer
+        match transfer:
+            case DataStateFetch():
+                self._links[0].send(pack(GetDataState(number)))
+            case DataStateUpload(data_state=data_state):
+                self._links[0].send(pack(SetDataState(number)), data_state)
+            case StateFetch(state=state):
+                transfer.portions, transfer.left = [], len(self._links)
+                for link in self._links:
+                    link.send(pack(FetchState(state.model, number)))
+            case StateUpload(state=state):  # once all others wait for it
+                transfer.left = len(self._links)
+                self._links[0].send(pack(RequestReplacement(state.model, number)))
 
     def may_put(self, number: int, refused: str) -> None:
         """A shard takes what is put from now on; or none does, and why."""
-        due = self._under_way.get(number)
-        if due is None or due.begin != self.put:
+        transfer = self._under_way.get(number)
+        if not isinstance(transfer, StateUpload):
             return
         if refused:
             del self._under_way[number]
-            due.exchange.refused = refused
-            due.exchange.finish()
+            transfer.request.finish(refused)
             return
-        due.exchange.left -= 1
-        if not due.exchange.left:
-            self._put_all(number, due.exchange, *due.arguments)
+        transfer.left -= 1
+        if not transfer.left:
+            self._put_all(number, transfer)
 
-    def _put_all(self, number: int, exchange: ServerRequest, load: StateUpload) -> None:
-        place, values, portions = load
-        exchange.left = len(self._links)
-        for block in place.blocks:
-            link = self._links[place.shards[block.index]]
-            link.send(pack(PutState(place.model, block.index)), bytes_of(values[block.index]))
-        for it in portions:
+    def _put_all(self, number: int, upload: StateUpload) -> None:
+        state, values = upload.state, upload.values
+        upload.left = len(self._links)
+        for block in state.blocks:
+            link = self._links[state.shards[block.index]]
+            link.send(pack(PutState(state.model, block.index)), bytes_of(values[block.index]))
+        for it in upload.portions:
             tensor = it.tensor.contiguous()
             dtype = dtype_name(tensor.dtype)
-            put = PutState(place.model, it.block, place.names[it.name], it.key, dtype, tensor.ndim == 0)
-            self._links[place.shards[it.block]].send(pack(put), bytes_of(tensor.reshape(-1)))
+            put = PutState(state.model, it.block, state.names[it.name], it.key, dtype, tensor.ndim == 0)
+            self._links[state.shards[it.block]].send(pack(put), bytes_of(tensor.reshape(-1)))
         for link in self._links:
-            link.send(pack(PutStateDone(place.model, number)))
+            link.send(pack(PutStateDone(state.model, number)))
 
-    def lands(self, message: StatePart, size_bytes: int, place: ModelState) -> memoryview:
+    def lands(self, message: StatePart, size_bytes: int, state: ModelState) -> memoryview:
         """The memory for a part of the optimizer's state.
 
         Raises:
             PeerError: if it was not asked for, or cannot be.
         """
-        due = self._under_way.get(message.number)
-        dtype, names = STATE_DTYPES.get(message.dtype), tuple(place.names)
-        if due is None or dtype is None or message.name >= len(names) or message.block >= len(place.blocks):
+        transfer = self._under_way.get(message.number)
+        dtype, names = STATE_DTYPES.get(message.dtype), tuple(state.names)
+        is_known = message.name < len(names) and message.block < len(state.blocks)
+        if not isinstance(transfer, StateFetch) or dtype is None or not is_known:
             raise PeerError("The server sends a state that was not asked for.")
-        pieces = {piece.name: piece.numel for piece in place.blocks[message.block].pieces}
+        pieces = {piece.name: piece.numel for piece in state.blocks[message.block].pieces}
         numel = 1 if message.single else pieces.get(names[message.name], 0)
         if size_bytes != numel * dtype.itemsize:
             raise PeerError(f"The server sends {size_bytes} bytes for a state of {numel} elements.")
         flat = torch.empty(numel, dtype=dtype)
         name = names[message.name]
-        due.exchange.portions.append(Portion(message.block, name, message.key, flat[0] if message.single else flat))
+        transfer.portions.append(Portion(message.block, name, message.key, flat[0] if message.single else flat))
         return bytes_of(flat)
 
-    def stock(self, message: DataState, place: bytes) -> None:
+    def stock(self, message: DataState, data_state: bytes) -> None:
         """Handle the state of the data, or why it cannot be there."""
-        due = self._under_way.pop(message.number, None)
-        if due is not None:
-            due.exchange.place = place
-            due.exchange.finish(ModelError(message.refused) if message.refused else None)
+        transfer = self._under_way.get(message.number)
+        if not isinstance(transfer, DataStateFetch | DataStateUpload):
+            return
+        del self._under_way[message.number]
+        if message.refused:
+            transfer.request.fail(ModelError(message.refused))
+        elif isinstance(transfer, DataStateFetch):
+            transfer.request.finish(data_state)
+        else:
+            transfer.request.finish(None)
 
     def done(self, number: int) -> None:
         """A shard is done with it."""
-        due = self._under_way.get(number)
-        if due is not None:
-            due.exchange.left -= 1
-            if not due.exchange.left:
-                del self._under_way[number]
-                due.exchange.finish()
+        transfer = self._under_way.get(number)
+        if not isinstance(transfer, StateFetch | StateUpload):
+            return
+        transfer.left -= 1
+        if transfer.left:
+            return
+        del self._under_way[number]
+        if isinstance(transfer, StateFetch):
+            transfer.request.finish(transfer.portions)
+        else:
+            transfer.request.finish("")
 
-    def interrupt(self) -> list[QueuedTransfer]:
-        """The shards are lost, and may come back: what is to begin again then."""
+    def stranded(self) -> None:
+        """Handle the loss of all links: what was under way is to begin again."""
         under_way, self._under_way = self._under_way, {}
-        return list(under_way.values())
+        self._due += under_way.values()
 
     def fail(self, error: OffbeatError) -> None:
-        """The shards are lost: none comes to its end."""
-        for due in self.interrupt():
-            due.exchange.finish(error)
+        """Fail all transfers: none comes to its end."""
+        self.stranded()
+        for transfer in self._due:
+            transfer.request.fail(error)

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from offbeat.coordinator.coordinator import Coordinator
     from offbeat.coordinator.events import CoordinatorEvent
     from offbeat.coordinator.instructions import Timer
-    from offbeat.coordinator.loss import LostContribution
     from offbeat.history import Record
     from offbeat.protocol.messages import Decision, ToWorker
     from offbeat.protocol.plan_swap import AdoptPlan
+    from offbeat.sync import Push
 
 _log = logging.getLogger("offbeat")
 
@@ -39,7 +39,7 @@ class InstructionHandler(Protocol):
     def send(self, worker: int, message: ToWorker) -> None:
         """Send a message to a worker; nothing if it is not connected."""
 
-    def send_to_shards(self, decision: Decision) -> LostContribution | None:
+    def send_to_shards(self, decision: Decision) -> Push | None:
         """Have all shards carry out a decision; returns what this one lost by it."""
 
     def send_to_all(self, adopt: AdoptPlan) -> None:
@@ -70,8 +70,8 @@ class CoordinatorHost:
                 case SendToWorker(worker=worker, message=message):
                     shard.send(worker, message)
                 case SendToShards(decision=decision):
-                    if (loss := shard.send_to_shards(decision)) is not None:
-                        self.hear(PushLost(event.at_s, decision.model, loss.push))
+                    if (lost := shard.send_to_shards(decision)) is not None:
+                        self.hear(PushLost(event.at_s, decision.model, lost))
                 case SendToAll(message=adopt):
                     shard.send_to_all(adopt)
                 case SendReply(asker=Peer() as asker, message=message):

@@ -1,4 +1,4 @@
-"""One model's blocks at one shard: the ledger says what is due, the store does it, the links carry it."""
+"""One model's blocks at one shard: the scheduler says what is due, the store does it, the links carry it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from offbeat.server.pushed_block import DTYPES
 from offbeat.server.shard.parameter_store import BlockImage, ParameterStore
 from offbeat.server.shard.update_recorder import UpdateRecorder
 from offbeat.server.shard.update_scheduler import ApplyUpdate, CaptureBlock, SendBlock, UndoUpdate, UpdateScheduler
-from offbeat.server.snapshot import about
+from offbeat.server.snapshot import describe_tensor
 from offbeat.sync import Apply
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat.coordinator.loss import LostContribution
     from offbeat.history import Record
     from offbeat.protocol.messages import Decision
     from offbeat.protocol.training import ContributionInfo, ModelInfo
@@ -56,8 +55,8 @@ class ModelShard:
         model: which of several.
         details: what the first worker said about it.
         give: called with a worker, a message and the values that go with it, which do not change any more.
-        keeping: takes in the blocks of snapshots; None if none are made.
-        version: updates before this table began.
+        snapshot_builder: takes in the blocks of snapshots; None if none are made.
+        version: updates before this one began.
         held_bytes: size of the parameters of the models that are held beside it.
         record: writes the history.
 
@@ -71,7 +70,7 @@ class ModelShard:
         details: ModelInfo,
         give: Callable[[int, PullBlock, torch.Tensor], None],
         *,
-        keeping: SnapshotBuilder | None = None,
+        snapshot_builder: SnapshotBuilder | None = None,
         version: int = 0,
         held_bytes: int = 0,
         record: Callable[[Record], None] = lambda record: None,
@@ -83,16 +82,16 @@ class ModelShard:
         self.model, self._give = model, give
         self.sizes = {index: block.size_bytes for index, block in blocks.items()}
         self._store = ParameterStore(list(blocks.values()), details.optimizer, WeightedMean())
-        self._ledger = UpdateScheduler(blocks, version)
+        self._scheduler = UpdateScheduler(blocks, version)
         self._store.versions.update(dict.fromkeys(blocks, version))
-        self._keeping = keeping
-        self._making = UpdateRecorder(model, len(blocks), record)
+        self._snapshot_builder = snapshot_builder
+        self._recorder = UpdateRecorder(model, len(blocks), record)
         self._frozen: dict[int, tuple[int, torch.Tensor]] = {}  # by block: version and values, as last given
 
     @property
     def version(self) -> int:
         """Updates decided so far."""
-        return self._ledger.version
+        return self._scheduler.version
 
     @property
     def size_bytes(self) -> int:
@@ -111,7 +110,7 @@ class ModelShard:
 
     def mark(self) -> None:
         """Have each block kept as it is after the updates decided so far."""
-        self._ledger.mark()
+        self._scheduler.mark()
         self._perform(None)
 
     def restore(self, what: SnapshotTensor, tensor: torch.Tensor) -> None:
@@ -144,10 +143,10 @@ class ModelShard:
         if not portion.key:  # the values come first; what state is not put after them is not there any more
             self.values(portion.block)
             self._store.forget_state(portion.block)
-        what = about(self.model, portion.block, portion.name, portion.key, portion.tensor)
+        what = describe_tensor(self.model, portion.block, portion.name, portion.key, portion.tensor)
         self.restore(what, portion.tensor)
         self._frozen.pop(portion.block, None)
-        self._ledger.forget(portion.block)
+        self._scheduler.forget(portion.block)
 
     def values(self, block: int) -> torch.Tensor:
         """The block's parameters [D].
@@ -161,76 +160,76 @@ class ModelShard:
 
     def next(self, worker: int) -> int | None:
         """Number of the worker's contribution that is next or on its way; None if it does not take part."""
-        return self._ledger.next(worker)
+        return self._scheduler.next(worker)
 
     def expects(self, push: Push, block: int) -> bool:
         """Whether this block of a contribution is still to come."""
-        return self._ledger.expects(push, block)
+        return self._scheduler.expects(push, block)
 
     def is_past(self, push: Push) -> bool:
         """Whether nobody waits for this contribution any more, so that what still comes of it is discarded."""
-        return self._ledger.is_past(push)
+        return self._scheduler.is_past(push)
 
     def arrive(self, push: Push, block: int, part: PushedBlock) -> int:
         """A block of a contribution is here; returns how many are still to come."""
-        missing = self._ledger.arrive(push, block, part)
+        missing = self._scheduler.arrive(push, block, part)
         self._perform(block)
         return missing
 
-    def decide(self, decision: Decision, *, stays: bool = False) -> LostContribution | None:
+    def decide(self, decision: Decision, *, stays: bool = False) -> Push | None:
         """Carry out a decision; returns what was lost by it.
 
         Args:
             stays: the worker that is gone, or admitted, only stepped out: it is the same as before.
         """
-        loss, is_due = None, True
+        lost, is_due = None, True
         match decision:
             case AdmitWorker(worker=worker, clock=clock):
-                self._ledger.admit(worker, clock, stayed=stays)
+                self._scheduler.admit(worker, clock, stayed=stays)
             case ApplyContributions(pushes=pushes, hyper=hyper, rate=rate, in_order=in_order):
                 about = [msgspec.structs.replace(one, hyper=hyper) for one in decision.about]
                 told = dict(zip(pushes, zip(pushes, about, strict=True), strict=True))
-                self._ledger.apply(Apply(pushes, rate, in_order), told)
+                self._scheduler.apply(Apply(pushes, rate, in_order), told)
             case DropContribution(worker=worker, clock=clock, coming=coming):
-                self._ledger.drop((worker, clock), coming=coming)
+                self._scheduler.drop((worker, clock), coming=coming)
             case ReleaseFromShard(worker=worker, step=step):
-                self._ledger.release(worker, step)
+                self._scheduler.release(worker, step)
             case WorkerRemoved(worker=worker):
-                loss = self._ledger.lose(worker, stays=stays)
+                lost = self._scheduler.lose(worker, stays=stays)
             case CommitUpdates(worker=worker, clock=clock):
-                is_due = self._ledger.commit((worker, clock))
+                is_due = self._scheduler.commit((worker, clock))
             case WithdrawContribution(worker=worker, clock=clock):
-                if self._ledger.withdraw((worker, clock)) and self._keeping is not None:
-                    self._keeping.give_up()
+                if self._scheduler.withdraw((worker, clock)) and self._snapshot_builder is not None:
+                    self._snapshot_builder.give_up()
         if is_due:
             self._perform(None)
-        return loss
+        return lost
 
     def _perform(self, block: int | None) -> None:
-        for action in self._ledger.due(block):
+        for action in self._scheduler.due(block):
             match action:
-                case ApplyUpdate(line=line):
-                    if line is not None:
-                        line.before = self._image(action.block)
+                case ApplyUpdate(entry=entry):
+                    if entry is not None:
+                        entry.before = self._image(action.block)
                     self._update(action)
                 case UndoUpdate(before=before):
                     self._store.restore(action.block, before)
                     self._frozen[action.block] = (before.version, before.values)
                 case CaptureBlock(before=before):
-                    assert self._keeping is not None
+                    assert self._snapshot_builder is not None
                     image = before or self._image(action.block)
-                    self._keeping.take(self.model, action.block, image.values, image.state)
+                    self._snapshot_builder.take(self.model, action.block, image.values, image.state)
                 case SendBlock(step=step, number=number):
                     version, values = self._freeze(action.block)
                     self._give(action.worker, PullBlock(self.model, step, action.block, version, number), values)
-        self._making.close(self._ledger.is_final)
+        self._recorder.close(self._scheduler.is_final)
 
     def _image(self, block: int) -> BlockImage:
         """The image of the block as it is now; its values are those that were given, if they were."""
         return self._store.image(block, self._freeze(block)[1])
 
     def _update(self, make: ApplyUpdate) -> None:
-        self._making.made(make.version, make.block, make.rate, [told for told, _ in make.parts])
+        self._recorder.made(make.version, make.block, make.rate, [told for told, _ in make.parts])
         about: list[ContributionInfo] = [about for (_, about), _ in make.parts if about.weight > 0]
         parts = [BlockContribution(push[0], about.weight, part) for (push, about), part in make.parts]
         if about and about[0].change:

@@ -22,10 +22,9 @@ from offbeat.tensors import bytes_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from offbeat.coordinator.loss import LostContribution
     from offbeat.protocol.checkpoints import StatePart
     from offbeat.protocol.data_leases import DataState
-    from offbeat.protocol.messages import Decision, FromChief, FromShard, FromWorker, ToWorker
+    from offbeat.protocol.messages import Decision, FromCoordinator, FromShard, FromWorker, ToWorker
     from offbeat.protocol.rank_reservation import ReserveRanks
     from offbeat.protocol.status import StatusReply
     from offbeat.protocol.training import ModelInfo
@@ -45,7 +44,7 @@ class PeerHandler(Protocol):
     @property
     def coordinates(self) -> bool: ...
 
-    def table(self, model: int) -> ModelShard: ...
+    def model_shard(self, model: int) -> ModelShard: ...
 
     def open(self, peer: Peer, model: int, details: ModelInfo, entry: int = 0) -> None: ...
 
@@ -69,7 +68,7 @@ class PeerHandler(Protocol):
 
     def adopt(self, adopt: AdoptPlan) -> None: ...
 
-    def decide(self, decision: Decision) -> LostContribution | None: ...
+    def decide(self, decision: Decision) -> Push | None: ...
 
     def refuse(self, reason: str) -> None: ...
 
@@ -93,7 +92,7 @@ class Peer:
         self._filled: int | None = None  # the block whose values are being received
         self._details = bytearray()
 
-    def say(self, message: ToWorker | FromChief, body: Any = b"") -> None:
+    def say(self, message: ToWorker | FromCoordinator, body: Any = b"") -> None:
         """Send a message; nothing if the peer is just leaving."""
         if not self.link.is_open:
             return
@@ -146,11 +145,11 @@ class Peer:
                 self._details = bytearray(size_bytes)
                 return memoryview(self._details)
             case InitBlock(model=model, block=block):
-                table = self._shard.table(model)
-                if model not in self.filling or block not in table.unfilled:
+                model_shard = self._shard.model_shard(model)
+                if model not in self.filling or block not in model_shard.unfilled:
                     raise PeerError(f"Rank {self.rank} was not asked for the values of block {block}.")
                 self._filled = block
-                return _sized(table.values(block), block, size_bytes)
+                return _sized(model_shard.values(block), block, size_bytes)
             case PushBlock():
                 return self._landing_place(message, size_bytes)
             case PutState():
@@ -215,10 +214,10 @@ class Peer:
                 shard.fetch(self, message)
             case PutState(model=model, block=block, name=name, key=key):
                 landing, self._landing = self._landing, None
-                names = shard.table(model).details.names
+                names = shard.model_shard(model).details.names
                 if landing is None or name >= len(names):
                     raise PeerError(f"Rank {self.rank} puts something into block {block} that does not belong there.")
-                shard.table(model).put(Portion(block, names[name] if key else "", key, landing))
+                shard.model_shard(model).put(Portion(block, names[name] if key else "", key, landing))
             case PutStateDone(model=model, number=number):
                 self.may_put.discard(model)
                 self.say(TransferDone(number))
@@ -226,7 +225,7 @@ class Peer:
                 shard.hear(self, message)
 
     def _putting_place(self, message: PutState, size_bytes: int) -> memoryview:
-        values = self._shard.table(message.model).values(message.block)
+        values = self._shard.model_shard(message.model).values(message.block)
         if message.model not in self.may_put:
             raise PeerError(
                 f"Cannot take other parameters of model {message.model} from rank {self.rank}: the others do not wait "
@@ -245,23 +244,23 @@ class Peer:
         model, block = message.model, message.block
         if model not in self.models:
             raise PeerError(f"Rank {self.rank} does not take part in model {model}.")
-        table = self._shard.table(model)
-        values = table.values(block)
-        self._check_turn((self.rank, message.clock), table, block)
+        model_shard = self._shard.model_shard(model)
+        values = model_shard.values(block)
+        self._check_turn((self.rank, message.clock), model_shard, block)
         try:
             self._pushed = receive(message.payload, values, block, size_bytes)
             return bytes_of(self._pushed.body)
         except PeerError as error:
             raise self._refused(error) from error
 
-    def _check_turn(self, push: Push, table: ModelShard, block: int) -> None:
-        expected, shard = table.next(self.rank), self._shard
-        if shard.is_early(self, table.model):
+    def _check_turn(self, push: Push, model_shard: ModelShard, block: int) -> None:
+        expected, shard = model_shard.next(self.rank), self._shard
+        if shard.is_early(self, model_shard.model):
             return
-        if table.expects(push, block):
-            if not shard.may_push(table.model, push):
+        if model_shard.expects(push, block):
+            if not shard.may_push(model_shard.model, push):
                 raise PeerError(f"Cannot accept contribution {push[1]} of rank {self.rank}: it has not been granted.")
-        elif expected is not None and (shard.coordinates or not table.is_past(push)):
+        elif expected is not None and (shard.coordinates or not model_shard.is_past(push)):
             # To other shards the coordinator's word may be quicker than what the worker had still on its way.
             raise PeerError(
                 f"Cannot take block {block} of contribution {push[1]} of rank {self.rank}: what is left of number "

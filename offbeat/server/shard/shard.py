@@ -1,4 +1,4 @@
-"""One shard of a parameter server, at work: between the links, the tables and, on the first shard, the coordinator.
+"""One shard of a parameter server, at work: between the links, the model shards and, on the first, the coordinator.
 
 Everything happens on one event loop, so an update of a block is atomic to whoever reads it. A `Shard` has one life (see
 `offbeat.coordinator.reconnect`): it ends when the last worker has gone, or begins another one as a new `Shard`.
@@ -78,7 +78,6 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat.coordinator.events import CoordinatorEvent
-    from offbeat.coordinator.loss import LostContribution
     from offbeat.coordinator.plan_proposal import DecidingParts
     from offbeat.history import Record
     from offbeat.protocol.data_leases import FromData
@@ -101,7 +100,7 @@ class Shard:
     Args:
         read_plan: from TOML, if this is the first shard, which coordinates; None if another does.
         done: called when the last worker has gone.
-        archive: where snapshots are kept; None for none.
+        snapshots: where snapshots are kept; None for none.
         job: its name.
         every: updates between two snapshots.
         again: called when another shard is lost, and this one has to begin a new life with it.
@@ -114,7 +113,7 @@ class Shard:
         read_plan: Callable[[str], DecidingParts] | None,
         done: Callable[[], None] = lambda: None,
         *,
-        archive: SnapshotStore | None = None,
+        snapshots: SnapshotStore | None = None,
         job: str = "",
         every: int = 100,
         again: Callable[[], None] = lambda: None,
@@ -123,8 +122,8 @@ class Shard:
     ) -> None:
         self._record = record
         self._done, self._again, self._patience_s = done, again, patience_s
-        self._archive = archive
-        self._tables: dict[int, ModelShard] = {}
+        self._snapshots = snapshots
+        self._model_shards: dict[int, ModelShard] = {}
         self._peers: dict[int, Peer] = {}  # workers
         self._secrets: dict[int, bytes] = {}  # that each rank was told when it was taken in; see `_make_room`
         self._admitted: dict[tuple[int, int], int] = {}  # entry, by model and worker
@@ -133,20 +132,20 @@ class Shard:
         self._decided: dict[int, list[Decision]] = {}  # about models that nobody has opened here yet
         # What was opened before this life had begun, by worker and model, with the worker's entry.
         self._waiting: dict[tuple[int, int], tuple[Peer, ModelInfo, int]] = {}
-        self._chief: PeerLink | None = None  # to the shard that coordinates, if that is another
+        self._coordinator_link: PeerLink | None = None  # to the shard that coordinates, if that is another
         self.life = secrets.randbits(39) + 1 if read_plan is not None else 0
-        self._lead = None if read_plan is None else Coordinator(read_plan, self.life, check_hyper=check_hyper)
-        self._host = None if self._lead is None else CoordinatorHost(self._lead, self, record)
-        self._marks = SnapshotBarrier(
-            archive,
+        self._coordinator = None if read_plan is None else Coordinator(read_plan, self.life, check_hyper=check_hyper)
+        self._coordinator_host = None if self._coordinator is None else CoordinatorHost(self._coordinator, self, record)
+        self._snapshot_barrier = SnapshotBarrier(
+            snapshots,
             job,
             every,
             life=self.life,
-            tables=self._tables,
-            lead=self._lead,
+            model_shards=self._model_shards,
+            coordinator=self._coordinator,
             followers=self._shards,
             say=self.send,
-            tell_chief=self._tell_chief,
+            tell_coordinator=self._tell_coordinator,
         )
         self._to_give: list[tuple[Peer, PullBlock, torch.Tensor]] = []
         self.begun = asyncio.Event()
@@ -155,7 +154,7 @@ class Shard:
         self._beginning: asyncio.TimerHandle | None = None
         self.is_finished = False  # the last worker has said good-bye
         self.refusal = ""  # why the shard that coordinates does not want this one
-        if self._lead is not None:
+        if self._coordinator is not None:
             self._begin_if_all_are_here()
 
     def accept(self, link: PeerLink) -> Peer:
@@ -164,9 +163,9 @@ class Shard:
 
     def follow(self, link: PeerLink) -> CoordinatorPeer:
         """The coordinator has been reached; returns what the link hands frames to."""
-        self._chief = link
-        held = self._archive.held if self._archive is not None else {}
-        least = self._archive.least if self._archive is not None else 0
+        self._coordinator_link = link
+        held = self._snapshots.held if self._snapshots is not None else {}
+        least = self._snapshots.least if self._snapshots is not None else 0
         link.send(pack(RegisterShard(tuple((one.number, one.life) for one in held), least)))
         return CoordinatorPeer(self)
 
@@ -174,9 +173,9 @@ class Shard:
 
     def begin_with_who_is_here_after(self, patience_s: float) -> None:
         """Wait no longer than this for the workers of a snapshot; begin with those that are here by then."""
-        if self._lead is not None:
+        if self._coordinator is not None:
             loop = asyncio.get_running_loop()
-            self._beginning = loop.call_later(patience_s, lambda: self._tell_lead(PatienceOver(loop.time())))
+            self._beginning = loop.call_later(patience_s, lambda: self._post_event(PatienceOver(loop.time())))
 
     def stop(self) -> None:
         """End this incarnation: what it hears now is of no interest any more, and nothing happens later.
@@ -187,23 +186,23 @@ class Shard:
         self.is_over = True
         if self._beginning is not None:
             self._beginning.cancel()
-        if self._host is not None:
-            self._host.stop()
+        if self._coordinator_host is not None:
+            self._coordinator_host.stop()
 
     async def save(self) -> None:
         """Have all shards make a last snapshot, and wait for it; nothing if there is nothing to keep.
 
         From then on nothing is decided, so that nobody is told of an update that is not in it.
         """
-        await self._marks.last()
+        await self._snapshot_barrier.last()
 
     async def be_quiet(self) -> None:
         """Wait until no file is being written."""
-        await self._marks.be_quiet()
+        await self._snapshot_barrier.be_quiet()
 
     def begin(self, begin: BeginLife) -> None:
         """The life begins, from a snapshot or from nothing."""
-        self.life = self._marks.life = begin.life
+        self.life = self._snapshot_barrier.life = begin.life
         try:
             if begin.snapshot is not None:
                 self._restore(SnapshotId(*begin.snapshot))
@@ -218,67 +217,67 @@ class Shard:
 
     def mark(self, mark: SnapshotMark) -> None:
         """The coordinator has all shards make a snapshot."""
-        self._marks.keep(mark)
+        self._snapshot_barrier.keep(mark)
 
     def _restore(self, identity: SnapshotId) -> None:
-        assert self._archive is not None
-        snapshot = self._archive.read(identity)
+        assert self._snapshots is not None
+        snapshot = self._snapshots.read(identity)
         for one in snapshot.header.models:
-            self._tables[one.model] = self._new_table(one.model, one.details, one.version)
+            self._model_shards[one.model] = self._new_model_shard(one.model, one.details, one.version)
             if one.progress is not None:
-                gone = self._archive.gone
-                self._tell_lead(ModelRestored(now_s(), one.model, one.details, one.version, one.progress, gone))
+                gone = self._snapshots.gone
+                self._post_event(ModelRestored(now_s(), one.model, one.details, one.version, one.progress, gone))
         for what, tensor in snapshot.tensors:
-            self.table(what.model).restore(what, tensor)
-        if self._lead is not None:
-            self._marks.go_on_from(identity, self._lead.version)
+            self.model_shard(what.model).restore(what, tensor)
+        if self._coordinator is not None:
+            self._snapshot_barrier.go_on_from(identity, self._coordinator.version)
         versions = ", ".join(str(one.version) for one in snapshot.header.models)
         _log.warning("Goes on from its snapshot of version %s.", versions)
 
     def _begin_if_all_are_here(self) -> None:
         """Decide which snapshot all shards go on from, once all that it was made by are here."""
-        held = dict(self._archive.held) if self._archive is not None else {}
+        held = dict(self._snapshots.held) if self._snapshots is not None else {}
         if self.begun.is_set() or (held and len(self._held) < next(iter(held.values())).shards - 1):
             return
-        theirs = [{SnapshotId(*one) for one in enlist.held} for enlist in self._held.values()]
+        theirs = [{SnapshotId(*one) for one in registration.held} for registration in self._held.values()]
         common = [one for one, header in held.items() if header.shards == len(theirs) + 1 and _all_have(theirs, one)]
         if held and not common:
             _log.error("Cannot continue: no snapshot is on every shard.")
-        least = max([0 if self._archive is None else self._archive.least, *(e.least for e in self._held.values())])
-        self._marks.number_from(least)
+        least = max([0 if self._snapshots is None else self._snapshots.least, *(e.least for e in self._held.values())])
+        self._snapshot_barrier.number_from(least)
         chosen = (common[0].number, common[0].life) if common else None
         for shard in self._shards:
             shard.say(BeginLife(self.life, chosen))
         self.begin(BeginLife(self.life, chosen))
 
-    def _enlist(self, peer: Peer, enlist: RegisterShard) -> None:
+    def _register_shard(self, peer: Peer, registration: RegisterShard) -> None:
         if peer in self._shards:
             raise PeerError("Cannot admit this shard for a second time.")
-        if count := self._has_all(enlist):
+        if count := self._has_all(registration):
             refusal = (
                 f"Cannot admit another shard: the workers of this job named {count}, and all are here. To use more, "
                 "start the workers anew with the addresses of all."
             )
             peer.say(Refused(refusal))
             raise PeerError(refusal)
-        if self.begun.is_set() and self._tables and self._archive is not None:
+        if self.begun.is_set() and self._model_shards and self._snapshots is not None:
             self._again()  # one of the shards has come back before it was missed
             return
         self._shards.append(peer)
-        self._held[peer] = enlist
+        self._held[peer] = registration
         if self.begun.is_set():
             peer.say(BeginLife(self.life))
         self._begin_if_all_are_here()
 
-    def _has_all(self, enlist: RegisterShard) -> int:
+    def _has_all(self, registration: RegisterShard) -> int:
         """Count the shards that the workers named, if all are here, and the one that comes is none of them; else 0.
 
         One that comes back before it was missed has a broken connection here, or brings a snapshot of this job.
         """
-        held = {} if self._archive is None else self._archive.held
-        comes_back = any(SnapshotId(*one) in held for one in enlist.held)
+        held = {} if self._snapshots is None else self._snapshots.held
+        comes_back = any(SnapshotId(*one) in held for one in registration.held)
         is_broken = any(not shard.link.connected for shard in self._shards)
-        named = max((table.details.shards for table in self._tables.values()), default=0)
+        named = max((model_shard.details.shards for model_shard in self._model_shards.values()), default=0)
         return 0 if comes_back or is_broken or named > len(self._shards) + 1 else named
 
     # -- what is said --------------------------------------------------------------------------------------------
@@ -302,28 +301,29 @@ class Shard:
         if model in peer.models and details.back is None:
             raise PeerError(f"Rank {peer.rank} opens model {model} for a second time.")
         is_same = self._make_room(peer, details.back)
-        table = self._tables.get(model)
-        if table is None and details.back is not None and self._lead is None:
+        model_shard = self._model_shards.get(model)
+        if model_shard is None and details.back is not None and self._coordinator is None:
             raise PeerError("Cannot continue: this shard of the parameter server was restarted without a snapshot.")
-        is_first = table is None
-        if table is None:
-            if self._tables and peer.rank not in self._peers:
+        is_first = model_shard is None
+        if model_shard is None:
+            if self._model_shards and peer.rank not in self._peers:
                 raise PeerError(
                     f"Cannot open model {model}: rank {peer.rank} takes part in none of this job's models. Prepare "
                     "the models in the same order on every worker."
                 )
             shards = len(self._shards) + 1
-            if self._lead is not None and details.shards != shards:
+            if self._coordinator is not None and details.shards != shards:
                 raise PeerError(
                     f"Cannot serve this worker with {details.shards} shards: this one coordinates {shards}. Start all "
                     "but the first with --coordinator, and name all of them to the workers, the first one first."
                 )
-            table = self._new_table(model, details)
-            self._tell_lead(ModelBegun(now_s(), model, details))
-            self._tables[model] = table  # not before nothing of it can be refused: it is what others are compared with
+            model_shard = self._new_model_shard(model, details)
+            self._post_event(ModelBegun(now_s(), model, details))
+            # Not before nothing of it can be refused: it is what others are compared with.
+            self._model_shards[model] = model_shard
             for decision in self._decided.pop(model, []):
-                table.decide(decision)
-        compare(peer.rank, details, table.details)
+                model_shard.decide(decision)
+        compare(peer.rank, details, model_shard.details)
         if not is_same:
             self._secrets[peer.rank] = secrets.token_bytes(SECRET_BYTES)
         self._peers[peer.rank] = peer
@@ -331,26 +331,26 @@ class Shard:
         self.was_visited = True
         peer.models[model] = entry
         filler = any(model in other.filling for other in self._peers.values())
-        if table.unfilled and not filler:
+        if model_shard.unfilled and not filler:
             peer.filling.add(model)
         secret = self._secrets[peer.rank]
-        peer.say(ModelOpened(model, model in peer.filling, self.life, self._archive is not None, secret=secret))
+        peer.say(ModelOpened(model, model in peer.filling, self.life, self._snapshots is not None, secret=secret))
         if not details.blocks and is_first and details.back is None:  # more shards than blocks
             self._report(ModelFilled(model))
-        self._tell_lead(WorkerOpened(now_s(), peer.rank, model, details, entry))
+        self._post_event(WorkerOpened(now_s(), peer.rank, model, details, entry))
 
-    def _new_table(self, model: int, details: ModelInfo, version: int = 0) -> ModelShard:
-        table = ModelShard(
+    def _new_model_shard(self, model: int, details: ModelInfo, version: int = 0) -> ModelShard:
+        model_shard = ModelShard(
             model,
             details,
             self._give,
-            keeping=self._marks.keeping,
+            snapshot_builder=self._snapshot_barrier.snapshot_builder,
             version=version,
-            held_bytes=sum(other.size_bytes for other in self._tables.values()),
+            held_bytes=sum(other.size_bytes for other in self._model_shards.values()),
             record=self._record,
         )
-        self._record(ShardServes(model, self.life, version, len(table.blocks)))
-        return table
+        self._record(ShardServes(model, self.life, version, len(model_shard.blocks)))
+        return model_shard
 
     def fill(self, peer: Peer, model: int, block: int) -> None:
         """A block of the initial parameters is here.
@@ -358,24 +358,24 @@ class Shard:
         Raises:
             PeerError: if this worker was not asked for it.
         """
-        table = self.table(model)
-        if model not in peer.filling or block not in table.unfilled:
+        model_shard = self.model_shard(model)
+        if model not in peer.filling or block not in model_shard.unfilled:
             raise PeerError(f"Rank {peer.rank} was not asked for the values of block {block}.")
-        table.unfilled.discard(block)
-        if not table.unfilled:
+        model_shard.unfilled.discard(block)
+        if not model_shard.unfilled:
             peer.filling.discard(model)
             self._report(ModelFilled(model))
 
     def arrive(self, peer: Peer, model: int, push: Push, block: int, part: PushedBlock) -> None:
         """A block of a contribution is here."""
-        table = self.table(model)
+        model_shard = self.model_shard(model)
         if self.is_early(peer, model):
             peer.early[(model, block)] = (push, part)
             return
         # Not if the worker was sent away in the meantime.
-        if not table.expects(push, block):
+        if not model_shard.expects(push, block):
             return
-        missing, count = table.arrive(push, block, part), len(table.sizes)
+        missing, count = model_shard.arrive(push, block, part), len(model_shard.sizes)
         if missing == min(max(1, count // _NEARLY), count - 1):
             self._report(PushNearlyDone(model, *push))
         if missing == 0:
@@ -383,11 +383,11 @@ class Shard:
 
     def fetch(self, peer: Peer, message: FetchState) -> None:
         """A worker wants the optimizer's state, as it is now."""
-        table = self.table(message.model)
-        index = {name: i for i, name in enumerate(table.details.names)}
+        model_shard = self.model_shard(message.model)
+        index = {name: i for i, name in enumerate(model_shard.details.names)}
 
         def pieces() -> Iterator[tuple[StatePart, memoryview]]:
-            for it in table.state():
+            for it in model_shard.state():
                 tensor = it.tensor.clone()
                 dtype = dtype_name(tensor.dtype)
                 piece = StatePart(
@@ -418,33 +418,33 @@ class Shard:
         Raises:
             PeerError: if this is not the coordinator, or it cannot be.
         """
-        lead = self._lead
-        if lead is None:
+        coordinator = self._coordinator
+        if coordinator is None:
             raise PeerError(f"{type(message).__name__} is for the shard that coordinates; this is another.")
         self._check_place(peer, message)
         match message:
             case GetStatus(number=number):
-                peer.answer(StatusReply(number), pack(lead.status(now_s())))
+                peer.answer(StatusReply(number), pack(coordinator.status(now_s())))
             case GetDataState(number=number):
-                peer.answer(DataState(number), lead.data_state())
+                peer.answer(DataState(number), coordinator.data_state())
             case SwapPlan():
                 by = f"rank {peer.rank}" if peer.role == "worker" else f"an operator at {peer.link.peer}"
-                self._tell_lead(SwapAsked(now_s(), peer, message, by))
+                self._post_event(SwapAsked(now_s(), peer, message, by))
             case ReserveRanks(count=count, least=least):
-                self._tell_lead(RanksAsked(now_s(), peer, count, least))
+                self._post_event(RanksAsked(now_s(), peer, count, least))
             case RegisterShard():
-                self._enlist(peer, message)
+                self._register_shard(peer, message)
             case SaveLastSnapshot():
-                self._marks.ask_for_last()
+                self._snapshot_barrier.ask_for_last()
             case SnapshotSaved(number=number, well=well, cost_s=cost_s):
-                self._marks.saved(number, well, cost_s)
+                self._snapshot_barrier.saved(number, well, cost_s)
             case ModelFilled() | PushNearlyDone() | PushDone() | WorkerDrained():
-                self._tell_lead(ShardSaid(now_s(), message))
+                self._post_event(ShardSaid(now_s(), message))
             case TellStatus() if self._peers.get(peer.rank) is not peer:
                 pass  # it is not in yet, or not any more
             case _:
                 body = peer.take_body() if isinstance(message, SetDataState) else b""
-                self._tell_lead(WorkerSaid(now_s(), peer.rank, message, body, peer))
+                self._post_event(WorkerSaid(now_s(), peer.rank, message, body, peer))
 
     def _check_place(self, peer: Peer, message: object) -> None:
         """Refuse a message in another's name: before it is admitted, a worker sends nothing but questions about the
@@ -465,7 +465,7 @@ class Shard:
         if peer in self._shards:
             self._shards.remove(peer)
             self._held.pop(peer, None)
-            if self._archive is not None:
+            if self._snapshots is not None:
                 if self.begun.is_set():
                     _log.warning("A shard of the parameter server is gone: %s", error or "it has ended.")
                     self._again()
@@ -477,7 +477,7 @@ class Shard:
             if isinstance(error, PeerError):
                 _log.warning("%s", error)
             if peer.role == "worker" and peer.rank not in self._peers:
-                self._tell_lead(WorkerMissed(now_s(), peer.rank))
+                self._post_event(WorkerMissed(now_s(), peer.rank))
             return
         self._remove(peer, WorkerGone(now_s(), peer.rank, error))
         asyncio.get_running_loop().call_later(0.0 if error is None else self._patience_s, self._note_gone, peer.rank)
@@ -493,26 +493,31 @@ class Shard:
 
     def _note_gone(self, worker: int) -> None:
         """Note that a worker has not come back: if the server is killed now, the others do not wait for it."""
-        if self._lead is not None and self._archive is not None and not self.is_over and worker not in self._peers:
-            self._archive.note_gone(self._archive.gone | {worker})
+        if (
+            self._coordinator is not None
+            and self._snapshots is not None
+            and not self.is_over
+            and worker not in self._peers
+        ):
+            self._snapshots.note_gone(self._snapshots.gone | {worker})
 
     def _note_back(self, worker: int) -> None:
-        if self._lead is not None and self._archive is not None:
-            self._archive.note_gone(self._archive.gone - {worker})
+        if self._coordinator is not None and self._snapshots is not None:
+            self._snapshots.note_gone(self._snapshots.gone - {worker})
 
     def adopt(self, adopt: AdoptPlan) -> None:
         """Another plan holds; workers that come with an earlier one of this job are told of it."""
-        for table in self._tables.values():
-            table.adopt(adopt.plan, adopt.number)
+        for model_shard in self._model_shards.values():
+            model_shard.adopt(adopt.plan, adopt.number)
 
-    def decide(self, decision: Decision) -> LostContribution | None:
+    def decide(self, decision: Decision) -> Push | None:
         """Carry out what the coordinator decided."""
-        loss = self._carry_out(decision)
+        lost = self._carry_out(decision)
         if isinstance(decision, WorkerRemoved) and decision.number:
-            self._tell_chief(WorkerDrained(decision.model, decision.number))
-        return loss
+            self._tell_coordinator(WorkerDrained(decision.model, decision.number))
+        return lost
 
-    def _carry_out(self, decision: Decision) -> LostContribution | None:
+    def _carry_out(self, decision: Decision) -> Push | None:
         if isinstance(decision, AllowReplacement):
             self._let_replace(decision)
             return None
@@ -521,27 +526,27 @@ class Shard:
             peer.may_put.discard(decision.model)  # if it has not said that it was all, it was
         if isinstance(decision, AdmitWorker):
             self._admitted[(decision.model, decision.worker)] = decision.entry
-        if decision.model not in self._tables:
+        if decision.model not in self._model_shards:
             self._decided.setdefault(decision.model, []).append(decision)
             return None
-        loss = self._tables[decision.model].decide(decision, stays=stays)
+        lost = self._model_shards[decision.model].decide(decision, stays=stays)
         if isinstance(decision, AdmitWorker):
             self._take_what_came_early(decision)
-        return loss
+        return lost
 
     def _let_replace(self, decision: AllowReplacement) -> None:
         """A worker may put other parameters: from here on what the model has is not only of its contributions."""
-        table, peer = self._tables.get(decision.model), self._peers.get(decision.worker)
-        if table is not None and peer is not None:
-            self._record(ParametersReplaced(decision.model, table.version, decision.worker))
+        model_shard, peer = self._model_shards.get(decision.model), self._peers.get(decision.worker)
+        if model_shard is not None and peer is not None:
+            self._record(ParametersReplaced(decision.model, model_shard.version, decision.worker))
             peer.may_put.add(decision.model)
             peer.say(MayPut(decision.number))
 
     def is_early(self, peer: Peer, model: int) -> bool:
         """Whether what a worker brings has overtaken the coordinator's word that it takes part (again)."""
-        if self._lead is not None:
+        if self._coordinator is not None:
             return False
-        return not self._is_admitted(peer, model) or self.table(model).next(peer.rank) is None
+        return not self._is_admitted(peer, model) or self.model_shard(model).next(peer.rank) is None
 
     def _is_admitted(self, peer: Peer, model: int) -> bool:
         """Whether the coordinator has let it in since it opened the model last."""
@@ -550,7 +555,7 @@ class Shard:
     def _is_same(self, decision: AdmitWorker | WorkerRemoved) -> bool:
         """Whether the worker only stepped out, or in again; what it pushes after that may have overtaken both."""
         peer = self._peers.get(decision.worker)
-        if self._lead is not None or peer is None or not self._is_admitted(peer, decision.model):
+        if self._coordinator is not None or peer is None or not self._is_admitted(peer, decision.model):
             return False
         return isinstance(decision, WorkerRemoved) or decision.entry == peer.models.get(decision.model)
 
@@ -570,30 +575,30 @@ class Shard:
         """The coordinator is gone, and with it the job; or it is to come back."""
         if self.is_over:
             return
-        if error is not None and self._archive is not None:
+        if error is not None and self._snapshots is not None:
             _log.warning("The shard that coordinates is gone: %s", error)
             self._again()
         else:
             self._done()
 
-    def table(self, model: int) -> ModelShard:
+    def model_shard(self, model: int) -> ModelShard:
         """The shard's part of a model.
 
         Raises:
             PeerError: if nobody has opened it.
         """
-        if model not in self._tables:
+        if model not in self._model_shards:
             raise PeerError(f"Model {model} has not been opened.")
-        return self._tables[model]
+        return self._model_shards[model]
 
     def may_push(self, model: int, push: Push) -> bool:
         """Whether the policy has let the worker push this contribution, as far as this shard can know."""
-        return self._lead is None or self._lead.has_granted(model, push)
+        return self._coordinator is None or self._coordinator.has_granted(model, push)
 
     @property
     def coordinates(self) -> bool:
         """Whether this is the first shard."""
-        return self._lead is not None
+        return self._coordinator is not None
 
     def _make_room(self, peer: Peer, back: Reconnect | None) -> bool:
         """See that there is one worker of each rank; whether it is the one that was taken in, as its secret shows.
@@ -623,21 +628,21 @@ class Shard:
 
     def _remove(self, peer: Peer, gone: WorkerGone) -> None:
         del self._peers[peer.rank]
-        self._tell_lead(gone)
+        self._post_event(gone)
         for model in peer.filling:
             self._ask_another_to_fill(model)
 
     def _ask_another_to_fill(self, model: int) -> None:
         """Ask another worker for the first values: the one that was to send them is gone."""
-        table = self._tables[model]
-        table.unfilled = set(table.sizes)  # of what has come, nothing goes with the values of another
+        model_shard = self._model_shards[model]
+        model_shard.unfilled = set(model_shard.sizes)  # of what has come, nothing goes with the values of another
         for other in self._peers.values():
             if model in other.models:
                 other.filling.add(model)
-                other.say(ModelOpened(model, True, self.life, self._archive is not None))
+                other.say(ModelOpened(model, True, self.life, self._snapshots is not None))
                 return
-        del self._tables[model]  # whoever comes next is the first
-        self._tell_lead(ModelForgotten(now_s(), model))
+        del self._model_shards[model]  # whoever comes next is the first
+        self._post_event(ModelForgotten(now_s(), model))
 
     # -- what goes out -------------------------------------------------------------------------------------------
 
@@ -647,20 +652,20 @@ class Shard:
             peer.say(adopt)
         self.adopt(adopt)
 
-    def _tell_lead(self, event: CoordinatorEvent) -> None:
+    def _post_event(self, event: CoordinatorEvent) -> None:
         """Have the coordinator hear of an event, if it is here.
 
         Raises:
             PeerError: if whoever the event came from is to blame for it.
         """
-        if self._host is not None:
-            self._host.hear(event)
+        if self._coordinator_host is not None:
+            self._coordinator_host.hear(event)
 
-    def send_to_shards(self, decision: Decision) -> LostContribution | None:
+    def send_to_shards(self, decision: Decision) -> Push | None:
         """Have all shards carry out what the coordinator decided; returns what this one lost by it."""
         for shard in self._shards:
             shard.say(decision)
-        self._marks.look_soon()
+        self._snapshot_barrier.look_soon()
         return self.decide(decision)
 
     def send(self, worker: int, message: ToWorker) -> None:
@@ -682,15 +687,15 @@ class Shard:
 
     def _report(self, message: ModelFilled | PushNearlyDone | PushDone) -> None:
         """Tell the coordinator how far this shard is."""
-        if self._lead is None:
-            self._tell_chief(message)
+        if self._coordinator is None:
+            self._tell_coordinator(message)
         else:
-            self._tell_lead(ShardSaid(now_s(), message))
+            self._post_event(ShardSaid(now_s(), message))
 
-    def _tell_chief(self, message: FromShard) -> None:
+    def _tell_coordinator(self, message: FromShard) -> None:
         """Send it to the shard that coordinates; nothing if that is just being lost."""
-        if self._chief is not None and self._chief.is_open:
-            self._chief.send(pack(message))
+        if self._coordinator_link is not None and self._coordinator_link.is_open:
+            self._coordinator_link.send(pack(message))
 
 
 def _all_have(theirs: list[set[SnapshotId]], one: SnapshotId) -> bool:

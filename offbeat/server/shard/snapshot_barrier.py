@@ -33,35 +33,35 @@ class SnapshotBarrier:
     """One shard's part in them, for one life.
 
     Args:
-        archive: where snapshots are kept; None for none: every mark is then missed.
+        snapshots: where snapshots are kept; None for none: every mark is then missed.
         job: its name.
         every: updates between two.
         life: that they belong to; set anew when it begins.
-        tables: of the models that are held here.
-        lead: if this shard coordinates.
+        model_shards: of the models that are held here.
+        coordinator: if this shard coordinates.
         followers: the other shards, if it does.
         say: sends something to a worker.
-        tell_chief: sends something to the shard that coordinates, if that is another.
+        tell_coordinator: sends something to the shard that coordinates, if that is another.
     """
 
     def __init__(
         self,
-        archive: SnapshotStore | None,
+        snapshots: SnapshotStore | None,
         job: str,
         every: int,
         *,
         life: int,
-        tables: Mapping[int, ModelShard],
-        lead: Coordinator | None,
+        model_shards: Mapping[int, ModelShard],
+        coordinator: Coordinator | None,
         followers: Sequence[Peer],
         say: Callable[[int, ToWorker], None],
-        tell_chief: Callable[[FromShard], None],
+        tell_coordinator: Callable[[FromShard], None],
     ) -> None:
         self._every, self.life = every, life
-        self._tables, self._lead, self._followers = tables, lead, followers
-        self._say, self._tell_chief = say, tell_chief
-        self.keeping = None if archive is None else SnapshotBuilder(archive, job, self._written)
-        self._rhythm = SnapshotSchedule(every, least=0, life=life)
+        self._model_shards, self._coordinator, self._followers = model_shards, coordinator, followers
+        self._say, self._tell_coordinator = say, tell_coordinator
+        self.snapshot_builder = None if snapshots is None else SnapshotBuilder(snapshots, job, self._written)
+        self._schedule = SnapshotSchedule(every, least=0, life=life)
         self._progress: dict[int, TrainingProgress] = {}
         self._progress_before: dict[int, TrainingProgress] = {}  # of the last one that all shards have
         self._saves: list[asyncio.Future[None]] = []  # done with the last snapshot
@@ -71,24 +71,24 @@ class SnapshotBarrier:
 
     def number_from(self, least: int) -> None:
         """Snapshots of this life get numbers greater than this."""
-        self._rhythm = SnapshotSchedule(self._every, least=least, life=self.life)
+        self._schedule = SnapshotSchedule(self._every, least=least, life=self.life)
 
     def go_on_from(self, identity: SnapshotId, version: int) -> None:
         """All shards have this one, made at this version of all models together."""
-        self._rhythm.start_from(identity, version, asyncio.get_running_loop().time())
+        self._schedule.start_from(identity, version, asyncio.get_running_loop().time())
 
     async def last(self) -> None:
         """Have all shards make a last snapshot, and wait for it; nothing if there is nothing to keep.
 
         From then on nothing is decided, so that nobody is told of an update that is not in it.
         """
-        is_idle = self._lead is not None and not self._lead.started
-        if self.keeping is None or not self._tables or is_idle:
+        is_idle = self._coordinator is not None and not self._coordinator.started
+        if self.snapshot_builder is None or not self._model_shards or is_idle:
             return
         future = asyncio.get_running_loop().create_future()
         self._saves.append(future)
-        if self._lead is None:
-            self._tell_chief(SaveLastSnapshot())
+        if self._coordinator is None:
+            self._tell_coordinator(SaveLastSnapshot())
         else:
             self.ask_for_last()
         await future
@@ -100,75 +100,78 @@ class SnapshotBarrier:
 
     async def be_quiet(self) -> None:
         """Wait until no file is being written."""
-        if self.keeping is not None and self.keeping.writing is not None:
-            await asyncio.wait([self.keeping.writing])
+        if self.snapshot_builder is not None and self.snapshot_builder.writing is not None:
+            await asyncio.wait([self.snapshot_builder.writing])
 
     def look_soon(self) -> None:
         """See whether a snapshot is due, when all that follows from the present event has been decided."""
-        if self.keeping is not None and self._lead is not None and not self._looks_soon:
+        if self.snapshot_builder is not None and self._coordinator is not None and not self._looks_soon:
             self._looks_soon = True
-            asyncio.get_running_loop().call_soon(self._set_if_due, self._lead)
+            asyncio.get_running_loop().call_soon(self._set_if_due, self._coordinator)
 
-    def _set_if_due(self, lead: Coordinator) -> None:
+    def _set_if_due(self, coordinator: Coordinator) -> None:
         self._looks_soon = False
         if (
-            lead.is_over
-            or not lead.started
-            or self._rhythm.is_under_way
-            or any(table.unfilled for table in self._tables.values())
+            coordinator.is_over
+            or not coordinator.started
+            or self._schedule.is_under_way
+            or any(model_shard.unfilled for model_shard in self._model_shards.values())
         ):
             return
         now_s = asyncio.get_running_loop().time()
-        if not self._is_last and not self._rhythm.is_due(lead.version, now_s):
+        if not self._is_last and not self._schedule.is_due(coordinator.version, now_s):
             return
         if self._is_last:
-            lead.handle(LifeOver(now_s))
-        self._progress = {model: lead.progress(model) for model in lead.models}
-        before = self._rhythm.last
-        number = self._rhythm.next(lead.version, len(self._followers) + 1)
-        mark = SnapshotMark(number, None if before is None else (before.number, before.life), lead.is_over)
+            coordinator.handle(LifeOver(now_s))
+        self._progress = {model: coordinator.progress(model) for model in coordinator.models}
+        before = self._schedule.last
+        number = self._schedule.next(coordinator.version, len(self._followers) + 1)
+        mark = SnapshotMark(number, None if before is None else (before.number, before.life), coordinator.is_over)
         for shard in self._followers:
             shard.say(mark)
         self.keep(mark)
 
     def keep(self, mark: SnapshotMark) -> None:
         """Keep all models as they are after what was decided so far."""
-        if self.keeping is None:
+        if self.snapshot_builder is None:
             self._written(mark.number, False, 0.0)
             return
         self._last_number = mark.number if mark.is_last else 0
-        plain = {model: msgspec.structs.replace(table.details, back=None) for model, table in self._tables.items()}
-        self.keeping.begin(
+        plain = {
+            model: msgspec.structs.replace(model_shard.details, back=None)
+            for model, model_shard in self._model_shards.items()
+        }
+        self.snapshot_builder.begin(
             SnapshotId(mark.number, self.life),
             None if mark.keep is None else SnapshotId(*mark.keep),
             shards=len(self._followers) + 1,
             models=[
-                SnapshotModel(model, self._tables[model].version, details, self._progress.get(model))
+                SnapshotModel(model, self._model_shards[model].version, details, self._progress.get(model))
                 for model, details in plain.items()
             ],
-            blocks={model: table.blocks for model, table in self._tables.items()},
+            blocks={model: model_shard.blocks for model, model_shard in self._model_shards.items()},
         )
-        for table in self._tables.values():
-            table.mark()
+        for model_shard in self._model_shards.values():
+            model_shard.mark()
 
     def _written(self, number: int, well: bool, cost_s: float) -> None:
         """Report that this shard has written a snapshot, or could not."""
-        if self._lead is None:
-            self._tell_chief(SnapshotSaved(number, well, cost_s))
+        if self._coordinator is None:
+            self._tell_coordinator(SnapshotSaved(number, well, cost_s))
             self._end_last(number)
         else:
             self.saved(number, well, cost_s)
 
     def saved(self, number: int, well: bool, cost_s: float) -> None:
         """A shard has written a snapshot, or could not; the coordinator hears of all of them."""
-        if self._rhythm.saved(number, well, cost_s, asyncio.get_running_loop().time()):
+        if self._schedule.saved(number, well, cost_s, asyncio.get_running_loop().time()):
             # Of the one before: it is what all go on from if this one is found to be damaged, and then what came in
             # between is lost, and has to be reported.
             for model, progress in self._progress_before.items():
                 for worker, clock in progress.next.items():
                     self._say(worker, SnapshotAck(model, clock))
             self._progress_before = self._progress
-        if not self._rhythm.is_under_way:
+        if not self._schedule.is_under_way:
             self._end_last(number)
             self.look_soon()
 

@@ -7,7 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from offbeat.server.snapshot import FORMAT, Snapshot, SnapshotHeader, SnapshotId, SnapshotModel, about
+from offbeat.server.snapshot import FORMAT, Snapshot, SnapshotHeader, SnapshotId, SnapshotModel, describe_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -28,13 +28,13 @@ class SnapshotBuilder:
     """The builder of one shard's snapshots, one at a time: `begin`, `take` for each block, and `written` is called.
 
     Args:
-        archive: where they go.
+        snapshots: where they go.
         job: its name.
         written: called with number, whether it could be written, and the seconds that it took.
     """
 
-    def __init__(self, archive: SnapshotStore, job: str, written: Callable[[int, bool, float], None]) -> None:
-        self.archive = archive
+    def __init__(self, snapshots: SnapshotStore, job: str, written: Callable[[int, bool, float], None]) -> None:
+        self.snapshots = snapshots
         self._job, self._written = job, written
         self._missing: set[tuple[int, int]] = set()
         self._tensors: list[tuple[SnapshotTensor, torch.Tensor]] = []
@@ -78,9 +78,9 @@ class SnapshotBuilder:
         if self._header is None:  # it was given up
             return
         began_s = time.perf_counter()
-        self._tensors.append((about(model, block, "", "", values), values))
+        self._tensors.append((describe_tensor(model, block, "", "", values), values))
         for name, key, tensor in state:
-            self._tensors.append((about(model, block, name, key, tensor), tensor))
+            self._tensors.append((describe_tensor(model, block, name, key, tensor), tensor))
         self._missing.discard((model, block))
         self._copying_s += time.perf_counter() - began_s
         self._write_if_all_are_here()
@@ -97,7 +97,7 @@ class SnapshotBuilder:
         snapshot, self._tensors = Snapshot(self._header, self._tensors), []
         began_s = time.perf_counter()
         loop = asyncio.get_running_loop()
-        self.writing = loop.run_in_executor(None, self.archive.write, snapshot, self._keep)
+        self.writing = loop.run_in_executor(None, self.snapshots.write, snapshot, self._keep)
 
         def done(writing: asyncio.Future[bool]) -> None:
             self._header = self.writing = None

@@ -2,9 +2,10 @@
 without I/O.
 
 An update is made in a block as soon as that block of all its contributions is there: the *first phase*. A contribution
-may lose its worker before the rest of it comes. So a *line* is written for each update that holds one, and for all that
-are made in the block after it: what the block was before, and what arrived. Once a contribution is there, whole, at all
-shards, it is *committed*: the second phase. Lines at the front in which nothing can be withdrawn any more are erased.
+may lose its worker before the rest of it comes. So an *entry* is written for each update that holds one, and for all
+that are made in the block after it: what the block was before, and what arrived. Once a contribution is there, whole,
+at all shards, it is *committed*: the second phase. Entries at the front in which nothing can be withdrawn any more are
+erased.
 """
 
 from __future__ import annotations
@@ -58,27 +59,27 @@ class UndoEntry:
 
 
 class UndoLog:
-    """The lines of all blocks of a shard, in the order in which updates were made."""
+    """The entries of all blocks of a shard, in the order in which updates were made."""
 
     def __init__(self, blocks: Iterable[int]) -> None:
-        self._lines: dict[int, list[UndoEntry]] = {block: [] for block in blocks}
+        self._entries: dict[int, list[UndoEntry]] = {block: [] for block in blocks}
         self._undone: dict[int, list[UndoEntry]] = {}
 
     def of(self, block: int) -> Sequence[UndoEntry]:
-        """The block's lines, the oldest first."""
-        return self._lines[block]
+        """The block's entries, the oldest first."""
+        return self._entries[block]
 
     def holds(self, version: int) -> bool:
         """Whether an update may have to be made anew in some block, perhaps because of one before it."""
-        return any(line.update.version == version for lines in self._lines.values() for line in lines)
+        return any(entry.update.version == version for entries in self._entries.values() for entry in entries)
 
     def write(self, block: int, update: LoggedUpdate, parts: Mapping[Push, Any]) -> UndoEntry | None:
-        """An update is made in a block; its line, or None if it need not be undone."""
-        if not update.open and not self._lines[block]:
+        """An update is made in a block; its entry, or None if it need not be undone."""
+        if not update.open and not self._entries[block]:
             return None
-        line = UndoEntry(update, parts)
-        self._lines[block].append(line)
-        return line
+        entry = UndoEntry(update, parts)
+        self._entries[block].append(entry)
+        return entry
 
     def trim(self, block: int, most: int | None = None) -> None:
         """Erase what need not be undone any more.
@@ -86,26 +87,26 @@ class UndoLog:
         Args:
             most: no update of a later version; None for no bound.
         """
-        lines, count = self._lines[block], 0
-        while count < len(lines) and not (update := lines[count].update).open:
+        entries, count = self._entries[block], 0
+        while count < len(entries) and not (update := entries[count].update).open:
             if most is not None and update.version > most:
                 break
             count += 1
-        del lines[:count]
+        del entries[:count]
 
     def undo(self, block: int, update: LoggedUpdate) -> Sequence[UndoEntry]:
-        """Take out all lines from that of `update` on, and return them; nothing if it was not made in this block."""
-        lines = self._lines[block]
-        first = next((i for i, line in enumerate(lines) if line.update is update), len(lines))
-        undone, self._lines[block] = lines[first:], lines[:first]
+        """Take out all entries from that of `update` on, and return them; nothing if it was not made in this block."""
+        entries = self._entries[block]
+        first = next((i for i, entry in enumerate(entries) if entry.update is update), len(entries))
+        undone, self._entries[block] = entries[first:], entries[:first]
         if undone:  # what is undone already was made later
             self._undone[block] = undone + self._undone.get(block, [])
         return undone
 
     def take_undone(self, block: int) -> Sequence[UndoEntry]:
-        """The lines that are to be made anew, the oldest first, if there are any; nobody is told of them again."""
+        """The entries that are to be made anew, the oldest first, if there are any; nobody is told of them again."""
         return self._undone.pop(block, ())
 
     def forget(self, block: int) -> None:
         """Forget the block's earlier states."""
-        self._lines[block] = []
+        self._entries[block] = []

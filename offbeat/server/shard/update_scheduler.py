@@ -1,9 +1,9 @@
 """The schedule of updates: which contribution has arrived, which update waits for it, and who waits for the update; per
 block, without I/O.
 
-A policy decides about whole contributions, often before they have arrived. The ledger carries that out block by block,
-so that one block travels back to a worker while the next one of its contribution is still on its way. What is half here
-when its worker is lost is taken out again.
+A policy decides about whole contributions, often before they have arrived. The scheduler carries that out block by
+block, so that one block travels back to a worker while the next one of its contribution is still on its way. What is
+half here when its worker is lost is taken out again.
 
 Rules:
 
@@ -43,7 +43,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from offbeat.coordinator.loss import LostContribution
 from offbeat.server.shard.undo_log import LoggedUpdate, UndoLog
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
     from offbeat.server.shard.undo_log import UndoEntry
     from offbeat.sync import Apply, Push
 
-_MOST_LINES = 4  # that are kept to be undone in a block, for each worker
+_MOST_ENTRIES = 4  # that are kept to be undone in a block, for each worker
 
 
 @dataclass(frozen=True)
@@ -64,14 +63,14 @@ class ApplyUpdate:
         parts: of each contribution what was said about it and what arrived, by worker; empty if all were withdrawn.
             What arrived is not to be changed.
         rate: of the `Apply`.
-        line: where what the block was before is to be put; None if nobody will want it.
+        entry: where what the block was before is to be put; None if nobody will want it.
     """
 
     block: int
     version: int
     parts: tuple[tuple[Any, Any], ...]
     rate: float
-    line: UndoEntry | None = field(default=None, compare=False, repr=False)
+    entry: UndoEntry | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ class PendingPull:
 
 
 class UpdateScheduler:
-    """The books of one shard. After any call, `due` says what can be done now.
+    """The schedule of one shard's updates. After any call, `due` says what can be done now.
 
     Args:
         blocks: indices of the blocks it holds.
@@ -148,8 +147,8 @@ class UpdateScheduler:
         self._next: dict[int, int] = {}  # worker: number of the contribution it may push
         self._arrivals: dict[Push, IncomingContribution] = {}
         self._updates: list[LoggedUpdate] = []  # not made everywhere, or open, by version
-        self._journal = UndoLog(self._blocks)
-        self._takers: dict[int, PendingPull] = {}
+        self._undo_log = UndoLog(self._blocks)
+        self._pulls: dict[int, PendingPull] = {}
         self._applied: dict[int, int] = {}  # worker: its last contribution that is in an update
         self.version = self._mark = version
         self._unkept: set[int] = set()  # blocks that have not been kept since the mark
@@ -229,11 +228,11 @@ class UpdateScheduler:
         update.withdrawn.add(push)
         self._arrivals.pop(push, None)
         for block in self._blocks:
-            self._journal.undo(block, update)
-        for taker in self._takers.values():
-            if taker.needs(update):
-                taker.number += 1
-                taker.left = set(self._blocks)
+            self._undo_log.undo(block, update)
+        for pull in self._pulls.values():
+            if pull.needs(update):
+                pull.number += 1
+                pull.left = set(self._blocks)
         if update.version > self._mark or not self._unkept:
             return False
         self._unkept.clear()
@@ -241,7 +240,7 @@ class UpdateScheduler:
 
     def forget(self, block: int) -> None:
         """The block has been given other values, and what it was before is of no use any more."""
-        self._journal.forget(block)
+        self._undo_log.forget(block)
 
     def mark(self) -> None:
         """Have each block kept as it is after the updates so far; the last mark has been reached, or is given up."""
@@ -268,16 +267,18 @@ class UpdateScheduler:
         after = tuple(update for update in self._updates if own in update.apply.pushes)
         if self._applied.get(worker) != step - 1:
             after = tuple(self._updates)
-        self._takers[worker] = PendingPull(step, after, set(self._blocks))
+        self._pulls[worker] = PendingPull(step, after, set(self._blocks))
 
-    def lose(self, worker: int, *, stays: bool = False) -> LostContribution | None:
-        """The worker is gone, until it is admitted again; what of it is in an update is committed or withdrawn then.
+    def lose(self, worker: int, *, stays: bool = False) -> Push | None:
+        """The worker is gone, until it is admitted again; returns its contribution that was on its way, and is lost.
+
+        What of it is in an update is committed or withdrawn then.
 
         Args:
             stays: it only steps out; what has come of a contribution that nobody has decided about is kept.
         """
         clock = self._next.pop(worker, None)
-        self._takers.pop(worker, None)
+        self._pulls.pop(worker, None)
         self._applied.pop(worker, None)
         if clock is None or (arrival := self._arrivals.get((worker, clock))) is None:
             return None
@@ -285,7 +286,7 @@ class UpdateScheduler:
         if stays or arrival.is_whole or self._update_of(push) is not None:
             return None
         del self._arrivals[push]
-        return LostContribution(push, len(self._blocks) - len(arrival.blocks)) if arrival.wanted else None
+        return push if arrival.wanted else None
 
     def due(self, block: int | None = None) -> Iterator[UndoUpdate | ApplyUpdate | CaptureBlock | SendBlock]:
         """Yield what can be done now, in order; it counts as done when it is yielded.
@@ -308,12 +309,12 @@ class UpdateScheduler:
         yield from self._gives(block)
 
     def _redo(self, block: int) -> Iterator[UndoUpdate | ApplyUpdate]:
-        lines = self._journal.take_undone(block)
-        if lines:
-            yield UndoUpdate(block, lines[0].before)
-        for line in lines:
-            if block not in line.update.left:
-                yield self._make(block, line.update, {p: line.parts[p] for p in line.update.pushes})
+        entries = self._undo_log.take_undone(block)
+        if entries:
+            yield UndoUpdate(block, entries[0].before)
+        for entry in entries:
+            if block not in entry.update.left:
+                yield self._make(block, entry.update, {p: entry.parts[p] for p in entry.update.pushes})
 
     def _makes(self, block: int) -> Iterator[ApplyUpdate | CaptureBlock]:
         first = True  # all earlier updates have been made here
@@ -322,7 +323,7 @@ class UpdateScheduler:
                 continue
             if block in self._unkept and update.version > self._mark:
                 yield from self._keep(block)
-                if block in self._unkept and (self._is_behind(block) or len(self._journal.of(block)) >= self._most):
+                if block in self._unkept and (self._is_behind(block) or len(self._undo_log.of(block)) >= self._most):
                     return
             pushes, is_held = update.pushes, update.is_held and bool(update.open)
             if (
@@ -339,54 +340,54 @@ class UpdateScheduler:
                 first = False
 
     def _make(self, block: int, update: LoggedUpdate, parts: Mapping[Push, Any]) -> ApplyUpdate:
-        line = self._journal.write(block, update, parts)
+        entry = self._undo_log.write(block, update, parts)
         brought = tuple((update.about[push], part) for push, part in parts.items())
-        return ApplyUpdate(block, update.version, brought, update.apply.rate, line)
+        return ApplyUpdate(block, update.version, brought, update.apply.rate, entry)
 
     def _keep(self, block: int) -> Iterator[CaptureBlock]:
         """Capture the block if it has been updated up to the mark, and nothing in that is open."""
         if block not in self._unkept or self._is_behind(block):
             return
-        lines = self._journal.of(block)
-        if not lines or lines[0].update.version > self._mark:
+        entries = self._undo_log.of(block)
+        if not entries or entries[0].update.version > self._mark:
             self._unkept.discard(block)
-            yield CaptureBlock(block, lines[0].before if lines else None)
+            yield CaptureBlock(block, entries[0].before if entries else None)
             self._trim(block)
 
     def _gives(self, block: int) -> Iterator[SendBlock]:
-        for worker, taker in tuple(self._takers.items()):
-            if block in taker.left and all(block not in update.left for update in taker.after):
-                taker.left.discard(block)
-                yield SendBlock(block, worker, taker.step, taker.number)
+        for worker, pull in tuple(self._pulls.items()):
+            if block in pull.left and all(block not in update.left for update in pull.after):
+                pull.left.discard(block)
+                yield SendBlock(block, worker, pull.step, pull.number)
 
     def _is_behind(self, block: int) -> bool:
         return any(block in u.left for u in self._updates if u.version <= self._mark)
 
     @property
     def _most(self) -> int:
-        return _MOST_LINES * max(1, len(self._next))
+        return _MOST_ENTRIES * max(1, len(self._next))
 
     def _stuck(self, blocks: Iterable[int]) -> LoggedUpdate | None:
         """One for which too much is kept; what is before a mark stays, and nothing goes far beyond it meanwhile."""
         for block in blocks:
-            lines = self._journal.of(block)
-            if len(lines) > self._most and (lines[0].update.version > self._mark or not self._unkept):
-                return lines[0].update
+            entries = self._undo_log.of(block)
+            if len(entries) > self._most and (entries[0].update.version > self._mark or not self._unkept):
+                return entries[0].update
         return None
 
     def _take_out(self, update: LoggedUpdate) -> None:
         """Undo an update, as if some of it had not arrived."""
         update.is_held = True
         for block in self._blocks:
-            for line in self._journal.undo(block, update):
-                if line.update is update or (line.update.apply.in_order and line.update.version > update.version):
-                    line.update.left.add(block)
-                    for push in line.update.pushes:
-                        self._arrivals[push].blocks[block] = line.parts[push]
+            for entry in self._undo_log.undo(block, update):
+                if entry.update is update or (entry.update.apply.in_order and entry.update.version > update.version):
+                    entry.update.left.add(block)
+                    for push in entry.update.pushes:
+                        self._arrivals[push].blocks[block] = entry.parts[push]
 
     def _trim(self, block: int) -> None:
         """Erase what need not be undone; what is beyond a mark tells what was there."""
-        self._journal.trim(block, self._mark if block in self._unkept else None)
+        self._undo_log.trim(block, self._mark if block in self._unkept else None)
 
     def _close(self) -> None:
         """Forget the updates that are done with; one in order tells what comes before it, while that is open."""
@@ -400,7 +401,7 @@ class UpdateScheduler:
 
     def is_final(self, version: int) -> bool:
         """Whether an update has been made in all blocks, and none will be undone."""
-        return all(update.version != version for update in self._updates) and not self._journal.holds(version)
+        return all(update.version != version for update in self._updates) and not self._undo_log.holds(version)
 
     def _update_of(self, push: Push) -> LoggedUpdate | None:
         """The one that it is in."""

@@ -1,0 +1,321 @@
+"""The models of a worker at the server: opened there, and in each step a contribution for the next parameters.
+
+Lives on the event loop. A model is opened at all shards, and at the coordinator last, because it then lets the others
+send values; so it is again when the links were lost. A worker whose contribution is outdated is told to come later: it
+opens the model at the coordinator once more when it has its next one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from offbeat.errors import OffbeatError, PeerError
+from offbeat.protocol.messages import pack
+from offbeat.protocol.training import Announce, InitBlock, ModelInfo, OpenModel, PullDone, PushBlock, Reconnect
+from offbeat.server.client.requests import PulledParameters
+from offbeat.server.pushed_block import payload_of
+from offbeat.tensors import bytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from offbeat.protocol.plan_swap import AdoptPlan
+    from offbeat.protocol.training import ContributionInfo, ModelOpened, PullBlock, ReleaseWorker, SnapshotAck
+    from offbeat.server.client.connections import ShardConnections
+    from offbeat.server.client.lease_requests import LeaseRequests
+    from offbeat.server.client.model_state import ModelState
+    from offbeat.server.client.question_client import QuestionClient
+    from offbeat.server.client.requests import ServerRequest
+    from offbeat.server.client.state_transfer import StateTransfers
+
+
+class ModelExchanges:
+    """The exchanges of all models of one worker.
+
+    Args:
+        connections: to all shards.
+        questions, leases, transfers: what waits until the models are open.
+        world: how many workers the job begins with.
+        hosts: on which each shard runs; if empty, all on one.
+        seed: of this worker, which the server compares with the others'; None if it has none.
+
+    Attributes:
+        ranks: of the workers that the job begins with at the server, if not all below `world`.
+        states: of the models, by number.
+    """
+
+    def __init__(
+        self,
+        connections: ShardConnections,
+        *,
+        questions: QuestionClient,
+        leases: LeaseRequests,
+        transfers: StateTransfers,
+        world: int,
+        hosts: Sequence[str] = (),
+        seed: int | None = None,
+    ) -> None:
+        self._connections, self._links = connections, connections.links
+        self._questions, self._leases, self._transfers = questions, leases, transfers
+        self._world, self._hosts, self._seed = world, tuple(hosts), seed
+        self.ranks: tuple[int, ...] = ()
+        self.states: dict[int, ModelState] = {}
+        self._secrets: dict[int, bytes] = {}  # by shard, by which it knows this worker again
+
+    def state(self, model: int) -> ModelState:
+        """The state of a model.
+
+        Raises:
+            PeerError: if this worker did not open it.
+        """
+        if model not in self.states:
+            raise PeerError(f"The server speaks of model {model}, which was not opened.")
+        return self.states[model]
+
+    @property
+    def can_ask(self) -> bool:
+        """Whether this worker takes part in all its models; a question steps out of them, in place of a pull."""
+        return all(state.is_in and not state.is_entering for state in self.states.values())
+
+    @property
+    def can_transfer(self) -> bool:
+        """Whether all shards know this worker as one that trains all its models, also if it has to come again first."""
+        return self._connections.is_up and all(state.is_in or state.is_outdated for state in self.states.values())
+
+    # -- what the worker wants -----------------------------------------------------------------------------------
+
+    def add(self, state: ModelState) -> None:
+        """Train one more model; it is not opened yet."""
+        state.swaps = max((other.swaps for other in self.states.values()), default=0)
+        self.states[state.model] = state
+
+    def open(self, state: ModelState) -> None:
+        """Open a model, unless the links are lost: then it is when they are there again."""
+        state.name_all()
+        if self._connections.is_up:
+            self._enter(state)
+
+    def announce(
+        self,
+        request: ServerRequest[PulledParameters],
+        model: int,
+        parts: Mapping[int, torch.Tensor],
+        about: ContributionInfo,
+        unused: tuple[str, ...],
+    ) -> None:
+        """Bring a contribution; done when this worker has the next parameters.
+
+        Args:
+            parts: [D] of each block.
+            unused: names of parameters without a gradient.
+        """
+        state = self.states[model]
+        state.request, state.parts, state.announced = request, parts, ()
+        # A parameter without elements is in no block.
+        known = tuple(state.names[name] for name in unused if name in state.names)
+        state.about = msgspec.structs.replace(about, unused=known)
+        if state.is_in:
+            self._announce(state, state.about)
+            if not state.is_gated:
+                self._push(state, state.clock)
+        elif state.is_outdated:
+            self._come_again(state)
+
+    def come_again(self) -> None:
+        """Come again with all models that are outdated, although there is no contribution yet: something is asked."""
+        for state in self.states.values():
+            if state.is_outdated:
+                self._come_again(state)
+
+    # -- what the server says ------------------------------------------------------------------------------------
+
+    def opened(self, shard: int, message: ModelOpened) -> None:
+        """Handle that a shard has opened a model, or wants this worker to come later."""
+        state = self.state(message.model)
+        self._connections.survives = message.survives
+        if message.secret:
+            self._secrets[shard] = message.secret
+        if message.wants_values:
+            self._fill(state, shard)
+        if message.later:
+            state.is_outdated = True
+            self._leases.enrol_again()  # it may wait for data, and without has nothing to come with
+            if state.parts is not None or self._questions.is_asking:  # it has its contribution by now
+                self._come_again(state)
+            if self.can_transfer:
+                self._transfers.begin_due()
+            return
+        if shard in state.unopened:
+            state.unopened.discard(shard)
+            if not state.unopened:
+                self._open_at(state, 0)
+        state.new_life = message.life
+
+    def granted(self, model: int, clock: int) -> None:
+        """Push: it is this worker's turn.
+
+        Raises:
+            PeerError: if it has no such contribution.
+        """
+        self._push(self.state(model), clock)
+
+    def released(self, go: ReleaseWorker) -> None:
+        """Handle that this worker takes part (again), or may take its next step."""
+        state = self.state(go.model)
+        was_in, state.is_in, state.is_gated = state.is_in, True, go.waits
+        if not was_in:
+            if not state.life:
+                self._questions.begin_at(go.asked)
+            if state.life != state.new_life:
+                state.done.clear()  # what was lost is counted
+            state.life = state.new_life
+            self._leases.enrol_again()
+        if not was_in and state.parts is not None and not go.values:
+            assert state.about is not None
+            state.clock = go.step
+            self._announce(state, state.about)
+            return
+        state.going, state.is_entering = go, state.is_entering or not was_in
+        self._finish(state)
+
+    def pulled(self, message: PullBlock) -> None:
+        """Handle that a block of the parameters is here."""
+        state = self.state(message.model)
+        state.versions[message.block] = message.version
+        state.take(message.block, message.number)
+        self._finish(state)
+
+    def forget_done(self, message: SnapshotAck) -> None:
+        """Forget contributions that are in two snapshots."""
+        done = self.state(message.model).done
+        while done and done[0][0] < message.clock:
+            done.popleft()
+
+    def adopt(self, adopt: AdoptPlan) -> None:
+        """Note the plan that holds, should this worker come to the job again."""
+        for state in self.states.values():
+            state.plan, state.swaps = adopt.plan, adopt.number
+
+    # -- what becomes of the links -------------------------------------------------------------------------------
+
+    def stranded(self) -> None:
+        """Handle the loss of all links."""
+        for state in self.states.values():
+            state.is_in = state.is_outdated = False
+
+    def arrived(self) -> None:
+        """Open all models: there are links to all shards again."""
+        for state in self.states.values():
+            self._enter(state)
+
+    def fail(self, error: OffbeatError) -> None:
+        """Fail what is waited for: there will be no links again."""
+        for state in self.states.values():
+            state.request.fail(error)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _enter(self, state: ModelState) -> None:
+        """Open the model; at the coordinator when all others have done so, because it then lets them send values."""
+        state.is_in = state.is_entering = state.is_outdated = False
+        state.going = None
+        state.await_all()
+        state.unopened = set(range(1, len(self._links)))
+        for shard in state.unopened or {0}:
+            self._open_at(state, shard)
+
+    def _come_again(self, state: ModelState) -> None:
+        state.is_outdated = False
+        self._open_at(state, 0)
+
+    def _open_at(self, state: ModelState, shard: int) -> None:
+        assert state.optimizer is not None
+        details = ModelInfo(
+            world=self._world,
+            shards=len(self._links),
+            holders=len(set(state.shards)),
+            plan=state.plan,
+            layout=state.layout,
+            names=tuple(state.names),
+            blocks=state.held_by(shard),
+            optimizer=state.optimizer,
+            back=self._back(state, shard),
+            hosts=self._hosts_of(state),
+            ranks=self.ranks,
+            seed=self._seed,
+        )
+        self._links[shard].send(pack(OpenModel(state.model, self._connections.entry)), pack(details))
+
+    def _hosts_of(self, state: ModelState) -> int:
+        """Count the hosts that hold its blocks."""
+        return len({self._hosts[shard] for shard in state.shards} if self._hosts else {0})
+
+    def _back(self, state: ModelState, shard: int) -> Reconnect | None:
+        if not state.life:
+            return None
+        return Reconnect(
+            life=state.life,
+            clock=state.clock,
+            version=state.version,
+            holds=state.parts is not None,
+            waits=state.waits or self._questions.is_asking,
+            weight=None if state.about is None else state.about.weight,
+            done=tuple(state.done),
+            answered=tuple(self._questions.answered),
+            swaps=state.swaps,
+            secret=self._secrets.get(shard, b""),
+        )
+
+    def _announce(self, state: ModelState, about: ContributionInfo) -> None:
+        self._connections.say(Announce(state.model, state.clock, about))
+        state.announced += (state.clock,)
+
+    def _fill(self, state: ModelState, shard: int) -> None:
+        for block, holder in enumerate(state.shards):
+            if holder == shard:
+                self._links[shard].send(pack(InitBlock(state.model, block)), bytes_of(state.values[block]))
+
+    def _push(self, state: ModelState, clock: int) -> None:
+        parts = state.parts
+        if parts is None or clock != state.clock:
+            raise PeerError(f"The server granted contribution {clock}, this worker has {state.clock}.")
+        state.await_all()
+        for block, part in parts.items():
+            payload = payload_of(part, state.blocks[block].dtype)
+            self._links[state.shards[block]].send(pack(PushBlock(state.model, clock, block, payload)), bytes_of(part))
+
+    def _finish(self, state: ModelState) -> None:
+        """Take the next step, if the parameters for it are here."""
+        go = state.going
+        if go is None or (go.values and state.missing):
+            return
+        if go.counted and state.about is not None:
+            state.done.append((state.clock, state.about.weight))
+        state.going, state.clock = None, go.step
+        if go.values:
+            if state.about is not None:
+                self._leases.queues.brought(state.about.used)
+            state.parts, state.version = None, go.version
+            state.await_all()
+            self._connections.progressed()
+            self._connections.say(PullDone(state.model, state.clock))
+            state.request.finish(
+                PulledParameters(
+                    life=state.life,
+                    versions=tuple(state.versions[block.index] for block in state.blocks),
+                    announced=state.announced,
+                    is_counted=go.counted,
+                    staleness=go.staleness,
+                    fate=go.fate,
+                )
+            )
+        if state.is_entering:
+            state.is_entering = False
+            if self.can_ask:
+                self._questions.ask_again()
+                if self.can_transfer:
+                    self._transfers.begin_due()
