@@ -280,7 +280,8 @@ class Reducer:
     # -- during backward -----------------------------------------------------------------------------------------
 
     def _on_grad(self, entry: GradEntry, parameter: torch.Tensor) -> None:
-        entry.used = True
+        # The hook runs, too, where a parameter was frozen behind the forward pass: then there is no gradient.
+        entry.used = entry.used or parameter.grad is not None
         self.accounting.computed()
         if not self.sync:
             return

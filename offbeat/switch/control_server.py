@@ -179,10 +179,16 @@ class ControlServer:
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
-    def leave(self, peer: SwitchPeer) -> None:
-        """Go on without a worker whose link has ended."""
+    def leave(self, peer: SwitchPeer, error: OffbeatError | None) -> None:
+        """Go on without a worker whose link has ended.
+
+        Args:
+            error: why; None if it has said good-bye.
+        """
         for job in list(peer.jobs.values()):
             if job.peers.get(peer.link.rank) is peer:
+                if error is not None:
+                    _log.warning("Job %s goes on without rank %d: %s", job.name, peer.link.rank, error)
                 self._remove(job, peer.link.rank)
         peer.jobs.clear()
 
@@ -232,4 +238,4 @@ class SwitchPeer:
 
     def lost(self, error: OffbeatError | None) -> None:
         """Leave all jobs."""
-        self._server.leave(self)
+        self._server.leave(self, error)

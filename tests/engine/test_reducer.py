@@ -145,3 +145,24 @@ def test_models_used_in_another_order() -> None:
 def test_a_backward_cut_short_is_not_passed_over() -> None:
     (text,) = run_workers(1, interrupted)
     assert "cut short by an exception" in text
+
+
+def frozen_late() -> list[float]:
+    """Rank 1 freezes a parameter between forward and backward; the others' gradient still moves it, on both."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    with offbeat.init() as run:
+        replica, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        for step in range(5):
+            loss = replica(torch.randn(2, 4)).square().mean()
+            if step == 2 and run.rank == 1:
+                model[0].weight.requires_grad_(False)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [float(value) for parameter in model.parameters() for value in parameter.detach().flatten()]
+
+
+def test_a_parameter_that_is_frozen_on_one_rank_stays_the_same_on_all() -> None:
+    first, second = run_workers(2, frozen_late)
+    assert first == second
