@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 _OVERTAKEN = 3  # results of later chunks, after which a packet is taken for lost
 _LONGEST_RTO = 64  # times the shortest
+_BURSTS = 4  # of a window; no smaller part of it is sent while something is under way
 _LEAST_UNDER_WAY = 4  # packets, after some came too late
 _MOST_ATTEMPTS = 8
 _FATAL = frozenset({Reason.UNKNOWN_JOB, Reason.NOT_A_MEMBER, Reason.STALE_COOKIE, Reason.WRONG_PORT, Reason.MALFORMED})
@@ -186,6 +187,8 @@ class StreamClient:
         """The packets to send now; the batch is used again by the next call."""
         self._note_late(now_s)
         room = max(0, int(self._allowed) - self._in_flight)
+        if self._in_flight and room < self._allowed / _BURSTS:
+            room = 0  # a packet for each result would cost a system call each, here and at the switch
         again = self._to_send_again(room)
         numbers = np.concatenate([again, self._to_send_first(room - len(again))])
         batch = self._batch.first(len(numbers))
