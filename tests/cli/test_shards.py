@@ -14,7 +14,7 @@ import pytest
 
 from offbeat.cli.shards import LocalShards
 from offbeat.clock import VirtualClock
-from offbeat.server.launch import RestartNote, ShardSettings
+from offbeat.server.launch import RestartNote, ShardAnnouncement, ShardSettings
 from tests.cli.commands import COMMAND, TRAIN, alive, clean_environment, descendants, script
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ SLOW = TRAIN.replace("range(4)", "range(10**6)").replace(
     "    optimizer.step()", "    optimizer.step()\n    import time; time.sleep(0.02)\n    STEP"
 )
 SERVED = ("--sync", "ASP()", "--fabric", "ParameterServer()")
+ANNOUNCEMENT = ShardAnnouncement("127.0.0.1:7070").to_json()
 
 
 class Started:
@@ -164,7 +165,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def begin(command: list[str], *, pass_fds: tuple[int, ...], **how: Any) -> subprocess.Popen[bytes]:
         told.append("started")
-        return popen(["bash", "-c", f"echo 127.0.0.1:7070 >&{pass_fds[0]}; exec sleep 60"], pass_fds=pass_fds, **how)
+        return popen(["bash", "-c", f"echo '{ANNOUNCEMENT}' >&{pass_fds[0]}; exec sleep 60"], pass_fds=pass_fds, **how)
 
     monkeypatch.setattr(subprocess, "Popen", begin)
     return told
@@ -246,7 +247,7 @@ def test_who_ignores_signals_is_killed(tmp_path: Path, monkeypatch: pytest.Monke
     popen = subprocess.Popen
 
     def deaf(command: list[str], *, pass_fds: tuple[int, ...], **how: Any) -> subprocess.Popen[bytes]:
-        program = f"trap '' TERM; echo 127.0.0.1:7070 >&{pass_fds[0]}; while true; do sleep 0.1; done"
+        program = f"trap '' TERM; echo '{ANNOUNCEMENT}' >&{pass_fds[0]}; while true; do sleep 0.1; done"
         return popen(["bash", "-c", program], pass_fds=pass_fds, **how)
 
     monkeypatch.setattr(subprocess, "Popen", deaf)
