@@ -74,7 +74,8 @@ class Checkpoints:
     Args:
         run: what trains.
         folder: where they lie; made if it is not there.
-        keep: so many are kept, the newest; at least 2, as the newest may be found to be damaged.
+        keep: so many are kept, the last that this run has saved; at least 2, as the newest may be found to be damaged.
+            Those of later steps that others have left in the folder stay, which is said once.
         generators: whether each rank's random generators (Python's, NumPy's, torch's) go on where they were, too.
         parts: what is saved beside the run: models, as they were or as `prepare` returned them, optimizers, schedules,
             and whatever else has `state_dict` and `load_state_dict`. All are loaded in this order, the run last.
@@ -105,6 +106,8 @@ class Checkpoints:
             )
         self._run, self._folder, self._keep, self._generators = run, Path(folder), keep, generators
         self._parts = {name: part.module if isinstance(part, Replica) else part for name, part in parts.items()}
+        self._saved: dict[int, None] = {}  # steps of which this run has saved a checkpoint, the last one last
+        self._left_alone: set[int] = set()  # later steps, of others
         self._writer = BackgroundWriter("offbeat-checkpoints")
         run._session.resources.callback(self._end)
 
@@ -139,7 +142,9 @@ class Checkpoints:
             for where, states in copies.items():
                 self._write(where, states, step, world)
             copies.clear()
-            self._remove_old(rank, is_first=is_first)
+            self._saved.pop(step, None)
+            self._saved[step] = None
+            self._remove_old(rank, step, is_first=is_first)
 
         self._writer.begin(write)
         return path if is_first else None
@@ -289,17 +294,37 @@ class Checkpoints:
         sealed = (path.with_suffix(".pt") for path in self._folder.glob("run-*.json"))
         return sorted((path for path in sealed if path.stem[4:].isdecimal()), key=_step_of, reverse=True)
 
-    def _remove_old(self, rank: int, *, is_first: bool) -> None:
+    def _remove_old(self, rank: int, step: int, *, is_first: bool) -> None:
         """Remove what is older than what is kept: the first worker all, the others what they wrote themselves."""
-        kept, old = (paths := self._paths())[: self._keep], paths[self._keep :]
+        there = {_step_of(path): path for path in self._paths()}
+        self._leave_alone({other for other in there if other > step}, is_first=is_first)
+        mine = [one for one in reversed(self._saved) if one in there]
+        others = [one for one in there if one not in self._saved and one not in self._left_alone]
+        kept, old = (by_age := mine + others)[: self._keep], by_age[self._keep :]
         if len(kept) < self._keep:
             return
-        mine = "*" if is_first else f"{rank}"
-        own = [path.with_suffix(".rng") for path in self._folder.glob(f"run-*.rank{mine}.json")]
-        own += [path.with_suffix(".pt") for path in self._folder.glob(f"run-*.rank{mine}-codec.json")]
-        for path in [*(old if is_first else ()), *(one for one in own if _step_of(one) < _step_of(kept[-1]))]:
+        whose = "*" if is_first else f"{rank}"
+        own = [path.with_suffix(".rng") for path in self._folder.glob(f"run-*.rank{whose}.json")]
+        own += [path.with_suffix(".pt") for path in self._folder.glob(f"run-*.rank{whose}-codec.json")]
+        stay = self._left_alone.union(kept)
+        for path in [
+            *(there[one] for one in old if is_first),
+            *(one for one in own if _step_of(one) < max(kept) and _step_of(one) not in stay),
+        ]:
             for gone in (path.with_suffix(".json"), path):
                 gone.unlink(missing_ok=True)
+
+    def _leave_alone(self, later: set[int], *, is_first: bool) -> None:
+        """Keep out of the way of checkpoints of later steps that this run has not saved; the first worker says so."""
+        is_new = not self._left_alone
+        self._left_alone = (self._left_alone | later) - self._saved.keys()
+        if is_first and is_new and self._left_alone:
+            _log.warning(
+                "Cannot tell whose the checkpoints of later steps in %s are, up to run-%06d.pt: this run has not saved "
+                "them. They stay, and the newest would be loaded next time. Use another folder, or remove them.",
+                self._folder,
+                max(self._left_alone),
+            )
 
 
 def _copy_of(states: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -261,6 +261,38 @@ def test_so_many_are_kept(keep: int, kept: list[int], tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == [f"run-{step:06d}.pt" for step in kept]
 
 
+def anew(folder: Path, steps: int) -> list[str]:
+    """Train for so many steps without a look at what is there; the checkpoints that are there then."""
+    with offbeat.init() as run:
+        net = nn.Linear(3, 1)
+        model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        checkpoints = offbeat.Checkpoints(run, folder, model=model, optimizer=optimizer)
+        for _ in range(steps):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            checkpoints.save()
+        checkpoints.wait()
+        return sorted(path.name for path in folder.iterdir() if path.suffix in (".pt", ".rng"))
+
+
+def files(*steps: int) -> list[str]:
+    return sorted(name for step in steps for name in (f"run-{step:06d}.pt", f"run-{step:06d}.rank0.rng"))
+
+
+def test_what_a_run_saves_is_not_removed_for_later_steps_of_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, 6, keep=3)
+    there = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert anew(tmp_path, 1) == files(1, 4, 5, 6)
+    assert anew(tmp_path, 3) == files(2, 3, 4, 5, 6), "what is earlier, of others, is old"
+    assert {path: path.read_bytes() for path in there} == there
+    assert caplog.text.count("up to run-000006.pt") == 2, "once in each run"
+    assert "the newest would be loaded next time. Use another folder, or remove them." in caplog.text
+    assert anew(tmp_path, 5) == files(4, 5, 6), "one that is written anew is the run's own"
+    assert anew(tmp_path, 8) == files(7, 8)
+
+
 def test_what_cannot_be_checkpoints_is_refused(tmp_path: Path) -> None:
     with offbeat.init() as run:
         model = nn.Linear(3, 1)
