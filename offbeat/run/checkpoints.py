@@ -14,6 +14,7 @@ checkpoint waits for the one before.
 from __future__ import annotations
 
 import copy
+import errno
 import logging
 import os
 import pickle
@@ -108,6 +109,7 @@ class Checkpoints:
         self._parts = {name: part.module if isinstance(part, Replica) else part for name, part in parts.items()}
         self._saved: dict[int, None] = {}  # steps of which this run has saved a checkpoint, the last one last
         self._left_alone: set[int] = set()  # later steps, of others
+        self._trouble = ""  # why the last one could not be written, as it was said
         self._writer = BackgroundWriter("offbeat-checkpoints")
         run._session.resources.callback(self._end)
 
@@ -116,7 +118,8 @@ class Checkpoints:
 
         Every worker calls it: the first writes what is the same for all, and each its own random generators. Where
         replicas differ (see `Run.settle`) settle before. The states are copied, and a thread writes them: it is there
-        after `wait`, or the end of the run. If it cannot be written, that is said, and the training goes on.
+        after `wait`, or the end of the run. If it cannot be written, that is said, once until one can, and the training
+        goes on.
 
         Raises:
             ModelError: if a part's state is such that `load` would refuse it.
@@ -139,11 +142,13 @@ class Checkpoints:
         copies = {where: _copy_of(states) for where, states in states_of.items()}
 
         def write() -> None:
-            for where, states in copies.items():
-                self._write(where, states, step, world)
+            written = {where: self._write(where, states, step, world) for where, states in copies.items()}
             copies.clear()
-            self._saved.pop(step, None)
-            self._saved[step] = None
+            failed = {where: why for where, why in written.items() if why}
+            self._tell_trouble(failed, path)
+            if path not in failed:
+                self._saved.pop(step, None)
+                self._saved[step] = None
             self._remove_old(rank, step, is_first=is_first)
 
         self._writer.begin(write)
@@ -198,8 +203,8 @@ class Checkpoints:
 
     # -- one file ------------------------------------------------------------------------------------------------
 
-    def _write(self, path: Path, states: Mapping[str, Any], step: int, world: int) -> None:
-        """Write a file and its seal; if that cannot be, say so."""
+    def _write(self, path: Path, states: Mapping[str, Any], step: int, world: int) -> str:
+        """Write a file and its seal; why it cannot be, or ""."""
         part, seal = path.with_name(f"{path.name}.part"), path.with_suffix(".json.part")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -214,11 +219,25 @@ class Checkpoints:
             seal.replace(path.with_suffix(".json"))
             sync_folder(self._folder)
         except (OSError, RuntimeError) as error:  # torch's writer has an error of its own for a full disk
+            why = _why_not_written(error, self._folder)
             for left in (part, seal):
                 with suppress(OSError):
                     left.unlink(missing_ok=True)
-            why = error.strerror if isinstance(error, OSError) and error.strerror else _line(error)
-            _log.warning("Cannot write the checkpoint %s: %s. Training continues; those before it are kept.", path, why)
+            return why
+        return ""
+
+    def _tell_trouble(self, failed: Mapping[Path, str], checkpoint: Path) -> None:
+        """Say why files of a checkpoint could not be written, unless that was said of the one before."""
+        where = checkpoint if checkpoint in failed else next(iter(failed), checkpoint)
+        why = failed.get(where, "")
+        if why and why != self._trouble:
+            _log.warning(
+                "Cannot write the checkpoint %s: %s. Training continues; those before it are kept. This is said once, "
+                "until one can be written.",
+                where,
+                why,
+            )
+        self._trouble = why
 
     def _read(self, path: Path) -> dict[str, Any] | str:
         """Read a checkpoint; why it cannot be used, in words, if it cannot be."""
@@ -435,6 +454,19 @@ def _line(error: Exception) -> str:
     """The first line of an error; its name, if it has no text."""
     text = str(error).rpartition("WeightsUnpickler error: ")[2].strip()  # behind advice that nobody should follow
     return next(iter(text.splitlines()), "").rstrip(".")[:200] or type(error).__name__
+
+
+def _why_not_written(error: OSError | RuntimeError, folder: Path) -> str:
+    """Say why a file could not be written: torch's own error tells of its writer's place, and hides the disk's."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    with suppress(OSError):
+        if os.statvfs(folder).f_bavail == 0:
+            return os.strerror(errno.ENOSPC)
+    return _line(error)
 
 
 def _size_and_digest(file: BinaryIO) -> tuple[int, str]:

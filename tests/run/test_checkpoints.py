@@ -169,7 +169,43 @@ def test_on_a_full_disk_training_goes_on_and_the_last_ones_stay(
     monkeypatch.setattr(torch, "save", full)
     assert train(tmp_path, STEPS)[2] == 2 * STEPS
     assert "run-000005.pt: No space left on device. Training continues" in caplog.text
+    assert caplog.text.count("Cannot write the checkpoint") == 1, "not of each file, nor at each step"
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == there
+
+
+@pytest.mark.parametrize("told_by", ["the context", "the file system"])
+def test_what_a_full_disk_makes_torch_say_is_said_as_what_it_is_until_there_is_room(
+    told_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real, disk = torch.save, {"has room": False}
+    enforce = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 2048 vs 1942")
+
+    def save(states: object, file: BinaryIO) -> None:
+        if disk["has room"]:
+            return real(states, file)
+        if told_by == "the file system":
+            raise enforce
+        try:
+            raise OSError(28, os.strerror(28))
+        finally:
+            raise enforce
+
+    def statvfs(path: object) -> os.statvfs_result:
+        return os.statvfs_result((4096, 4096, 9, 9, 0, 9, 9, 9, 0, 255))
+
+    monkeypatch.setattr(torch, "save", save)
+    if told_by == "the file system":
+        monkeypatch.setattr(os, "statvfs", statvfs)
+    with offbeat.init() as run:
+        model, _ = run.prepare(net := nn.Linear(3, 1), torch.optim.SGD(net.parameters(), lr=0.1))
+        checkpoints = offbeat.Checkpoints(run, tmp_path, model=model)
+        said = list[int]()
+        for disk["has room"] in (False, False, True, False):
+            checkpoints.save()
+            checkpoints.wait()
+            said.append(caplog.text.count("run-000000.pt: No space left on device. Training continues"))
+    assert said == [1, 1, 1, 2]
+    assert "enforce" not in caplog.text
 
 
 def test_what_is_saved_is_what_was_there_and_the_training_goes_on_meanwhile(
