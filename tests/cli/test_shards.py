@@ -14,7 +14,7 @@ import pytest
 
 from offbeat.cli.shards import LocalShards
 from offbeat.clock import VirtualClock
-from offbeat.server.launch import RestartNote, ShardSettings
+from offbeat.server.launch import RestartNote, ShardAnnouncement, ShardSettings
 from tests.cli.commands import COMMAND, TRAIN, alive, clean_environment, descendants, script
 
 if TYPE_CHECKING:
@@ -164,10 +164,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def begin(command: list[str], *, pass_fds: tuple[int, ...], **how: Any) -> subprocess.Popen[bytes]:
         told.append("started")
-        return popen(["bash", "-c", f"echo 127.0.0.1:7070 >&{pass_fds[0]}; exec sleep 60"], pass_fds=pass_fds, **how)
+        return popen(["bash", "-c", f"echo '{THERE}' >&{pass_fds[0]}; exec sleep 60"], pass_fds=pass_fds, **how)
 
     monkeypatch.setattr(subprocess, "Popen", begin)
     return told
+
+
+THERE = ShardAnnouncement("127.0.0.1:7070").to_json()
 
 
 def ended_pid() -> int:
@@ -224,6 +227,48 @@ def test_a_shard_that_is_killed_again_and_again_is_started_after_ever_longer_pau
     shards.end(0.1, 0.3, hurry=lambda: False)
 
 
+def test_a_replacement_that_is_killed_while_it_starts_uses_up_one_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, clock, popen = list[str](), VirtualClock(), subprocess.Popen
+
+    def begin(command: list[str], *, pass_fds: tuple[int, ...], **how: Any) -> subprocess.Popen[bytes]:
+        return popen(["bash", "-c", "kill -KILL $$"], pass_fds=pass_fds, **how)
+
+    monkeypatch.setattr(subprocess, "Popen", begin)
+    shards = LocalShards(tmp_path, {}, said.append, clock)
+    RestartNote(tmp_path / f"{ended_pid()}.json").write(NOTED)
+    at, deadline_s = list[float](), time.monotonic() + 10
+    while not (why := look(shards)) and time.monotonic() < deadline_s:
+        at += [clock.now_s()] * (len(said) - len(at))
+        for one in shards._processes:
+            one.process.wait()
+        clock.sleep(0.1)
+    assert [text.rpartition("(")[2] for text in said] == [f"{left} times more)." for left in (4, 3, 2, 1)]
+    assert all(after - before > 0.2 for before, after in itertools.pairwise(at)), "with a pause between"
+    assert "for the last time: it is not started again." in why
+    shards.end(0.1, 0.3, hurry=lambda: False)
+
+
+def test_a_replacement_that_says_why_it_cannot_serve_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    popen = subprocess.Popen
+
+    def begin(command: list[str], *, pass_fds: tuple[int, ...], **how: Any) -> subprocess.Popen[bytes]:
+        program = f"""echo '{{"error":"its port is taken."}}' >&{pass_fds[0]}"""
+        return popen(["bash", "-c", program], pass_fds=pass_fds, **how)
+
+    monkeypatch.setattr(subprocess, "Popen", begin)
+    shards = LocalShards(tmp_path, {}, lambda text: None)
+    RestartNote(tmp_path / f"{ended_pid()}.json").write(NOTED)
+    deadline_s = time.monotonic() + 10
+    while not (why := look(shards)):
+        assert time.monotonic() < deadline_s
+    assert why == "Cannot start a parameter server: its port is taken."
+    shards.end(0.1, 0.3, hurry=lambda: False)
+
+
 def test_a_shard_that_is_not_started_again_ends_the_job(tmp_path: Path, asked: list[str]) -> None:
     shards = LocalShards(tmp_path, {}, lambda text: None)
     RestartNote(tmp_path / f"{ended_pid()}.json").write(
@@ -246,7 +291,7 @@ def test_who_ignores_signals_is_killed(tmp_path: Path, monkeypatch: pytest.Monke
     popen = subprocess.Popen
 
     def deaf(command: list[str], *, pass_fds: tuple[int, ...], **how: Any) -> subprocess.Popen[bytes]:
-        program = f"trap '' TERM; echo 127.0.0.1:7070 >&{pass_fds[0]}; while true; do sleep 0.1; done"
+        program = f"trap '' TERM; echo '{THERE}' >&{pass_fds[0]}; while true; do sleep 0.1; done"
         return popen(["bash", "-c", program], pass_fds=pass_fds, **how)
 
     monkeypatch.setattr(subprocess, "Popen", deaf)
