@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Protocol
 
 import msgspec
 import torch
+from torch import nn
 from xxhash import xxh3_128
 
 from offbeat.engine import state_checks
@@ -185,8 +186,9 @@ class Checkpoints:
             if isinstance(states, str):
                 damaged[path] = states
                 continue
-            for name, part in (*self._parts.items(), ("run", self._run)):
-                part.load_state_dict(states[name])
+            for name, part in self._parts.items():
+                _load_part(name, part, states[name], path)
+            self._run.load_state_dict(states["run"])
             if damaged and self._run.is_first:  # all have read them by now, as the run's part is loaded together
                 _log.warning("Cannot resume from %s. Resuming from %s.", _told(damaged), path.name)
                 _put_aside(damaged)
@@ -369,6 +371,39 @@ def _moved(state: Any, moved: dict[tuple[Any, ...], torch.Tensor]) -> Iterator[t
     elif isinstance(state, list | tuple):
         for value in state:
             yield from _moved(value, moved)
+
+
+def _load_part(name: str, part: Stateful, state: Any, path: Path) -> None:
+    """Load a part's state.
+
+    Raises:
+        ModelError: if it is that of another model or optimizer.
+    """
+    try:
+        part.load_state_dict(state)
+    except (RuntimeError, ValueError) as error:
+        if not isinstance(part, nn.Module | torch.optim.Optimizer):
+            raise
+        said = " ".join(str(error).split()).rstrip(".")[:200]
+        why = _difference(part, state) or said if isinstance(part, nn.Module) else said
+        raise ModelError(
+            f"Cannot resume from {path}: it was written with another {name}: {why}. "
+            f"Resume with the {name} that it was written with, or use another folder."
+        ) from error
+
+
+def _difference(module: nn.Module, state: Mapping[str, Any]) -> str:
+    """Say which of a module's tensors differs from that of a state in shape, or is in one of them alone; else ""."""
+    mine = module.state_dict()
+    for name in (name for name in mine if name in state):
+        here, there = getattr(mine[name], "shape", None), getattr(state[name], "shape", None)
+        if here is not None and there is not None and here != there:
+            return f"its {name} has shape {list(there)}, and here it has {list(here)}"
+    if lacking := [name for name in mine if name not in state]:
+        return f"it has no {lacking[0]}, which is here"
+    if strange := [name for name in state if name not in mine]:
+        return f"it has {strange[0]}, which is not here"
+    return ""
 
 
 def _told(damaged: Mapping[Path, str]) -> str:

@@ -347,6 +347,55 @@ def test_other_parts_are_refused_by_name(tmp_path: Path) -> None:
         assert optimizer.param_groups[0]["lr"] == 0.1
 
 
+def resumed(folder: str, kind: str) -> str:
+    """Load a checkpoint of `nn.Linear(3, 1)` into another model; why that is refused."""
+    net = {
+        "shape": nn.Linear(5, 1),
+        "lacking": nn.Linear(3, 1, bias=False),
+        "strange": nn.Sequential(nn.Linear(3, 1)),
+    }[kind]
+    with offbeat.init() as run:
+        model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        checkpoints = offbeat.Checkpoints(run, folder, model=model, optimizer=optimizer)
+        with pytest.raises(ModelError) as refused:
+            checkpoints.load()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("shape", "its weight has shape [1, 3], and here it has [1, 5]"),
+        ("lacking", "it has bias, which is not here"),
+        ("strange", "it has no 0.weight, which is here"),
+    ],
+)
+def test_one_of_another_model_is_refused_in_a_sentence(kind: str, why: str, tmp_path: Path) -> None:
+    anew(tmp_path, 1)
+    assert resumed(str(tmp_path), kind) == (
+        f"Cannot resume from {tmp_path}/run-000001.pt: it was written with another model: {why}. "
+        "Resume with the model that it was written with, or use another folder."
+    )
+
+
+def test_one_of_another_model_is_refused_by_every_worker(tmp_path: Path) -> None:
+    anew(tmp_path, 1)
+    told = run_workers(2, resumed, str(tmp_path), "shape")
+    assert all("its weight has shape [1, 3], and here it has [1, 5]" in one for one in told)
+
+
+def test_one_of_another_optimizer_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    anew(tmp_path, 1)
+    with offbeat.init() as run:
+        net = nn.Linear(3, 1)
+        groups: list[dict[str, Any]] = [{"params": [net.weight]}, {"params": [net.bias]}]
+        model, optimizer = run.prepare(net, torch.optim.SGD(groups, lr=0.1))
+        with pytest.raises(
+            ModelError, match="another optimizer: loaded state dict has a different number of parameter"
+        ):
+            offbeat.Checkpoints(run, tmp_path, model=model, optimizer=optimizer).load()
+
+
 def together(folder: str, steps: int) -> tuple[list[str], list[str]]:
     """One of several workers: its parameters after each step, and what it told."""
     told = listen()
