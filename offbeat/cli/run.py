@@ -20,6 +20,7 @@ from offbeat.cli.report import conclusion, no_step, write_report
 from offbeat.cli.timeout import check_timeout
 from offbeat.errors import PlanError, ScenarioError
 from offbeat.report import Records
+from offbeat.wire.messages import MAX_WORLD
 
 STORE_BYTES = 1 << 20  # more than the workers of a long job write when some are lost, and others come
 _FALLOC_FL_KEEP_SIZE = 1
@@ -29,7 +30,7 @@ def run(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="A training script.", show_default=False)],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)] = None,
-    workers: Annotated[int, typer.Option("--workers", "-n", min=1, help="Local workers to start.")] = 2,
+    workers: Annotated[int, typer.Option("--workers", "-n", min=1, max=MAX_WORLD, help="Local workers to start.")] = 2,
     plan: Annotated[Path | None, typer.Option(help="A plan as TOML; the default plan if left out.")] = None,
     sync: Annotated[
         str,

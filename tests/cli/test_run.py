@@ -355,6 +355,19 @@ def test_an_option_behind_the_script_is_said_to_be_the_scripts(tmp_path: Path) -
     assert "behind the script" not in output
 
 
+@pytest.mark.parametrize("workers", ["4097", "99999999999999999999"])
+def test_more_workers_than_a_job_may_have_are_refused(
+    workers: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["offbeat", "run", "-n", workers, "nothing.py"])
+    with pytest.raises(SystemExit) as ended:
+        run_app()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "'--workers'" in said
+    assert "4096" in said
+
+
 def test_a_script_that_is_not_there(tmp_path: Path) -> None:
     code, output = offbeat("run", "nothing.py", folder=tmp_path)
     assert code == 2
