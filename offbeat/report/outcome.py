@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from offbeat.diagnosis.explain import error_line
 from offbeat.report.formatting import listed, ranks, span
 from offbeat.report.job_events import job_events
 from offbeat.report.per_worker import tally
@@ -221,9 +222,7 @@ def _suspects(stalls: Iterable[Stall], workers: Mapping[int, WorkerTotals], erro
 def _said(culprit: ReportedCulprit) -> str:
     if culprit.reason != "raised":
         return culprit.text
-    # A traceback ends with the error; what it says may go on in indented lines.
-    errors = [line for line in culprit.detail.splitlines() if line and not line[0].isspace()]
-    return f"{culprit.text} {errors[-1]}" if errors else culprit.text
+    return f"{culprit.text} {error_line(culprit.detail)}".rstrip()
 
 
 def _on_the_way(records: Sequence[Record]) -> str:

@@ -150,6 +150,9 @@ def test_an_error_that_only_others_could_tell_is_quoted(tmp_path: Path) -> None:
     stall(tmp_path, 0, DEAD | {"reason": "raised", "text": "raised an exception after 6 steps:", "detail": detail})
     (suspect,) = how(tmp_path, [*trained(6, 6), end(0, 6, LOST)]).suspects
     assert suspect.text == "raised an exception after 6 steps: ValueError: a bad batch"
+    detail += "rank 0 was asked, too.\n  All have arrived: the transfer itself is slow.\n"  # more of its message
+    stall(tmp_path, 0, DEAD | {"reason": "raised", "text": "raised an exception after 6 steps:", "detail": detail})
+    assert how(tmp_path, [*trained(6, 6), end(0, 6, LOST)]).suspects == (suspect,)
 
 
 def test_page_and_terminal_say_how_it_ended(tmp_path: Path) -> None:
