@@ -116,10 +116,12 @@ class Launch:
         self._workers: list[Worker] = []
         self._selector = selectors.DefaultSelector()
         self._interrupted: int | None = None
+        self._is_ending = False
         self._survival_file = Path()  # exists once the job goes on without a worker that is lost
         self._ended = Path()  # exists once all are done with whom the job began that is joined
         self._looked_s = 0.0
         self._reported: set[int] = set()
+        self.exit_codes: dict[int, int] = {}  # by rank, of the workers that were not ended from here
         self._shards: LocalShards
 
     def run(self) -> int:
@@ -250,8 +252,9 @@ class Launch:
             for worker in self._workers:
                 if worker.ended_s is None and worker.code is not None:
                     worker.ended_s = now_s
-                    if worker.code < 0:  # else it could say so itself
-                        self._record("killed", f"Rank {worker.rank} {worker.describe_end()}.", worker.rank)
+                    if worker.code:  # it may not have come to say so itself, also where it was not killed
+                        what = "killed" if worker.code < 0 else "exited"
+                        self._record(what, f"Rank {worker.rank} {worker.describe_end()}.", worker.rank)
             failed = [w for w in self._workers if w.code not in (None, 0, UNPREPARED)]
             all_ended = self._is_over()
             if failed and self._survival_file.exists() and (not all_ended or len(failed) < len(self._workers)):
@@ -311,6 +314,10 @@ class Launch:
         return 128 - code if code < 0 else code
 
     def _end_all(self) -> None:
+        for worker in self._workers:
+            if worker.code is not None and not self._is_ending:
+                self.exit_codes[worker.rank] = worker.code
+        self._is_ending = True
         alive = [w for w in self._workers if w.code is None]
         for worker in alive:
             worker.signal(signal.SIGTERM)

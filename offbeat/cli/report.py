@@ -21,7 +21,7 @@ from offbeat.report.records import EndRecord, EventRecord, StartRecord, StepReco
 from offbeat.report.trace import trace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from offbeat.report.records import Record
 
@@ -78,8 +78,11 @@ def _plan_of(run_dir: Path) -> str:
     return plan.read_text(errors="replace") if plan.is_file() else ""
 
 
-def write_report(run_dir: Path) -> list[Path]:
+def write_report(run_dir: Path, exit_codes: Mapping[int, int] | None = None) -> list[Path]:
     """Write trace.json and report.html into the run's folder, and return their paths.
+
+    Args:
+        exit_codes: of workers, by rank, as whoever started them knows them.
 
     Raises:
         ScenarioError: if the folder has no records, or cannot be written.
@@ -101,6 +104,7 @@ def write_report(run_dir: Path) -> list[Path]:
         damaged=reader.damaged,
         stalls=_stalls(run_dir, records),
         notes=_earlier(reader.earlier),
+        exit_codes=exit_codes,
     )
     written = []
     for name, data in (("trace.json", msgspec.json.encode(trace(records))), ("report.html", text.encode())):
@@ -113,11 +117,16 @@ def write_report(run_dir: Path) -> list[Path]:
     return written
 
 
-def conclusion(run_dir: Path) -> list[str]:
-    """The sentences below a run's final table: how it ended, and what else people should know."""
+def conclusion(run_dir: Path, exit_codes: Mapping[int, int] | None = None) -> list[str]:
+    """The sentences below a run's final table: how it ended, and what else people should know.
+
+    Args:
+        exit_codes: as of `write_report`.
+    """
     reader = Records(run_dir / _METRICS)
     records = reader.all()
-    lines = [*ending(records, _stalls(run_dir, records)).lines, nonfinite(records), *_earlier(reader.earlier)]
+    how = ending(records, _stalls(run_dir, records), exit_codes)
+    lines = [*how.lines, nonfinite(records), *_earlier(reader.earlier)]
     return [line for line in lines if line]
 
 

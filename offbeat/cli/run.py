@@ -7,7 +7,7 @@ import dataclasses
 import os
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -20,6 +20,10 @@ from offbeat.cli.report import conclusion, no_step, write_report
 from offbeat.cli.timeout import check_timeout
 from offbeat.errors import PlanError, ScenarioError
 from offbeat.report import Records
+from offbeat.wire.messages import MAX_WORLD
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 STORE_BYTES = 1 << 20  # more than the workers of a long job write when some are lost, and others come
 _FALLOC_FL_KEEP_SIZE = 1
@@ -29,7 +33,7 @@ def run(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="A training script.", show_default=False)],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)] = None,
-    workers: Annotated[int, typer.Option("--workers", "-n", min=1, help="Local workers to start.")] = 2,
+    workers: Annotated[int, typer.Option("--workers", "-n", min=1, max=MAX_WORLD, help="Local workers to start.")] = 2,
     plan: Annotated[Path | None, typer.Option(help="A plan as TOML; the default plan if left out.")] = None,
     sync: Annotated[
         str,
@@ -129,9 +133,10 @@ def run(
     if joining is not None:
         console.print(joining.told(workers), style="dim", markup=False)
     with LiveView(console, metrics, range(first, first + workers)) as view:
-        code = Launch(job, console, view.update).run()
+        launch = Launch(job, console, view.update)
+        code = launch.run()
     try:
-        _conclude(folder, console, view.skip_bytes)
+        _conclude(folder, console, view.skip_bytes, launch.exit_codes)
     except (OSError, ScenarioError) as error:  # such as a full disk: what was trained is trained
         why = f"Cannot write the report: {error.strerror}." if isinstance(error, OSError) else str(error)
         console.print(f"{why} `offbeat report {folder}` tries again.", markup=False)
@@ -178,14 +183,14 @@ def _reserve(fd: int) -> None:
     ctypes.CDLL(None).fallocate64(fd, _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(STORE_BYTES))
 
 
-def _conclude(folder: Path, console: Console, skip_bytes: int) -> None:
+def _conclude(folder: Path, console: Console, skip_bytes: int, exit_codes: Mapping[int, int]) -> None:
     """Say what was done, how it ended, and where it can be looked at."""
     table = final_table(Records(folder / "metrics.jsonl", skip_bytes))
     if table is None:
         console.print(no_step(folder, skip_bytes), style="dim", markup=False)
         return
     console.print(table)
-    for line in conclusion(folder):
+    for line in conclusion(folder, exit_codes):
         console.print(line, markup=False)
-    for path in write_report(folder):
+    for path in write_report(folder, exit_codes):
         console.print(f"wrote {path}", style="dim", markup=False)

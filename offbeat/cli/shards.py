@@ -46,7 +46,7 @@ class LocalShards:
         self._folder, self._say = folder, say
         self._environment = {**os.environ, **environment}
         self._processes: list[ShardProcess] = []
-        self._returning: list[ShardProcess] = []  # started again, and not there yet
+        self._returning: list[tuple[ShardProcess, ShardSettings]] = []  # started again, and not there yet
         self._clock = clock or WallClock()
         self._looked_s = 0.0
         self._backoffs: dict[int, Backoff] = {}  # of each shard that was started again, by port
@@ -80,14 +80,15 @@ class LocalShards:
         from offbeat.server.launch import RestartNote
 
         try:
+            self._returning = [again for again in self._returning if not self._is_there(*again)]
             for note in RestartNote.left_behind(self._folder):
                 said = note.read()
                 if isinstance(said, str):
                     return said
                 if self._is_due(said.port):
+                    self._returning = [again for again in self._returning if again[0].process.pid != note.pid]
                     self._start_again(said)
                     note.remove()
-            self._returning = [one for one in self._returning if one.answer(0.0) is None]
         except NetworkError as error:
             return str(error)
         return ""
@@ -118,6 +119,22 @@ class LocalShards:
         started.tell(settings)
         return started
 
+    def _is_there(self, started: ShardProcess, settings: ShardSettings) -> bool:
+        """Whether one that was started again is to be waited for no more: it serves, or was killed, which is noted.
+
+        Raises:
+            NetworkError: if it has said why it cannot serve, or nothing at all for long.
+        """
+        from offbeat.server.launch import RestartNote
+
+        try:
+            return started.answer(0.0) is not None
+        except NetworkError:
+            if not started.ended_silently:
+                raise
+            RestartNote(self._folder / f"{started.process.pid}.json").write(settings)
+            return True
+
     def _is_due(self, port: int) -> bool:
         """Whether the pause before this shard is started again is over."""
         from offbeat.server.launch import restart_backoff
@@ -141,7 +158,8 @@ class LocalShards:
         if left < 1:
             raise NetworkError(f"{lost}, for the last time: it is not started again.")
         self._say(f"{lost}; it is started again ({left} times more).")
-        self._returning.append(self._begin(msgspec.structs.replace(settings, restarts=left)))
+        again = msgspec.structs.replace(settings, restarts=left)
+        self._returning.append((self._begin(again), again))
 
     def _wait(self, seconds: float, hurry: Callable[[], bool] = lambda: False) -> None:
         deadline_s = time.monotonic() + seconds

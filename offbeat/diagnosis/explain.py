@@ -28,6 +28,7 @@ GIL_S = 1.0
 # Last words may be up to a second old; who waits where is only taken for settled after this.
 SETTLED_S = 1.5
 QUOTED = "    | "  # before each line of a stack or a traceback
+_TRACEBACK, _FRAME = "Traceback (most recent call last)", '  File "'
 _IDLE = 0.05
 _STACK_LINES = 8
 _STARTERS = ('File "<frozen runpy>"', 'offbeat/cli/worker_main.py"')
@@ -200,9 +201,22 @@ def gone(cluster: ClusterReport, *, patience_s: float) -> dict[int, str]:
             continue
         silent = verdict.reason == "unreachable" and words.age_s > patience_s and bool(words.host)
         if silent or verdict.reason in ("dead", "raised"):
-            last = verdict.detail.strip().splitlines()[-1:]
-            lost[words.rank] = " ".join([verdict.text, *last])
+            lost[words.rank] = f"{verdict.text} {error_line(verdict.detail)}".rstrip()
     return lost
+
+
+def error_line(detail: str) -> str:
+    """Find the line of a traceback that has the exception's type and message; of a message alone, its first line.
+
+    What follows it is the rest of the message, which may be a stall report of many lines.
+
+    >>> error_line('Traceback (most recent call last):\\n  File "a.py", line 1\\nValueError: no.\\n  All is lost.\\n')
+    'ValueError: no.'
+    """
+    lines = detail.strip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith((_TRACEBACK, _FRAME))]
+    below = lines[frames[-1] + 1 :] if frames else lines
+    return next((line for line in below if line and not line[0].isspace()), lines[-1] if lines else "")
 
 
 def without_quoted(text: str) -> str:

@@ -15,7 +15,7 @@ from offbeat.report.per_worker import pace, tally, told_pace
 from offbeat.report.records import EventRecord, StartRecord, StepRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from offbeat.report.outcome import RunOutcome, Stall
     from offbeat.report.per_worker import WorkerTotals
@@ -61,6 +61,7 @@ def page(
     damaged: int = 0,
     stalls: Sequence[Stall] = (),
     notes: Sequence[str] = (),
+    exit_codes: Mapping[int, int] | None = None,
 ) -> str:
     """The report as HTML.
 
@@ -71,9 +72,10 @@ def page(
         damaged: lines of the metrics that could not be read.
         stalls: what the workers reported about each other.
         notes: what else is to be said about the records.
+        exit_codes: of workers, by rank, as far as they are known.
     """
     workers = tally(records)
-    parts = [_head(records, title, notes), _ending(ending(records, stalls)), _cards(records, workers)]
+    parts = [_head(records, title, notes), _ending(ending(records, stalls, exit_codes)), _cards(records, workers)]
     if sentence := nonfinite(records):
         parts.append(f'<p class="bad">{html.escape(sentence)}</p>')
     parts += [f"<p>{html.escape(sentence)}</p>" for sentence in (pace(records), told_pace(records)) if sentence]

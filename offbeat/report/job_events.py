@@ -30,8 +30,8 @@ class JobEvent:
     Args:
         time_s: when the first worker recorded it, unix time.
         step: of that worker, when it did; -1 if it was in none.
-        what: "start", "stall", "swap", "membership", "server", "dropped", "killed", "interrupted", "ended", "left" and
-            others.
+        what: "start", "stall", "swap", "membership", "server", "dropped", "killed", "exited", "interrupted", "ended",
+            "left" and others.
         text: in words.
         ranks: that tell of it, or of whom it is; empty if the launcher does.
         bad: whether something went wrong.
@@ -48,9 +48,11 @@ class JobEvent:
 def job_events(records: Sequence[Record]) -> list[JobEvent]:
     """All events of the job, oldest first."""
     found: list[JobEvent] = []
+    ended_itself = {record.rank for record in records if isinstance(record, EndRecord)}
     for record in sorted(records, key=lambda one: one.time_s):
         if isinstance(record, EventRecord):
-            _add(found, record)
+            if record.what != "exited" or record.rank not in ended_itself:  # whose own last word says more
+                _add(found, record)
         elif isinstance(record, EndRecord) and (record.error or record.left):
             ended = _ended(record)
             asked = re.compile(rf"Rank {record.rank} was (asked|told) to leave")  # told: in records of before
@@ -100,7 +102,9 @@ def _of_spell(spell: Sequence[StepRecord]) -> JobEvent:
 def _add(found: list[JobEvent], record: EventRecord) -> None:
     if record.what in ("server", "membership"):  # of a leaving that its worker has recorded
         found[:] = [one for one in found if one.what != "left" or one.text[:-1].partition(",")[0] not in record.text]
-    bad = record.what in ("stall", "killed", "skipped") or " is gone" in record.text or " died " in record.text
+    bad = (
+        record.what in ("stall", "killed", "exited", "skipped") or " is gone" in record.text or " died " in record.text
+    )
     for earlier in reversed(found):
         if record.time_s - earlier.time_s > _TOGETHER_S:
             break

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from offbeat.diagnosis.explain import error_line
+from offbeat.exit_codes import how_it_ended
 from offbeat.report.formatting import listed, ranks, span
 from offbeat.report.job_events import job_events
 from offbeat.report.per_worker import tally
@@ -106,8 +108,14 @@ def read_stalls(run_dir: Path, since_s: float) -> list[Stall]:
     return sorted(found, key=lambda stall: stall.rank)
 
 
-def ending(records: Sequence[Record], stalls: Iterable[Stall] = ()) -> RunOutcome:
-    """Find how the run with these records ended."""
+def ending(
+    records: Sequence[Record], stalls: Iterable[Stall] = (), exit_codes: Mapping[int, int] | None = None
+) -> RunOutcome:
+    """Find how the run with these records ended.
+
+    Args:
+        exit_codes: of workers, by rank, as far as they are known; for those whose last record is missing.
+    """
     workers = {worker.rank: worker for worker in tally(records)}
     starts = [record for record in records if isinstance(record, StartRecord)]
     # Who joined a job has a rank beyond its own world; those of the beginning write elsewhere.
@@ -126,15 +134,20 @@ def ending(records: Sequence[Record], stalls: Iterable[Stall] = ()) -> RunOutcom
         text += ", though the job was asked to stop." if _was_interrupted(records) else "."
         return RunOutcome(True, text + _on_the_way(records))
     killed = {
-        record.rank: record.text for record in records if isinstance(record, EventRecord) and record.what == "killed"
+        record.rank: record.text
+        for record in records
+        if isinstance(record, EventRecord) and record.what in ("killed", "exited")
     }
+    silent = [rank for rank in everyone if rank not in ends and rank not in killed]
+    exited = {rank: code for rank, code in (exit_codes or {}).items() if rank in silent}
     interrupted = _was_interrupted(records)
     victims = [ends[rank] for rank, error in errors.items() if error.startswith(_VICTIM)]
     stopped = [ends[rank] for rank, error in errors.items() if error.startswith(_STOPPED)]
     sentences = [  # from the cause to its consequences
         *_raised([end for end in ends.values() if end.error is not None and end not in victims + stopped]),
         *_killed({rank: text for rank, text in killed.items() if rank not in ends}, workers),
-        *_silent([rank for rank in everyone if rank not in ends and rank not in killed], workers, nobody=not ends),
+        *_exited(exited, workers),
+        *_silent([rank for rank in silent if rank not in exited], workers, nobody=not ends),
         *_stopped(stopped, interrupted=interrupted),
         *_others(victims, "gave up waiting"),
         *_others([end for end in ends.values() if end.error is None], "ended well"),
@@ -179,6 +192,19 @@ def _stopped(ends: Sequence[EndRecord], *, interrupted: bool) -> list[str]:
     return [f"{_who(ends)} {were} asked to stop after {_steps(ends)}, {why}."]
 
 
+def _exited(codes: Mapping[int, int], workers: Mapping[int, WorkerTotals]) -> list[str]:
+    """Say which workers left no record of their end, nor the launcher one for them: the disk may be full."""
+    alike: dict[int, list[int]] = {}
+    for rank, code in sorted(codes.items()):
+        alike.setdefault(code, []).append(rank)
+    told = []
+    for code, group in alike.items():
+        counts = [workers[rank].step + 1 for rank in group if rank in workers and workers[rank].steps]
+        how = how_it_ended(code) if len(group) == 1 else how_it_ended(code).replace("was ", "were ", 1)
+        told.append(f"{ranks(group, capital=True)} {how} after {_recorded(counts)}: what came then was not recorded.")
+    return told
+
+
 def _silent(silent: Sequence[int], workers: Mapping[int, WorkerTotals], *, nobody: bool) -> list[str]:
     if not silent:
         return []
@@ -221,9 +247,7 @@ def _suspects(stalls: Iterable[Stall], workers: Mapping[int, WorkerTotals], erro
 def _said(culprit: ReportedCulprit) -> str:
     if culprit.reason != "raised":
         return culprit.text
-    # A traceback ends with the error; what it says may go on in indented lines.
-    errors = [line for line in culprit.detail.splitlines() if line and not line[0].isspace()]
-    return f"{culprit.text} {errors[-1]}" if errors else culprit.text
+    return f"{culprit.text} {error_line(culprit.detail)}".rstrip()
 
 
 def _on_the_way(records: Sequence[Record]) -> str:

@@ -86,7 +86,8 @@ class EventRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="event", kw
     """An event worth showing to people.
 
     Args:
-        what: such as "stall", "swap", "membership", "server"; "killed" and "interrupted" are the launcher's.
+        what: such as "stall", "swap", "membership", "server"; "killed", "exited" and "interrupted" are the
+            launcher's.
         plan: that holds from then on, as TOML, if that is what happened.
     """
 
@@ -202,7 +203,11 @@ def has_ended(path: Path) -> bool:
     lately = Records(path, max(0, size_bytes - _LATELY_BYTES)).new()
     # A sample may be written just behind its worker's end; what is of the whole job has rank -1.
     last = {record.rank: record for record in lately if record.rank >= 0 and not isinstance(record, ResourceRecord)}
-    return bool(last) and all(isinstance(record, EndRecord) for record in last.values())
+    return bool(last) and all(_is_of_end(record) for record in last.values())
+
+
+def _is_of_end(record: Record) -> bool:
+    return isinstance(record, EndRecord) or (isinstance(record, EventRecord) and record.what == "exited")
 
 
 def last_run(records: Sequence[Record]) -> tuple[list[Record], int]:

@@ -14,6 +14,7 @@ checkpoint waits for the one before.
 from __future__ import annotations
 
 import copy
+import errno
 import logging
 import os
 import pickle
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Protocol
 
 import msgspec
 import torch
+from torch import nn
 from xxhash import xxh3_128
 
 from offbeat.engine import state_checks
@@ -74,7 +76,8 @@ class Checkpoints:
     Args:
         run: what trains.
         folder: where they lie; made if it is not there.
-        keep: so many are kept, the newest; at least 2, as the newest may be found to be damaged.
+        keep: so many are kept, the last that this run has saved; at least 2, as the newest may be found to be damaged.
+            Those of later steps that others have left in the folder stay, which is said once.
         generators: whether each rank's random generators (Python's, NumPy's, torch's) go on where they were, too.
         parts: what is saved beside the run: models, as they were or as `prepare` returned them, optimizers, schedules,
             and whatever else has `state_dict` and `load_state_dict`. All are loaded in this order, the run last.
@@ -105,6 +108,9 @@ class Checkpoints:
             )
         self._run, self._folder, self._keep, self._generators = run, Path(folder), keep, generators
         self._parts = {name: part.module if isinstance(part, Replica) else part for name, part in parts.items()}
+        self._saved: dict[int, None] = {}  # steps of which this run has saved a checkpoint, the last one last
+        self._left_alone: set[int] = set()  # later steps, of others
+        self._trouble = ""  # why the last one could not be written, as it was said
         self._writer = BackgroundWriter("offbeat-checkpoints")
         run._session.resources.callback(self._end)
 
@@ -113,7 +119,8 @@ class Checkpoints:
 
         Every worker calls it: the first writes what is the same for all, and each its own random generators. Where
         replicas differ (see `Run.settle`) settle before. The states are copied, and a thread writes them: it is there
-        after `wait`, or the end of the run. If it cannot be written, that is said, and the training goes on.
+        after `wait`, or the end of the run. If it cannot be written, that is said, once until one can, and the training
+        goes on.
 
         Raises:
             ModelError: if a part's state is such that `load` would refuse it.
@@ -136,10 +143,14 @@ class Checkpoints:
         copies = {where: _copy_of(states) for where, states in states_of.items()}
 
         def write() -> None:
-            for where, states in copies.items():
-                self._write(where, states, step, world)
+            written = {where: self._write(where, states, step, world) for where, states in copies.items()}
             copies.clear()
-            self._remove_old(rank, is_first=is_first)
+            failed = {where: why for where, why in written.items() if why}
+            self._tell_trouble(failed, path)
+            if path not in failed:
+                self._saved.pop(step, None)
+                self._saved[step] = None
+            self._remove_old(rank, step, is_first=is_first)
 
         self._writer.begin(write)
         return path if is_first else None
@@ -175,8 +186,9 @@ class Checkpoints:
             if isinstance(states, str):
                 damaged[path] = states
                 continue
-            for name, part in (*self._parts.items(), ("run", self._run)):
-                part.load_state_dict(states[name])
+            for name, part in self._parts.items():
+                _load_part(name, part, states[name], path)
+            self._run.load_state_dict(states["run"])
             if damaged and self._run.is_first:  # all have read them by now, as the run's part is loaded together
                 _log.warning("Cannot resume from %s. Resuming from %s.", _told(damaged), path.name)
                 _put_aside(damaged)
@@ -193,8 +205,8 @@ class Checkpoints:
 
     # -- one file ------------------------------------------------------------------------------------------------
 
-    def _write(self, path: Path, states: Mapping[str, Any], step: int, world: int) -> None:
-        """Write a file and its seal; if that cannot be, say so."""
+    def _write(self, path: Path, states: Mapping[str, Any], step: int, world: int) -> str:
+        """Write a file and its seal; why it cannot be, or ""."""
         part, seal = path.with_name(f"{path.name}.part"), path.with_suffix(".json.part")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -209,11 +221,25 @@ class Checkpoints:
             seal.replace(path.with_suffix(".json"))
             sync_folder(self._folder)
         except (OSError, RuntimeError) as error:  # torch's writer has an error of its own for a full disk
+            why = _why_not_written(error, self._folder)
             for left in (part, seal):
                 with suppress(OSError):
                     left.unlink(missing_ok=True)
-            why = error.strerror if isinstance(error, OSError) and error.strerror else _line(error)
-            _log.warning("Cannot write the checkpoint %s: %s. Training continues; those before it are kept.", path, why)
+            return why
+        return ""
+
+    def _tell_trouble(self, failed: Mapping[Path, str], checkpoint: Path) -> None:
+        """Say why files of a checkpoint could not be written, unless that was said of the one before."""
+        where = checkpoint if checkpoint in failed else next(iter(failed), checkpoint)
+        why = failed.get(where, "")
+        if why and why != self._trouble:
+            _log.warning(
+                "Cannot write the checkpoint %s: %s. Training continues; those before it are kept. This is said once, "
+                "until one can be written.",
+                where,
+                why,
+            )
+        self._trouble = why
 
     def _read(self, path: Path) -> dict[str, Any] | str:
         """Read a checkpoint; why it cannot be used, in words, if it cannot be."""
@@ -289,17 +315,37 @@ class Checkpoints:
         sealed = (path.with_suffix(".pt") for path in self._folder.glob("run-*.json"))
         return sorted((path for path in sealed if path.stem[4:].isdecimal()), key=_step_of, reverse=True)
 
-    def _remove_old(self, rank: int, *, is_first: bool) -> None:
+    def _remove_old(self, rank: int, step: int, *, is_first: bool) -> None:
         """Remove what is older than what is kept: the first worker all, the others what they wrote themselves."""
-        kept, old = (paths := self._paths())[: self._keep], paths[self._keep :]
+        there = {_step_of(path): path for path in self._paths()}
+        self._leave_alone({other for other in there if other > step}, is_first=is_first)
+        mine = [one for one in reversed(self._saved) if one in there]
+        others = [one for one in there if one not in self._saved and one not in self._left_alone]
+        kept, old = (by_age := mine + others)[: self._keep], by_age[self._keep :]
         if len(kept) < self._keep:
             return
-        mine = "*" if is_first else f"{rank}"
-        own = [path.with_suffix(".rng") for path in self._folder.glob(f"run-*.rank{mine}.json")]
-        own += [path.with_suffix(".pt") for path in self._folder.glob(f"run-*.rank{mine}-codec.json")]
-        for path in [*(old if is_first else ()), *(one for one in own if _step_of(one) < _step_of(kept[-1]))]:
+        whose = "*" if is_first else f"{rank}"
+        own = [path.with_suffix(".rng") for path in self._folder.glob(f"run-*.rank{whose}.json")]
+        own += [path.with_suffix(".pt") for path in self._folder.glob(f"run-*.rank{whose}-codec.json")]
+        stay = self._left_alone.union(kept)
+        for path in [
+            *(there[one] for one in old if is_first),
+            *(one for one in own if _step_of(one) < max(kept) and _step_of(one) not in stay),
+        ]:
             for gone in (path.with_suffix(".json"), path):
                 gone.unlink(missing_ok=True)
+
+    def _leave_alone(self, later: set[int], *, is_first: bool) -> None:
+        """Keep out of the way of checkpoints of later steps that this run has not saved; the first worker says so."""
+        is_new = not self._left_alone
+        self._left_alone = (self._left_alone | later) - self._saved.keys()
+        if is_first and is_new and self._left_alone:
+            _log.warning(
+                "Cannot tell whose the checkpoints of later steps in %s are, up to run-%06d.pt: this run has not saved "
+                "them. They stay, and the newest would be loaded next time. Use another folder, or remove them.",
+                self._folder,
+                max(self._left_alone),
+            )
 
 
 def _copy_of(states: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -325,6 +371,39 @@ def _moved(state: Any, moved: dict[tuple[Any, ...], torch.Tensor]) -> Iterator[t
     elif isinstance(state, list | tuple):
         for value in state:
             yield from _moved(value, moved)
+
+
+def _load_part(name: str, part: Stateful, state: Any, path: Path) -> None:
+    """Load a part's state.
+
+    Raises:
+        ModelError: if it is that of another model or optimizer.
+    """
+    try:
+        part.load_state_dict(state)
+    except (RuntimeError, ValueError) as error:
+        if not isinstance(part, nn.Module | torch.optim.Optimizer):
+            raise
+        said = " ".join(str(error).split()).rstrip(".")[:200]
+        why = _difference(part, state) or said if isinstance(part, nn.Module) else said
+        raise ModelError(
+            f"Cannot resume from {path}: it was written with another {name}: {why}. "
+            f"Resume with the {name} that it was written with, or use another folder."
+        ) from error
+
+
+def _difference(module: nn.Module, state: Mapping[str, Any]) -> str:
+    """Say which of a module's tensors differs from that of a state in shape, or is in one of them alone; else ""."""
+    mine = module.state_dict()
+    for name in (name for name in mine if name in state):
+        here, there = getattr(mine[name], "shape", None), getattr(state[name], "shape", None)
+        if here is not None and there is not None and here != there:
+            return f"its {name} has shape {list(there)}, and here it has {list(here)}"
+    if lacking := [name for name in mine if name not in state]:
+        return f"it has no {lacking[0]}, which is here"
+    if strange := [name for name in state if name not in mine]:
+        return f"it has {strange[0]}, which is not here"
+    return ""
 
 
 def _told(damaged: Mapping[Path, str]) -> str:
@@ -410,6 +489,19 @@ def _line(error: Exception) -> str:
     """The first line of an error; its name, if it has no text."""
     text = str(error).rpartition("WeightsUnpickler error: ")[2].strip()  # behind advice that nobody should follow
     return next(iter(text.splitlines()), "").rstrip(".")[:200] or type(error).__name__
+
+
+def _why_not_written(error: OSError | RuntimeError, folder: Path) -> str:
+    """Say why a file could not be written: torch's own error tells of its writer's place, and hides the disk's."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    with suppress(OSError):
+        if os.statvfs(folder).f_bavail == 0:
+            return os.strerror(errno.ENOSPC)
+    return _line(error)
 
 
 def _size_and_digest(file: BinaryIO) -> tuple[int, str]:

@@ -195,6 +195,7 @@ class ShardProcess:
         finally:
             os.close(theirs)
         self._pipe, self._said, self._told_s = mine, b"", 0.0
+        self.ended_silently = False  # before it had answered
 
     def tell(self, settings: ShardSettings) -> None:
         """Have it serve."""
@@ -210,8 +211,10 @@ class ShardProcess:
         Raises:
             NetworkError: if it cannot, or has not answered for long.
         """
+        is_closed = False
         if select.select([self._pipe], [], [], within_s)[0]:
             more = os.read(self._pipe, 4096)
+            is_closed = not more
             self._said += more
             if more and not more.endswith(b"\n"):
                 return None
@@ -220,10 +223,10 @@ class ShardProcess:
         os.close(self._pipe)
         if self._said.endswith(b"\n"):
             announcement = ShardAnnouncement.from_json(self._said)
-        elif self.process.poll() is None and not self._said:
-            announcement = ShardAnnouncement(error=f"it has not answered for {_START_S:g} s.")
+        elif is_closed:  # also where it cannot be waited for yet: the kernel closes what a process has open before
+            announcement, self.ended_silently = ShardAnnouncement(error="it ended at once."), True
         else:
-            announcement = ShardAnnouncement(error="it ended at once.")
+            announcement = ShardAnnouncement(error=f"it has not answered for {_START_S:g} s.")
         if announcement.error:
             self.process.kill()
             self.process.wait()
@@ -267,6 +270,12 @@ class RestartNote:
         """Find the notes of processes that are gone, and those on a shard that is."""
         gone = [path for path in folder.glob("*.json") if glance(int(path.stem)).state == "dead"]
         return [cls(path) for path in (*gone, *folder.glob(f"*{cls._LOST}")) if path.exists()]
+
+    @property
+    def pid(self) -> int:
+        """The process that wrote it, or for which it was written."""
+        assert self._path is not None
+        return int(self._path.stem)
 
     def write(self, settings: ShardSettings) -> None:
         """Note that the shard is started again with these settings."""

@@ -48,6 +48,19 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
+def shown_address(name: tuple[object, ...]) -> str:
+    """The address of one end of a connection, as `socket.getsockname` returns it, as "host:port".
+
+    >>> shown_address(("10.0.0.1", 7070)), shown_address(("::1", 7070, 0, 0))
+    ('10.0.0.1:7070', '[::1]:7070')
+    """
+    host, port = str(name[0]), name[1]
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host.partition("%")[0]).version == 6:
+            return f"[{host}]:{port}"
+    return f"{host}:{port}"
+
+
 def address_towards(host: str) -> str:
     """The IPv4 address by which this machine reaches `host`, also if that is this machine; "" if it does not.
 

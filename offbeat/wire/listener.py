@@ -8,8 +8,6 @@ Who has proved it and is refused all the same is told, with a proof.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ipaddress
 import logging
 from typing import TYPE_CHECKING
 
@@ -17,6 +15,7 @@ from offbeat.errors import PeerError
 from offbeat.wire import handshake
 from offbeat.wire.credentials import Certificates, Credentials, token_of
 from offbeat.wire.handshake_io import STRANGER_BYTES, hear, say
+from offbeat.wire.interfaces import shown_address
 from offbeat.wire.link import PeerLink
 from offbeat.wire.messages import HandshakeClaim, Join, pack
 from offbeat.wire.rate_limited_log import RateLimitedLog
@@ -44,7 +43,7 @@ class Listener:
         self._strangers: dict[asyncio.Task[None], None] = {}
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
-        self.address = _shown(sock.getsockname())
+        self.address = shown_address(sock.getsockname())
         self._open()
 
     @property
@@ -81,7 +80,7 @@ class Listener:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
             oldest.cancel()
-        stranger = self._loop.create_task(self._acceptor.welcome(sock, _shown(peer)))
+        stranger = self._loop.create_task(self._acceptor.welcome(sock, shown_address(peer)))
         self._strangers[stranger] = None
         stranger.add_done_callback(lambda task: self._strangers.pop(task, None))
 
@@ -161,11 +160,3 @@ class Acceptor:
         self._over[session] = self.links.pop(session).trouble
         if len(self._over) > _REMEMBERED:
             del self._over[next(iter(self._over))]
-
-
-def _shown(name: tuple[object, ...]) -> str:
-    host, port = str(name[0]), name[1]
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host.partition("%")[0]).version == 6:
-            return f"[{host}]:{port}"
-    return f"{host}:{port}"

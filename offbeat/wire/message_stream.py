@@ -8,6 +8,7 @@ import contextlib
 import socket
 
 from offbeat.wire.frame import Reader
+from offbeat.wire.interfaces import shown_address
 from offbeat.wire.messages import Message, pack, unpack
 
 _READ_BYTES = 1 << 16
@@ -63,7 +64,8 @@ class MessageStream:
     @property
     def peer(self) -> str:
         """The other end's address, for logs."""
-        return str(self._writer.get_extra_info("peername"))
+        name = self._writer.get_extra_info("peername")
+        return shown_address(name) if isinstance(name, tuple) else str(name)  # a Unix socket's end has no port
 
     async def flush(self, timeout_s: float) -> None:
         """Wait until what was said is on its way, or give up."""

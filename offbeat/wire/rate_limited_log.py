@@ -30,7 +30,7 @@ class RateLimitedLog:
         """Log one line.
 
         Args:
-            text: who, and why; no full stop.
+            text: who, and why; a full stop at its end is left out where more follows.
         """
         if self._now_s() - self._began_s >= _WITHIN_S:
             if self._left_out:
@@ -38,7 +38,8 @@ class RateLimitedLog:
             self._began_s, self._logged, self._left_out = self._now_s(), 0, 0
         if self._logged < _MOST:
             self._logged += 1
-            last = "" if self._logged < _MOST else f"; others within {_WITHIN_S:g} s are only counted"
-            _log.warning("Refused %s%s", text, last)
+            if self._logged == _MOST:
+                text = f"{text.removesuffix('.')}; others within {_WITHIN_S:g} s are only counted"
+            _log.warning("Refused %s", text)
         else:
             self._left_out += 1

@@ -112,6 +112,16 @@ def test_its_exit_code_is_the_jobs(tmp_path: Path, fault: str, code: int, says: 
     assert f"rank 1 on {__import__('socket').gethostname()} {says}" in output
 
 
+def test_who_ends_without_a_word_is_summed_up_with_its_exit_code(tmp_path: Path) -> None:
+    fault = "for step in range(4):\n    if run.rank == 1 and step == 2: import os; os._exit(7)"
+    path = script(tmp_path, TRAIN.replace("for step in range(4):", fault))
+    code, output = offbeat("run", "--run-dir", "out", path, folder=tmp_path)
+    assert code == 7, output
+    assert "Rank 1 ended with exit code 7 after " in output
+    assert "Rank 1 ended with exit code 7 after " in (tmp_path / "out/report.html").read_text()
+    assert "last word" not in output
+
+
 TOLD_TO_END = TRAIN.replace("range(4)", "range(40)").replace(
     "    optimizer.step()",
     "    optimizer.step()\n    if run.rank == 1 and step == 9:\n        import os, signal\n"
@@ -353,6 +363,19 @@ def test_an_option_behind_the_script_is_said_to_be_the_scripts(tmp_path: Path) -
     code, output = offbeat("run", path, "--own", folder=tmp_path)
     assert code == 2
     assert "behind the script" not in output
+
+
+@pytest.mark.parametrize("workers", ["4097", "99999999999999999999"])
+def test_more_workers_than_a_job_may_have_are_refused(
+    workers: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["offbeat", "run", "-n", workers, "nothing.py"])
+    with pytest.raises(SystemExit) as ended:
+        run_app()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "'--workers'" in said
+    assert "4096" in said
 
 
 def test_a_script_that_is_not_there(tmp_path: Path) -> None:

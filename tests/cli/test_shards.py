@@ -225,6 +225,48 @@ def test_a_shard_that_is_killed_again_and_again_is_started_after_ever_longer_pau
     shards.end(0.1, 0.3, hurry=lambda: False)
 
 
+def test_a_replacement_that_is_killed_while_it_starts_uses_up_one_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, clock, popen = list[str](), VirtualClock(), subprocess.Popen
+
+    def begin(command: list[str], *, pass_fds: tuple[int, ...], **how: Any) -> subprocess.Popen[bytes]:
+        return popen(["bash", "-c", "kill -KILL $$"], pass_fds=pass_fds, **how)
+
+    monkeypatch.setattr(subprocess, "Popen", begin)
+    shards = LocalShards(tmp_path, {}, said.append, clock)
+    RestartNote(tmp_path / f"{ended_pid()}.json").write(NOTED)
+    at, deadline_s = list[float](), time.monotonic() + 10
+    while not (why := look(shards)) and time.monotonic() < deadline_s:
+        at += [clock.now_s()] * (len(said) - len(at))
+        for one in shards._processes:
+            one.process.wait()
+        clock.sleep(0.1)
+    assert [text.rpartition("(")[2] for text in said] == [f"{left} times more)." for left in (4, 3, 2, 1)]
+    assert all(after - before > 0.2 for before, after in itertools.pairwise(at)), "with a pause between"
+    assert "for the last time: it is not started again." in why
+    shards.end(0.1, 0.3, hurry=lambda: False)
+
+
+def test_a_replacement_that_says_why_it_cannot_serve_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    popen = subprocess.Popen
+
+    def begin(command: list[str], *, pass_fds: tuple[int, ...], **how: Any) -> subprocess.Popen[bytes]:
+        program = f"""echo '{{"error":"its port is taken."}}' >&{pass_fds[0]}"""
+        return popen(["bash", "-c", program], pass_fds=pass_fds, **how)
+
+    monkeypatch.setattr(subprocess, "Popen", begin)
+    shards = LocalShards(tmp_path, {}, lambda text: None)
+    RestartNote(tmp_path / f"{ended_pid()}.json").write(NOTED)
+    deadline_s = time.monotonic() + 10
+    while not (why := look(shards)):
+        assert time.monotonic() < deadline_s
+    assert why == "Cannot start a parameter server: its port is taken."
+    shards.end(0.1, 0.3, hurry=lambda: False)
+
+
 def test_a_shard_that_is_not_started_again_ends_the_job(tmp_path: Path, asked: list[str]) -> None:
     shards = LocalShards(tmp_path, {}, lambda text: None)
     RestartNote(tmp_path / f"{ended_pid()}.json").write(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.diagnosis.explain import END_OF_RUN, Diagnosis, explain
+from offbeat.diagnosis.explain import END_OF_RUN, Diagnosis, explain, gone
 from offbeat.wire.messages import ClusterReport, WorkerReport
 
 HERE = {"phase": "exchanging", "operation": "all-reduce", "step": 7}
@@ -170,6 +170,25 @@ def test_who_gave_up_first_does_not_hide_the_one_it_gave_up_on(late: dict[str, A
     assert [(c.rank, c.reason) for c in found.culprits] == [(1, reason), (2, "raised")]
     assert found.fatal
     assert ("disagree" in found.text) == (reason == "elsewhere")
+
+
+def test_why_another_is_gone_is_said_in_its_exceptions_own_line() -> None:
+    told = (
+        "WorkerLostError: step 7: rank 1 has waited 4.5 s in all-reduce.\n  arrived: 0 1\n  All have arrived: slow.\n"
+    )
+    frames = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    step()\n    ^^^^^^\n'
+    chained = f"{frames}KeyError: 3\n\nDuring handling of the above exception, another exception occurred:\n\n{frames}"
+    raised = f"{chained}ValueError: no batch.\nNone at all.\n  Not one.\n"
+    words = (
+        WorkerReport(rank=1, phase="lost", step=7, traceback=told),
+        WorkerReport(rank=2, phase="raised", step=7, traceback=raised),
+        WorkerReport(rank=3, phase="raised", step=7),
+    )
+    assert gone(ClusterReport(1, words), patience_s=5.0) == {
+        1: "raised an exception after 7 steps: WorkerLostError: step 7: rank 1 has waited 4.5 s in all-reduce.",
+        2: "raised an exception after 7 steps: ValueError: no batch.",
+        3: "raised an exception after 7 steps:",
+    }
 
 
 def test_the_certain_come_before_the_slow() -> None:

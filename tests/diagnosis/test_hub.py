@@ -252,6 +252,20 @@ def test_roster_of_the_hub_has_every_rank() -> None:
     with_hub(story)
 
 
+def test_a_stranger_is_named_by_its_address(caplog: pytest.LogCaptureFixture) -> None:
+    async def story(hub: Hub, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        mine = writer.get_extra_info("sockname")[1]
+        writer.write(b"GET / HTTP/1.1\r\n\r\n" * 8)
+        while await asyncio.wait_for(reader.read(4096), 3):
+            pass
+        writer.close()
+        assert f"Refused {host}:{mine} on the control connection: " in caplog.text
+
+    with_hub(story)
+
+
 class Onlooker:
     """Somebody who only looks, over a connection of its own."""
 

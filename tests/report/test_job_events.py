@@ -80,6 +80,14 @@ def test_a_worker_known_to_be_killed_is_said_to_be(tmp_path: Path) -> None:
     ]
 
 
+def test_an_exit_code_is_an_event_where_the_worker_has_left_no_last_word(tmp_path: Path) -> None:
+    exited = event(1, 6, "exited", "Rank 1 ended with exit code 7.", -1)
+    assert [(what, text, of) for _, what, text, of in told(tmp_path, exited)] == [("exited", exited["text"], [1])]
+    assert [text for _, _, text, _ in told(tmp_path, exited, end(1, 50, "SystemExit: 7"))] == [
+        "Rank 1 ended with SystemExit: 7"
+    ]
+
+
 def test_the_page_shows_times_steps_and_the_plan_that_held_last(tmp_path: Path) -> None:
     swaps = [event(rank, 5, "swap", "ASP() decides.", plan='[sync]\nkind = "ASP"\n') for rank in range(3)]
     records = Records(write(tmp_path, [*steps(3), event(0, 3, "server", GONE), *swaps])).all()
@@ -105,6 +113,8 @@ def test_the_launcher_writes_what_workers_cannot(tmp_path: Path) -> None:
     path = write(tmp_path, [*steps(1), end(0, 50)])
     append(path, EventRecord(rank=OF_JOB, step=-1, time_s=120.0, what="interrupted", text="SIGINT."))
     assert has_ended(path), "what is of the whole job is no worker's record"
+    append(path, EventRecord(rank=0, step=-1, time_s=0.0, what="exited", text="Rank 0 ended with exit code 2."))
+    assert has_ended(path), "who has exited has ended"
     assert [one.what for one in job_events(Records(path).all())] == ["interrupted"]
     append(tmp_path / "nowhere" / "metrics.jsonl", EventRecord(rank=0, step=0, time_s=0.0, what="killed", text=""))
     assert not (tmp_path / "nowhere").exists()

@@ -114,6 +114,26 @@ def test_who_was_killed_left_no_word_but_the_others_know(tmp_path: Path) -> None
     ]
 
 
+def test_an_exit_code_is_said_where_a_last_word_is_missing(tmp_path: Path) -> None:
+    told = {"kind": "event", "rank": 1, "step": -1, "time_s": 111.0, "text": "Rank 1 ended with exit code 7."}
+    records = [*trained(6, 5), end(0, 6, LOST), told | {"what": "exited"}]
+    assert how(tmp_path, records).text == (
+        "Rank 1 ended with exit code 7 after 5 recorded steps. Rank 0 gave up waiting after 6 steps (WorkerLostError)."
+    )
+    ends = [end(0, 6, LOST), end(1, 5, "SystemExit: 7")]
+    said = how(tmp_path, [*trained(6, 5), *ends, told | {"what": "exited"}])
+    assert "exit code" not in said.text, "its own last word says so better"
+    written = Records(write(tmp_path, trained(6, 6, 6))).all()
+    assert ending(written, exit_codes={0: 0, 1: 0, 2: -9}).text == (
+        "Ranks 0 and 1 ended with exit code 0 after 6 recorded steps: what came then was not recorded. "
+        "Rank 2 was killed by SIGKILL after 6 recorded steps: what came then was not recorded."
+    )
+    assert ending(written, exit_codes={0: 0}).text == (
+        "Rank 0 ended with exit code 0 after 6 recorded steps: what came then was not recorded. "
+        "Ranks 1 and 2 left no last word (killed, or still running?) after 6 recorded steps."
+    )
+
+
 def test_a_worker_without_a_record_is_missed(tmp_path: Path) -> None:
     records = [record for record in trained(6, 6) if record["rank"] == 0]
     assert how(tmp_path, [*records, end(0, 6)]).text == (
@@ -150,6 +170,9 @@ def test_an_error_that_only_others_could_tell_is_quoted(tmp_path: Path) -> None:
     stall(tmp_path, 0, DEAD | {"reason": "raised", "text": "raised an exception after 6 steps:", "detail": detail})
     (suspect,) = how(tmp_path, [*trained(6, 6), end(0, 6, LOST)]).suspects
     assert suspect.text == "raised an exception after 6 steps: ValueError: a bad batch"
+    detail += "rank 0 was asked, too.\n  All have arrived: the transfer itself is slow.\n"  # more of its message
+    stall(tmp_path, 0, DEAD | {"reason": "raised", "text": "raised an exception after 6 steps:", "detail": detail})
+    assert how(tmp_path, [*trained(6, 6), end(0, 6, LOST)]).suspects == (suspect,)
 
 
 def test_page_and_terminal_say_how_it_ended(tmp_path: Path) -> None:

@@ -169,7 +169,43 @@ def test_on_a_full_disk_training_goes_on_and_the_last_ones_stay(
     monkeypatch.setattr(torch, "save", full)
     assert train(tmp_path, STEPS)[2] == 2 * STEPS
     assert "run-000005.pt: No space left on device. Training continues" in caplog.text
+    assert caplog.text.count("Cannot write the checkpoint") == 1, "not of each file, nor at each step"
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == there
+
+
+@pytest.mark.parametrize("told_by", ["the context", "the file system"])
+def test_what_a_full_disk_makes_torch_say_is_said_as_what_it_is_until_there_is_room(
+    told_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real, disk = torch.save, {"has room": False}
+    enforce = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 2048 vs 1942")
+
+    def save(states: object, file: BinaryIO) -> None:
+        if disk["has room"]:
+            return real(states, file)
+        if told_by == "the file system":
+            raise enforce
+        try:
+            raise OSError(28, os.strerror(28))
+        finally:
+            raise enforce
+
+    def statvfs(path: object) -> os.statvfs_result:
+        return os.statvfs_result((4096, 4096, 9, 9, 0, 9, 9, 9, 0, 255))
+
+    monkeypatch.setattr(torch, "save", save)
+    if told_by == "the file system":
+        monkeypatch.setattr(os, "statvfs", statvfs)
+    with offbeat.init() as run:
+        model, _ = run.prepare(net := nn.Linear(3, 1), torch.optim.SGD(net.parameters(), lr=0.1))
+        checkpoints = offbeat.Checkpoints(run, tmp_path, model=model)
+        said = list[int]()
+        for disk["has room"] in (False, False, True, False):
+            checkpoints.save()
+            checkpoints.wait()
+            said.append(caplog.text.count("run-000000.pt: No space left on device. Training continues"))
+    assert said == [1, 1, 1, 2]
+    assert "enforce" not in caplog.text
 
 
 def test_what_is_saved_is_what_was_there_and_the_training_goes_on_meanwhile(
@@ -261,6 +297,38 @@ def test_so_many_are_kept(keep: int, kept: list[int], tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == [f"run-{step:06d}.pt" for step in kept]
 
 
+def anew(folder: Path, steps: int) -> list[str]:
+    """Train for so many steps without a look at what is there; the checkpoints that are there then."""
+    with offbeat.init() as run:
+        net = nn.Linear(3, 1)
+        model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        checkpoints = offbeat.Checkpoints(run, folder, model=model, optimizer=optimizer)
+        for _ in range(steps):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            checkpoints.save()
+        checkpoints.wait()
+        return sorted(path.name for path in folder.iterdir() if path.suffix in (".pt", ".rng"))
+
+
+def files(*steps: int) -> list[str]:
+    return sorted(name for step in steps for name in (f"run-{step:06d}.pt", f"run-{step:06d}.rank0.rng"))
+
+
+def test_what_a_run_saves_is_not_removed_for_later_steps_of_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, 6, keep=3)
+    there = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert anew(tmp_path, 1) == files(1, 4, 5, 6)
+    assert anew(tmp_path, 3) == files(2, 3, 4, 5, 6), "what is earlier, of others, is old"
+    assert {path: path.read_bytes() for path in there} == there
+    assert caplog.text.count("up to run-000006.pt") == 2, "once in each run"
+    assert "the newest would be loaded next time. Use another folder, or remove them." in caplog.text
+    assert anew(tmp_path, 5) == files(4, 5, 6), "one that is written anew is the run's own"
+    assert anew(tmp_path, 8) == files(7, 8)
+
+
 def test_what_cannot_be_checkpoints_is_refused(tmp_path: Path) -> None:
     with offbeat.init() as run:
         model = nn.Linear(3, 1)
@@ -277,6 +345,55 @@ def test_other_parts_are_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="holds model, optimizer, run, schedule, and this script saves model, run"):
             offbeat.Checkpoints(run, tmp_path, model=model).load()
         assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def resumed(folder: str, kind: str) -> str:
+    """Load a checkpoint of `nn.Linear(3, 1)` into another model; why that is refused."""
+    net = {
+        "shape": nn.Linear(5, 1),
+        "lacking": nn.Linear(3, 1, bias=False),
+        "strange": nn.Sequential(nn.Linear(3, 1)),
+    }[kind]
+    with offbeat.init() as run:
+        model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        checkpoints = offbeat.Checkpoints(run, folder, model=model, optimizer=optimizer)
+        with pytest.raises(ModelError) as refused:
+            checkpoints.load()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("shape", "its weight has shape [1, 3], and here it has [1, 5]"),
+        ("lacking", "it has bias, which is not here"),
+        ("strange", "it has no 0.weight, which is here"),
+    ],
+)
+def test_one_of_another_model_is_refused_in_a_sentence(kind: str, why: str, tmp_path: Path) -> None:
+    anew(tmp_path, 1)
+    assert resumed(str(tmp_path), kind) == (
+        f"Cannot resume from {tmp_path}/run-000001.pt: it was written with another model: {why}. "
+        "Resume with the model that it was written with, or use another folder."
+    )
+
+
+def test_one_of_another_model_is_refused_by_every_worker(tmp_path: Path) -> None:
+    anew(tmp_path, 1)
+    told = run_workers(2, resumed, str(tmp_path), "shape")
+    assert all("its weight has shape [1, 3], and here it has [1, 5]" in one for one in told)
+
+
+def test_one_of_another_optimizer_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    anew(tmp_path, 1)
+    with offbeat.init() as run:
+        net = nn.Linear(3, 1)
+        groups: list[dict[str, Any]] = [{"params": [net.weight]}, {"params": [net.bias]}]
+        model, optimizer = run.prepare(net, torch.optim.SGD(groups, lr=0.1))
+        with pytest.raises(
+            ModelError, match="another optimizer: loaded state dict has a different number of parameter"
+        ):
+            offbeat.Checkpoints(run, tmp_path, model=model, optimizer=optimizer).load()
 
 
 def together(folder: str, steps: int) -> tuple[list[str], list[str]]:

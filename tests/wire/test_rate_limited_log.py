@@ -31,3 +31,14 @@ def test_of_a_crowd_the_first_are_told_of_and_the_others_are_counted(caplog: pyt
     now_s += 60.0
     refusals.log("one more: it took too long")
     assert [record.getMessage() for record in caplog.records] == ["Refused one more: it took too long"]
+
+
+def test_a_reason_that_is_a_sentence_goes_on_without_its_full_stop(caplog: pytest.LogCaptureFixture) -> None:
+    refusals = RateLimitedLog(lambda: 100.0)
+    for _ in range(10):
+        refusals.log("a:1: it does not speak the protocol (it began with b'GET').")
+    said = [record.getMessage() for record in caplog.records]
+    assert said[8] == "Refused a:1: it does not speak the protocol (it began with b'GET')."
+    assert said[9] == (
+        "Refused a:1: it does not speak the protocol (it began with b'GET'); others within 60 s are only counted"
+    )
