@@ -146,7 +146,7 @@ class FinalTable:
             # Unknown if batches hold no tensor.
             _LiveColumn("samples/s", tuple(f"{w.samples_per_s:,.0f}" if w.samples else "" for w in workers)),
             _LiveColumn("waiting", tuple(f"{worker.waiting_share:.0%}" for worker in workers)),
-            _LiveColumn("waited s", tuple(f"{worker.wait_s:.2f}" for worker in workers)),
+            _LiveColumn("waited s", tuple(f"{worker.waited_s:.2f}" for worker in workers)),
             _LiveColumn("sent MB", tuple(f"{worker.bytes_sent / 1e6:.2f}" for worker in workers)),
         ]
 

@@ -155,7 +155,7 @@ def _table(records: Sequence[Record], workers: Sequence[WorkerTotals]) -> str:
             f"{worker.samples_per_s:,.0f}",
             f"{worker.compute_per_step_s * 1e3:.2f}",
             f"{worker.waiting_share:.0%}",
-            f"{worker.wait_s:.2f}",
+            f"{worker.waited_s:.2f}",
             f"{mean:.2g} (at most {most})" if most else "none",
             amount_of_bytes(worker.bytes_sent),
             f"{worker.cpu_cores / worker.used:.2g}" if worker.used else "",

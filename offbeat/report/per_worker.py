@@ -1,7 +1,7 @@
 """The totals of the records, per worker.
 
-Rates, shares and compute per step leave out the first step, because it holds the start-up of the process; `samples`,
-`bytes_sent` and `wait_s` hold everything.
+Rates, shares, compute per step and `waited_s` leave out the first step, because it holds the start-up of the process;
+`samples`, `bytes_sent` and `wait_s` hold everything.
 """
 
 from __future__ import annotations
@@ -92,6 +92,11 @@ class WorkerTotals:
     def waiting_share(self) -> float:
         """Part of its time in which it waited for others."""
         return self._rate(self.wait_s, self.first.wait_s if self.first else 0.0)
+
+    @property
+    def waited_s(self) -> float:
+        """The seconds that `waiting_share` is made of."""
+        return self.wait_s - (self.first.wait_s if self.first and self.steps > 1 else 0.0)
 
     @property
     def compute_share(self) -> float:

@@ -65,8 +65,16 @@ def test_the_table_at_the_end(tmp_path: Path) -> None:
     assert table is not None
     console = Console(record=True, width=160)
     console.print(table)
-    assert re.search(r"rank 0 +0\.02 +97\.5% +NaN +50 +5\.00 +160 +90% +9\.00 +0\.05", console.export_text())
+    assert re.search(r"rank 0 +0\.02 +97\.5% +NaN +50 +5\.00 +160 +90% +8\.82 +0\.05", console.export_text())
     assert final_table(Records(tmp_path / "nothing")) is None
+
+
+def test_the_share_of_waiting_and_its_seconds_are_of_the_same_steps(tmp_path: Path) -> None:
+    steps = [step(0, 0, compute_s=0.5, wait_s=2.5), *(step(0, n, compute_s=0.05, wait_s=0.05) for n in range(1, 11))]
+    text = shown(final_table(Records(write(tmp_path, steps))), terminal(140))
+    assert re.search(r"rank 0 +11 +10\.00 .*50% +0\.50 ", text), text
+    text = shown(final_table(Records(write(tmp_path, steps[:1]))), terminal(140))
+    assert re.search(r"rank 0 +1 .*83% +2\.50 ", text), text
 
 
 @pytest.mark.parametrize("width", [24, 60, 80, 140])
