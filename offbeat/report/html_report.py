@@ -11,7 +11,7 @@ from offbeat.report.formatting import ranks, span
 from offbeat.report.job_events import UNMARKED, began_s, job_events, trained_s
 from offbeat.report.nonfinite import nonfinite
 from offbeat.report.outcome import ending
-from offbeat.report.per_worker import pace, tally, told_pace
+from offbeat.report.per_worker import pace, steps_heading, tally, told_pace
 from offbeat.report.records import EventRecord, StartRecord, StepRecord
 
 if TYPE_CHECKING:
@@ -141,7 +141,17 @@ def _timeline(records: Sequence[Record]) -> str:
 
 def _table(records: Sequence[Record], workers: Sequence[WorkerTotals]) -> str:
     headings = [
-        *("worker", "steps", "steps/s", "samples/s", "compute, ms/step", "waiting", "waited, s", "staleness", "sent"),
+        *(
+            "worker",
+            steps_heading(workers),
+            "steps/s",
+            "samples/s",
+            "compute, ms/step",
+            "waiting",
+            "waited, s",
+            "staleness",
+            "sent",
+        ),
         *("processor, cores", "memory, most"),
     ]
     staleness = _staleness(records)

@@ -135,6 +135,11 @@ def tally(records: Iterable[Record]) -> list[WorkerTotals]:
     return [found[rank] for rank in sorted(found)]
 
 
+def steps_heading(workers: Iterable[WorkerTotals]) -> str:
+    """The heading of the workers' steps: which are meant, if some were made before the run began."""
+    return "run's steps" if any(worker.first and worker.first.step for worker in workers) else "steps"
+
+
 def pace(records: Sequence[Record]) -> str:
     """Say which worker sets the pace, in one sentence; "" if there is too little to compare."""
     shared, count = _shared(records)

@@ -77,6 +77,12 @@ def test_the_share_of_waiting_and_its_seconds_are_of_the_same_steps(tmp_path: Pa
     assert re.search(r"rank 0 +1 .*83% +2\.50 ", text), text
 
 
+def test_the_steps_of_a_run_that_was_resumed_are_said_to_be_its_own(tmp_path: Path) -> None:
+    table = shown(final_table(Records(write(tmp_path, [step(0, number) for number in range(40, 96)]))), terminal(140))
+    assert "run's steps" in table
+    assert re.search(r"rank 0 +56 ", table)
+
+
 @pytest.mark.parametrize("width", [24, 60, 80, 140])
 def test_the_table_is_continued_where_the_terminal_ends(tmp_path: Path, width: int) -> None:
     table = final_table(Records(write(tmp_path, logged())))
@@ -89,7 +95,7 @@ def test_the_table_is_continued_where_the_terminal_ends(tmp_path: Path, width: i
     if width == 140:
         assert len(headings) == 1
     if width == 80:
-        assert [heading[1] for heading in headings] == ["steps", "lr"]  # what is always there comes first
+        assert [heading[1] for heading in headings] == ["run's", "lr"]  # what is always there comes first
 
 
 def test_the_table_is_whole_in_a_pipe(tmp_path: Path) -> None:
