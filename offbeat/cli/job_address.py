@@ -27,6 +27,12 @@ _DIAL = timedelta(seconds=3)
 JobPlace = Annotated[
     str, typer.Option(help="Its run folder, or host:port of the first shard of its server.", show_default=False)
 ]
+OptionalJobPlace = Annotated[
+    str | None,
+    typer.Option(
+        "--job", help="The same as the argument: a run folder, or host:port of the first shard.", show_default=False
+    ),
+]
 JobName = Annotated[str, typer.Option(help="Name of the job; OFFBEAT_JOB if left out, or default.", show_default=False)]
 TokenFile = Annotated[
     Path | None, typer.Option(help="A secret that the workers know; that of OFFBEAT_TOKEN if left out.")

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.measure import Measurement
 from rich.table import Table
 
-from offbeat.report import Records, WorkerTotals, tally
+from offbeat.report import Records, WorkerTotals, steps_heading, tally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -141,12 +141,12 @@ class FinalTable:
             for name in _names(workers)
         ]
         self._fixed = [
-            _LiveColumn("steps", tuple(f"{worker.steps}" for worker in workers)),
+            _LiveColumn(steps_heading(workers), tuple(f"{worker.steps}" for worker in workers)),
             _LiveColumn("steps/s", tuple(f"{worker.steps_per_s:.2f}" for worker in workers)),
             # Unknown if batches hold no tensor.
             _LiveColumn("samples/s", tuple(f"{w.samples_per_s:,.0f}" if w.samples else "" for w in workers)),
             _LiveColumn("waiting", tuple(f"{worker.waiting_share:.0%}" for worker in workers)),
-            _LiveColumn("waited s", tuple(f"{worker.wait_s:.2f}" for worker in workers)),
+            _LiveColumn("waited s", tuple(f"{worker.waited_s:.2f}" for worker in workers)),
             _LiveColumn("sent MB", tuple(f"{worker.bytes_sent / 1e6:.2f}" for worker in workers)),
         ]
 

@@ -9,6 +9,7 @@ LocalSGD(every=8, after=0, outer=OuterSGD(lr=0.7, momentum=0.9, nesterov=True))
 from __future__ import annotations
 
 import ast
+import re
 from typing import Any
 
 from offbeat.errors import PlanError, brief
@@ -32,10 +33,26 @@ def read_part(room: str, text: str) -> Any:
         if isinstance(error, PlanError):
             raise
         raise PlanError(
-            f"Cannot read {brief(repr(text))}: it is no part of a plan written as Python, such as {_EXAMPLES[room]}."
+            f"Cannot read {brief(repr(text))}: it is no part of a plan written as Python, such as {_EXAMPLES[room]}. "
+            f"{_way_out(text)}"
         ) from error
 
 
+def _way_out(text: str) -> str:
+    """The advice to quote text, with what was given quoted right if all that is wrong with it are missing quotes."""
+    quoted = _BARE.sub(lambda bare: f'{bare[1]}"{bare[2]}"', text.strip())
+    try:
+        if quoted != text.strip() and "'" not in quoted and len(quoted) <= _MOST_SHOWN:
+            _part(ast.parse(quoted, mode="eval").body)
+            return f"Put text in quotes: '{quoted}'."
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        pass
+    return "Put text in quotes, and the whole in others for the shell."
+
+
+# A value, behind a bracket, a comma or "=", that holds what only text does: the "." or ":" of an address, "/" or "-".
+_BARE = re.compile(r"([(\[,=]\s*)((?![\d.]+\s*[,)\]])[\w.][\w.-]*[.:/-][\w.:/-]*)(?=\s*[,)\]])")
+_MOST_SHOWN = 200  # characters
 _EXAMPLES = {
     "sync": "'SSP(4)'",
     "codec": "'Cast(\"bf16\")'",

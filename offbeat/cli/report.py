@@ -14,6 +14,7 @@ from rich.table import Table
 from offbeat.errors import ScenarioError
 from offbeat.report import Records
 from offbeat.report.compare import ComparedRun, comparison, figures
+from offbeat.report.formatting import listed
 from offbeat.report.html_report import page
 from offbeat.report.nonfinite import nonfinite
 from offbeat.report.outcome import Stall, ending, read_stalls
@@ -46,12 +47,21 @@ def report(
 
 
 def _compare(run_dirs: Sequence[Path], output: Path) -> None:
-    runs = []
+    runs, left_out = [], []
     for folder in run_dirs:
-        records = _read(folder).all()
-        if not any(isinstance(record, StepRecord) for record in records):
-            raise ScenarioError(f"Cannot compare {folder}: no step of it was recorded. Leave it out.")
-        runs.append(ComparedRun(folder.resolve().name, records, _plan_of(folder)))
+        if not folder.exists():
+            raise ScenarioError(f"Cannot compare {folder}: it is not there. Name folders that `offbeat run` left.")
+        records = _read(folder).all() if (folder / _METRICS).is_file() else []
+        if any(isinstance(record, StepRecord) for record in records):
+            runs.append(ComparedRun(folder.resolve().name, records, _plan_of(folder)))
+        else:
+            left_out.append(str(folder))
+    if not runs:
+        raise ScenarioError(
+            f"Cannot compare {listed(left_out)}: no step of any was recorded. Name folders of runs that have trained."
+        )
+    if left_out:
+        typer.echo(f"Left out, as no step of it was recorded: {', '.join(left_out)}.", err=True)
     try:
         output.write_text(comparison(runs))
     except OSError as error:

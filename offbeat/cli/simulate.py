@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,13 +15,16 @@ from offbeat.errors import ScenarioError
 if TYPE_CHECKING:
     from offbeat.lab.results import ResultFile
     from offbeat.scenario import Scenario
-    from offbeat.sim import Prediction
+    from offbeat.sim import Known, Prediction
 
 _MOST_BYTES = 1 << 30
 _Result = Annotated[
     Path | None,
     typer.Option(
-        metavar="RESULT.json", help="A result that says how long a script's steps compute.", show_default=False
+        metavar="RESULT.json",
+        help="A result of `offbeat lab run` that says how long steps compute: needed if the scenario runs a script, "
+        "not if it replays a model's layers.",
+        show_default=False,
     ),
 ]
 
@@ -43,7 +47,7 @@ def simulate(
     import msgspec
 
     from offbeat.lab import results
-    from offbeat.lab.predictions import known_of, predictions
+    from offbeat.lab.predictions import predictions
 
     parsed, _ = read_scenario(scenario)
     check_writable(json)
@@ -53,7 +57,7 @@ def simulate(
             f"Cannot write predictions beside a measurement: {_why_not(measured, parsed.digest)}. Use --write with "
             "--like RESULT.json of this very scenario, and without --workers and --steps."
         )
-    known = known_of(parsed, measured)
+    known = _known(parsed, scenario, measured)
     if workers is not None:
         if parsed.hosts is None:
             raise ScenarioError(
@@ -77,6 +81,23 @@ def simulate(
         json.write_bytes(msgspec.json.format(msgspec.json.encode(predicted), indent=1))
     if write and measured is not None and like is not None:
         results.write(msgspec.structs.replace(measured, simulated=predicted), like)
+
+
+def _known(parsed: Scenario, path: Path, measured: ResultFile | None) -> Known:
+    """The known facts about the steps; if a result is missing that lies where results of such scenarios do, name it.
+
+    Raises:
+        ScenarioError: if they are not known.
+    """
+    from offbeat.lab.predictions import known_of
+
+    try:
+        return known_of(parsed, measured)
+    except ScenarioError as error:
+        result = Path(os.path.normpath(path.parent / ".." / "results" / f"{parsed.scenario.name}.json"))
+        if measured is not None or not result.is_file():
+            raise
+        raise ScenarioError(f"{error} There is one: --like {result}.") from error
 
 
 def _why_not(measured: ResultFile | None, digest: str) -> str:

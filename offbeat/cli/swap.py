@@ -92,10 +92,15 @@ def _swap_by_folder(folder: Path, part: str) -> str:
 
     Raises:
         PlanError: if it refuses.
-        NetworkError: if it does not answer.
+        NetworkError: if it does not answer, or begins with a server that it has not reached yet.
     """
     from offbeat.report.records import has_ended
 
+    if _is_before_its_server(folder):
+        raise NetworkError(
+            f"Cannot swap the policy of the job in {folder} yet: it begins with a server, and has not reached "
+            "offbeat.init. Ask again when it trains: the server will be asked."
+        )
     request = swap_request.post(folder, part)
     told_s = time.monotonic() + _QUIET_S
     deadline_s = time.monotonic() + _PATIENCE_S
@@ -122,3 +127,16 @@ def _swap_by_folder(folder: Path, part: str) -> str:
     if reply.refusal:
         raise PlanError(reply.refusal)
     return reply.text
+
+
+def _is_before_its_server(folder: Path) -> bool:
+    """Whether a job whose plan has a server has made no step yet; one that has, and has none, has left it."""
+    from offbeat.plan import Plan
+    from offbeat.report.records import Records, StepRecord
+
+    try:
+        plan = Plan.from_toml((folder / "plan.toml").read_text())
+    except (OSError, UnicodeDecodeError, PlanError):
+        return False
+    records = Records(folder / "metrics.jsonl").all()
+    return plan.is_served and not any(isinstance(record, StepRecord) for record in records)

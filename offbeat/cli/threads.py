@@ -29,7 +29,10 @@ def share_of_cores(workers: int, others: int = 0) -> tuple[dict[str, str], str]:
         return {}, ""
     cores = usable_cores()
     threads = max(1, cores // (workers + others))
-    who = f"{workers + others} workers" + (f", {others} of which run already," if others else "")
+    # Those that run already are of whatever job: they compete for the same cores.
+    who = f"{workers + others} workers" + (
+        f" of all jobs on this machine, {others} of which run already," if others else ""
+    )
     each = "one torch thread" if threads == 1 else f"{threads} torch threads"
     where = f"{cores} core{'s' if cores > 1 else ''}"
     return {"OMP_NUM_THREADS": str(threads)}, f"{who} on {where}: {each} each; OMP_NUM_THREADS chooses another number."

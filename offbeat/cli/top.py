@@ -14,7 +14,16 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from offbeat.cli.job_address import Authority, Certificate, JobName, JobPlace, Key, TokenFile, credentials_of, given
+from offbeat.cli.job_address import (
+    Authority,
+    Certificate,
+    JobName,
+    Key,
+    OptionalJobPlace,
+    TokenFile,
+    credentials_of,
+    given,
+)
 from offbeat.cli.status_client import JobEnded, JobOnlooker
 from offbeat.cli.top_view import TopView, lasting
 from offbeat.errors import NetworkError
@@ -32,7 +41,14 @@ _WIDEST = 1 << 12  # a pipe has no width
 
 
 def top(
-    job: JobPlace,
+    run_dir: Annotated[
+        str | None,
+        typer.Argument(
+            help="The job's run folder, or host:port of the first shard of its server.",
+            show_default=False,
+        ),
+    ] = None,
+    job: OptionalJobPlace = None,
     once: Annotated[bool, typer.Option("--once", help="Look once and leave; so it is in a pipe.")] = False,
     interval: Annotated[
         float | None, typer.Option(min=0.05, help="Look every so many seconds, also in a pipe; 0.5 if left out.")
@@ -65,6 +81,11 @@ def top(
             "Cannot serve figures: the package prometheus-client is not installed. Install it with pip install "
             "'offbeat[dashboard]'."
         )
+    if (job is None) == (run_dir is None):
+        named = "no job is named" if job is None else "two jobs are named"
+        raise NetworkError(f"Cannot look at a job: {named}. Give its run folder once, as `offbeat top RUN_FOLDER`.")
+    job = run_dir if job is None else job
+    assert job is not None
     about = given(job_name, token_file, certificate, key, authority)
     tls = _tls_of(job, about, bind) if prometheus is not None else {}
     before = signal.signal(signal.SIGTERM, _leave)

@@ -40,7 +40,7 @@ def swap_sentence(
 
     Args:
         since: from when on, at the beginning of the sentence.
-        until: what has to happen first.
+        until: from when on, in the middle of the sentence: what has to happen first.
         where: on which fabric, if that is another one.
         reason: of the controller that wanted it.
         notes: what else people should know.

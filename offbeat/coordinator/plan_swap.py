@@ -260,8 +260,10 @@ class PlanSwaps:
         """
         old, self.present, self.count = self.present, new, count
         assert old is not None
-        until = "" if sync_point is None else ", once all have left the server, which none has reached yet"
-        notes = []
+        until, notes = "", []
+        if sync_point is not None:
+            until = " from the next loop over data that all begin (the next step, if no data is dealt out)"
+            notes.append("if there is none, it does not take effect")
         if sync_point is None and isinstance(new.sync, StepsLocally) and not isinstance(old.sync, StepsLocally):
             notes.append("each worker's own optimizer begins with what the server's has gathered, such as momentum")
         if isinstance(old.sync, StepsLocally) and (sync_point is not None or not isinstance(new.sync, StepsLocally)):

@@ -17,7 +17,7 @@
 Nothing here loads torch.
 """
 
-from offbeat.report.per_worker import WorkerTotals, pace, tally
+from offbeat.report.per_worker import WorkerTotals, pace, steps_heading, tally
 from offbeat.report.records import Records
 
-__all__ = ["Records", "WorkerTotals", "pace", "tally"]
+__all__ = ["Records", "WorkerTotals", "pace", "steps_heading", "tally"]

@@ -11,7 +11,7 @@ from offbeat.report.formatting import ranks, span
 from offbeat.report.job_events import UNMARKED, began_s, job_events, trained_s
 from offbeat.report.nonfinite import nonfinite
 from offbeat.report.outcome import ending
-from offbeat.report.per_worker import pace, tally, told_pace
+from offbeat.report.per_worker import pace, steps_heading, tally, told_pace
 from offbeat.report.records import EventRecord, StartRecord, StepRecord
 
 if TYPE_CHECKING:
@@ -143,7 +143,17 @@ def _timeline(records: Sequence[Record]) -> str:
 
 def _table(records: Sequence[Record], workers: Sequence[WorkerTotals]) -> str:
     headings = [
-        *("worker", "steps", "steps/s", "samples/s", "compute, ms/step", "waiting", "waited, s", "staleness", "sent"),
+        *(
+            "worker",
+            steps_heading(workers),
+            "steps/s",
+            "samples/s",
+            "compute, ms/step",
+            "waiting",
+            "waited, s",
+            "staleness",
+            "sent",
+        ),
         *("processor, cores", "memory, most"),
     ]
     staleness = _staleness(records)
@@ -157,7 +167,7 @@ def _table(records: Sequence[Record], workers: Sequence[WorkerTotals]) -> str:
             f"{worker.samples_per_s:,.0f}",
             f"{worker.compute_per_step_s * 1e3:.2f}",
             f"{worker.waiting_share:.0%}",
-            f"{worker.wait_s:.2f}",
+            f"{worker.waited_s:.2f}",
             f"{mean:.2g} (at most {most})" if most else "none",
             amount_of_bytes(worker.bytes_sent),
             f"{worker.cpu_cores / worker.used:.2g}" if worker.used else "",

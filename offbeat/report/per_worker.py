@@ -1,7 +1,7 @@
 """The totals of the records, per worker.
 
-Rates, shares and compute per step leave out the first step, because it holds the start-up of the process; `samples`,
-`bytes_sent` and `wait_s` hold everything.
+Rates, shares, compute per step and `waited_s` leave out the first step, because it holds the start-up of the process;
+`samples`, `bytes_sent` and `wait_s` hold everything.
 """
 
 from __future__ import annotations
@@ -94,6 +94,11 @@ class WorkerTotals:
         return self._rate(self.wait_s, self.first.wait_s if self.first else 0.0)
 
     @property
+    def waited_s(self) -> float:
+        """The seconds that `waiting_share` is made of."""
+        return self.wait_s - (self.first.wait_s if self.first and self.steps > 1 else 0.0)
+
+    @property
     def compute_share(self) -> float:
         """Part of its time in which it computed."""
         return self._rate(self.compute_s, self.first.compute_s if self.first else 0.0)
@@ -128,6 +133,11 @@ def tally(records: Iterable[Record]) -> list[WorkerTotals]:
             continue
         found.setdefault(record.rank, WorkerTotals(record.rank)).add(record)
     return [found[rank] for rank in sorted(found)]
+
+
+def steps_heading(workers: Iterable[WorkerTotals]) -> str:
+    """The heading of the workers' steps: which are meant, if some were made before the run began."""
+    return "run's steps" if any(worker.first and worker.first.step for worker in workers) else "steps"
 
 
 def pace(records: Sequence[Record]) -> str:

@@ -65,8 +65,22 @@ def test_the_table_at_the_end(tmp_path: Path) -> None:
     assert table is not None
     console = Console(record=True, width=160)
     console.print(table)
-    assert re.search(r"rank 0 +0\.02 +97\.5% +NaN +50 +5\.00 +160 +90% +9\.00 +0\.05", console.export_text())
+    assert re.search(r"rank 0 +0\.02 +97\.5% +NaN +50 +5\.00 +160 +90% +8\.82 +0\.05", console.export_text())
     assert final_table(Records(tmp_path / "nothing")) is None
+
+
+def test_the_share_of_waiting_and_its_seconds_are_of_the_same_steps(tmp_path: Path) -> None:
+    steps = [step(0, 0, compute_s=0.5, wait_s=2.5), *(step(0, n, compute_s=0.05, wait_s=0.05) for n in range(1, 11))]
+    text = shown(final_table(Records(write(tmp_path, steps))), terminal(140))
+    assert re.search(r"rank 0 +11 +10\.00 .*50% +0\.50 ", text), text
+    text = shown(final_table(Records(write(tmp_path, steps[:1]))), terminal(140))
+    assert re.search(r"rank 0 +1 .*83% +2\.50 ", text), text
+
+
+def test_the_steps_of_a_run_that_was_resumed_are_said_to_be_its_own(tmp_path: Path) -> None:
+    table = shown(final_table(Records(write(tmp_path, [step(0, number) for number in range(40, 96)]))), terminal(140))
+    assert "run's steps" in table
+    assert re.search(r"rank 0 +56 ", table)
 
 
 @pytest.mark.parametrize("width", [24, 60, 80, 140])
@@ -81,7 +95,7 @@ def test_the_table_is_continued_where_the_terminal_ends(tmp_path: Path, width: i
     if width == 140:
         assert len(headings) == 1
     if width == 80:
-        assert [heading[1] for heading in headings] == ["steps", "lr"]  # what is always there comes first
+        assert [heading[1] for heading in headings] == ["run's", "lr"]  # what is always there comes first
 
 
 def test_the_table_is_whole_in_a_pipe(tmp_path: Path) -> None:

@@ -101,6 +101,24 @@ def test_nothing_else_is_read_and_nothing_is_run(text: str) -> None:
         read_part("sync", text)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("Switch(127.0.0.1:7100)", """Put text in quotes: 'Switch("127.0.0.1:7100")'."""),
+        ("Switch(node-c:7100, values=352)", """Put text in quotes: 'Switch("node-c:7100", values=352)'."""),
+        (
+            "ParameterServer(addresses=(10.0.0.7:7070, 10.0.0.8:7070,))",
+            """Put text in quotes: 'ParameterServer(addresses=("10.0.0.7:7070", "10.0.0.8:7070",))'.""",
+        ),
+        ("Switch([::1", "Put text in quotes, and the whole in others for the shell."),
+    ],
+)
+def test_text_without_quotes_is_shown_with_them(text: str, says: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        read_part("fabric", text)
+    assert str(caught.value).endswith(says)
+
+
 def test_on_the_command_line(tmp_path: Path) -> None:
     path = script(tmp_path, TRAIN)
     plan = ("--workers", 1, "--run-dir", "out", "--sync", "SSP(2)", "--fabric", "ParameterServer(block_bytes=4096)")

@@ -42,6 +42,7 @@ def test_what_cannot_be_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "no.json").write_text("{}")
     for arguments, told in (
         ((SCRIPT,), "Cannot simulate the script"),
+        ((SCRIPT,), f"There is one: --like {SCRIPT.parent.parent / 'results' / 'mnist.json'}."),
         ((SCENARIO, "--like", "missing.json"), "Cannot read the result missing.json"),
         ((SCENARIO, "--like", "no.json"), "Cannot read the result no.json"),
         ((SCENARIO, "--write"), "Cannot write predictions beside a measurement: no result is named"),

@@ -75,7 +75,7 @@ def test_who_joins_shares_with_those_that_run(
 ) -> None:
     monkeypatch.setattr(launch, "workers_here", lambda: {11, 12, 13})
     said = run(tmp_path, capsys, 1, JoinTarget({"WORLD_SIZE": "1"}, 3, Plan()))
-    assert "4 workers, 3 of which run already, on 16 cores: 4 torch threads each;" in said
+    assert "4 workers of all jobs on this machine, 3 of which run already, on 16 cores: 4 torch threads each;" in said
     assert "[3] threads 4 None" in said
 
 

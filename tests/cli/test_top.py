@@ -385,6 +385,15 @@ def test_refusals_are_one_sentence_and_code_2(tmp_path: Path) -> None:
     assert "it has neither server.json nor hub.json" in output
 
 
+def test_a_folder_may_be_an_argument_as_in_report(tmp_path: Path) -> None:
+    code, output = offbeat("top", tmp_path, folder=tmp_path)
+    assert (code, "it has neither server.json nor hub.json" in output) == (2, True), output
+    with pytest.raises(NetworkError, match=r"no job is named\. Give its run folder once"):
+        top()
+    with pytest.raises(NetworkError, match="two jobs are named"):
+        top(str(tmp_path), job=str(tmp_path))
+
+
 # -- for Prometheus ----------------------------------------------------------------------------------------------------
 
 

@@ -10,9 +10,11 @@ import pytest
 import tomli_w
 import torch
 
+from offbeat.coordinator.instructions import Outbox
 from offbeat.coordinator.plan_proposal import PlanProposal
+from offbeat.coordinator.plan_swap import PlanSwaps
 from offbeat.errors import NetworkError
-from offbeat.fabric import ParameterServer
+from offbeat.fabric import ParameterServer, ProcessGroup
 from offbeat.plan import Plan, table_of
 from offbeat.protocol.plan_swap import PlanAgreement, PlanProposed
 from offbeat.server.client.client import Client
@@ -204,3 +206,19 @@ def test_who_joins_later_with_the_plan_of_the_beginning_is_told_which_one_holds(
     (newcomer,) = job.train([late])
     step_all([*workers, newcomer])
     assert judge.adopted == [ASP()]
+
+
+def test_who_leaves_a_server_is_told_from_when_on_in_one_sentence() -> None:
+    told: list[tuple[str, str]] = []
+    swaps = PlanSwaps(Plan.from_toml, Outbox(), lambda *_: None, lambda: 0.0)
+    swaps.begin(PLAN.to_toml())
+    part = tomli_w.dumps({"fabric": table_of(ProcessGroup())})
+    swaps.swap(part, lambda text, refusal: told.append((text, refusal)), {0}, has_begun=True, ranks={0}, by="rank 0")
+    digest = Plan(fabric=ProcessGroup()).digest
+    swaps.agree(0, PlanAgreement(1, digest, place=3))
+    ((text, refusal),) = told
+    assert refusal == ""
+    assert text.startswith(
+        "BSP() decides when workers may go on from the next loop over data that all begin (the next step, if no data "
+        "is dealt out); if there is none, it does not take effect (wanted by rank 0, "
+    )

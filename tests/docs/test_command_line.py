@@ -43,6 +43,7 @@ COMMANDS = {
         "--history",
     ],
     "top": [
+        "RUN_DIR",
         "--job",
         "--once",
         "--interval",
@@ -91,7 +92,7 @@ def test_what_is_required_is_marked() -> None:
         for parameter, longest in zip(command.params, options(command), strict=True)
         if parameter.required
     }
-    assert {"run SCRIPT", "top --job", "swap --job", "swap POLICY", "lab run --json"} <= required
+    assert {"run SCRIPT", "swap --job", "swap POLICY", "lab run --json"} <= required
     marked, name = set(), ""
     for line in page().splitlines():
         name = line.removeprefix("## offbeat ") if line.startswith("## ") else name

@@ -89,7 +89,7 @@ def test_runs_are_compared_with_the_first(tmp_path: Path) -> None:
     assert "staleness, mean" not in found, "none was stale"
 
 
-def test_the_command_compares_folders_and_refuses_those_without_steps(tmp_path: Path) -> None:
+def test_the_command_compares_folders_and_leaves_out_those_without_steps(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("one", "two<b>", "empty")]
     for folder, records in zip(folders, ([start(0), step(0, 0), step(0, 1)],) * 2 + ([start(0)],), strict=True):
         folder.mkdir()
@@ -100,5 +100,12 @@ def test_the_command_compares_folders_and_refuses_those_without_steps(tmp_path: 
     text = output.read_text()
     assert "<th>one</th><th>two&lt;b&gt;</th>" in text
     assert "ms per step, median of all" in text
-    refused = CliRunner().invoke(app, ["report", *map(str, folders)])
-    assert "empty: no step of it was recorded. Leave it out." in str(refused.exception)
+    output.unlink()
+    some = CliRunner().invoke(app, ["report", *map(str, folders), str(tmp_path), "--output", str(output)])
+    assert some.exit_code == 0, some.output
+    assert f"Left out, as no step of it was recorded: {folders[2]}, {tmp_path}." in some.output
+    assert "<th>one</th><th>two&lt;b&gt;</th></tr>" in output.read_text()
+    refused = CliRunner().invoke(app, ["report", str(folders[2]), str(tmp_path)])
+    assert "no step of any was recorded. Name folders of runs that have trained." in str(refused.exception)
+    refused = CliRunner().invoke(app, ["report", *map(str, folders), str(tmp_path / "typo")])
+    assert "typo: it is not there." in str(refused.exception)

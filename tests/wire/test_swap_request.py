@@ -9,8 +9,11 @@ import pytest
 
 from offbeat.cli.swap import _swap_by_folder
 from offbeat.errors import NetworkError
+from offbeat.fabric import ParameterServer
+from offbeat.plan import Plan
 from offbeat.wire import swap_request
 from offbeat.wire.swap_request import SwapReply
+from tests.report.fake_records import step, write
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,6 +63,18 @@ def test_who_asks_a_job_that_goes_over_to_a_server_meanwhile_is_told_to_ask_that
     with pytest.raises(NetworkError, match="all workers have moved to a server before they read this"):
         _swap_by_folder(tmp_path, "")
     assert swap_request.claim(tmp_path) is None
+
+
+def test_who_asks_before_the_job_has_reached_its_server_is_told_to_ask_later(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "plan.toml").write_text(Plan(fabric=ParameterServer()).to_toml())
+    with pytest.raises(NetworkError, match=r"it begins with a server, and has not reached offbeat\.init"):
+        _swap_by_folder(tmp_path, "")
+    assert swap_request.claim(tmp_path) is None
+    write(tmp_path, [step(0, 0)])
+    (tmp_path / "server.json").touch()  # it had left its server, and comes to one again
+    with pytest.raises(NetworkError, match="all workers have moved to a server before they read this"):
+        _swap_by_folder(tmp_path, "")
 
 
 def test_what_nobody_has_taken_can_be_taken_back(tmp_path: Path) -> None:
