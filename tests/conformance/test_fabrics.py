@@ -127,6 +127,15 @@ def test_an_end_just_when_the_time_is_up_is_no_broken_connection() -> None:
         Works([JustInTime("Connection closed by peer")], lambda: [], 0).wait(timedelta(seconds=1))
 
 
+def test_an_exchange_that_all_have_read_is_forgotten() -> None:
+    group = InMemoryGroup(2)
+    first, second = [BoundInMemory(group, rank).start(Sum(torch.ones(2))) for rank in range(2)]
+    first.result()
+    assert group.slots
+    second.result()
+    assert not group.slots
+
+
 def test_workers_that_bring_different_things() -> None:
     group = InMemoryGroup(2)
     ends = [BoundInMemory(group, rank) for rank in range(2)]
