@@ -210,7 +210,7 @@ def error_line(detail: str) -> str:
 
     What follows it is the rest of the message, which may be a stall report of many lines.
 
-    >>> error_line('Traceback (most recent call last):\\n  File "<stdin>", line 1\\nValueError: no.\\n  All is lost.\\n')
+    >>> error_line('Traceback (most recent call last):\\n  File "<in>", line 1\\nValueError: no.\\n  All is lost.\\n')
     'ValueError: no.'
     """
     lines = detail.strip().splitlines()

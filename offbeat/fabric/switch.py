@@ -133,9 +133,16 @@ class Switch:
         deadline_s = time.monotonic() + context.timeout.total_seconds()
         job = _same_for_all(companion, secrets.token_hex(8), deadline_s)
         credentials = None if context.settings is None else context.settings.credentials()
-        control = ControlClient(
-            address, rank=context.rank, credentials=credentials, timeout=context.timeout, patience=context.timeout
-        )
+        patience = context.timeout
+        try:
+            control = ControlClient(
+                address, rank=context.rank, credentials=credentials, timeout=context.timeout, patience=patience
+            )
+        except NetworkError as error:
+            why = str(error).removesuffix(" Is the server running, and is this its address?")
+            raise NetworkError(
+                f"{why} Start the switch with `offbeat switch serve`, or name another - at `plan.fabric.address`."
+            ) from error
         try:
             joined = control.ask(
                 lambda number: JoinSwitchJob(
