@@ -103,14 +103,3 @@ def refusal(packet: Packet, reason: Reason, worker: int, chunk: int = 0, attempt
         PacketKind.NACK, packet.job, worker, clock=packet.clock, chunk=chunk, slot=packet.slot, epoch=attempt,
         exponent=exponent, window_old=packet.kind, window_new=reason,
     )  # fmt: skip
-
-
-def workers_in(bits: int) -> Iterator[int]:
-    """Yield the workers whose bits are set, in order of rank.
-
-    >>> list(workers_in(0b1011))
-    [0, 1, 3]
-    """
-    while bits:
-        yield (bits & -bits).bit_length() - 1
-        bits &= bits - 1

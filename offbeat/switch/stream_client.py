@@ -161,11 +161,6 @@ class StreamClient:
         return exchange
 
     @property
-    def next_chunk(self) -> int:
-        """The number of the chunk that the next exchange begins with."""
-        return self._next
-
-    @property
     def rto_s(self) -> float:
         """Seconds after which an unanswered packet is sent again."""
         return self._rto_s

@@ -151,13 +151,8 @@ class UdpSocket:
 def address_of(host: str, port: int) -> int:
     """A host and a port as one number.
 
-    >>> host_and_port(address_of("10.0.0.1", 8000))
-    ('10.0.0.1', 8000)
+    >>> hex(address_of("10.0.0.1", 8000))
+    '0xa0000011f40'
     """
     number: int = struct.unpack(">I", socket.inet_aton(host))[0]
     return number << 16 | port
-
-
-def host_and_port(address: int) -> tuple[str, int]:
-    """The host and the port of such a number."""
-    return socket.inet_ntoa(struct.pack(">I", address >> 16)), address & 0xFFFF
