@@ -58,6 +58,8 @@ _LATER: list[tuple[str, Any]] = [
     ("fixed", 0.0),
     ("better", "higher"),
     ("save_every", None),
+    ("mtu", 1500),
+    ("switch", "udp"),
 ]
 
 
@@ -108,7 +110,8 @@ class HostTable(_Table, frozen=True, kw_only=True):
 class Hosts(_Table, frozen=True, kw_only=True):
     """`[hosts]`: equal hosts, and beside them `servers` for the shards of a parameter server, with links alike.
 
-    On `network = "loopback"` they are plain processes without links; no root needed.
+    On `network = "loopback"` they are plain processes without links; no root needed. Frames carry `mtu` bytes, IP
+    headers included. `switch` is what sums for rows on `Switch(...)`: a process ("udp") or the kernel ("ebpf").
     """
 
     count: int
@@ -116,6 +119,8 @@ class Hosts(_Table, frozen=True, kw_only=True):
     rate_mbps: float | None = None
     compute_factor: float = 1.0
     network: Literal["switch", "loopback"] = "switch"
+    mtu: Annotated[int, msgspec.Meta(ge=1280, le=9000)] = 1500
+    switch: Literal["udp", "ebpf"] = "udp"
 
 
 class LayerTable(_Table, frozen=True, kw_only=True):
@@ -259,6 +264,11 @@ class Scenario(_Table, frozen=True, kw_only=True):
         return self.hosts is not None and self.hosts.network == "loopback"
 
     @property
+    def mtu(self) -> int:
+        """Bytes that a frame carries at most."""
+        return 1500 if self.hosts is None else self.hosts.mtu
+
+    @property
     def topology(self) -> Topology:
         """Hosts and links: one switch, one link per host."""
         if self.hosts is not None:
@@ -344,6 +354,11 @@ class Scenario(_Table, frozen=True, kw_only=True):
         self._check_rates(self.impaired, "impair.hosts")
 
     def _check_rates(self, names: list[str], path: str) -> None:
+        if names and self.mtu != 1500:
+            raise ScenarioError(
+                f"Cannot worsen links whose frames carry {self.mtu} bytes: the program that does it takes 1500. Leave "
+                "hosts.mtu out (hosts.mtu)."
+            )
         for name in names:
             rate_mbps = self.topology.uplink(name).rate_mbps
             if rate_mbps is None or rate_mbps > MAX_IMPAIRED_MBPS:

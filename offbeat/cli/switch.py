@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import os
 import sys
@@ -21,6 +22,14 @@ if TYPE_CHECKING:
 
     from offbeat.protocol.switch_control import SwitchStatus
     from offbeat.wire.credentials import Token
+
+
+class SwitchTargetName(enum.Enum):
+    """The targets of a switch, as they are named on the command line."""
+
+    udp = "udp"
+    ebpf = "ebpf"
+
 
 app = typer.Typer(help="Sum gradients in the network.", no_args_is_help=True)
 
@@ -44,23 +53,32 @@ def serve(
     timeout: Annotated[
         float, typer.Option(callback=check_timeout, help="A worker that is silent for so many seconds is gone.")
     ] = 5.0,
+    target: Annotated[
+        SwitchTargetName,
+        typer.Option(help="Where packets are summed: in this process (udp), or in this machine's kernel (ebpf; root)."),
+    ] = SwitchTargetName.udp,
+    interfaces: Annotated[
+        str, typer.Option(metavar="NAME,NAME", help="Where the workers' links end, such as a bridge's ports (ebpf).")
+    ] = "",
 ) -> None:
-    """Sum the gradients of any number of jobs in software, until Ctrl-C.
+    """Sum the gradients of any number of jobs, until Ctrl-C.
 
     Workers find it with `--fabric 'Switch("host:port")'` and with the same OFFBEAT_TOKEN.
     """
-    from offbeat.switch.serve import check_trust
+    from offbeat.switch.serve import check_interfaces, check_trust
     from offbeat.switch.serve import serve as serve_switch
     from offbeat.wire import busy_poll
 
     logging.basicConfig(format="offbeat: %(message)s", level=logging.WARNING)
     check_trust(bind, trusted_network=trusted_network)
+    ports = [name for name in interfaces.split(",") if name]
+    check_interfaces(target.value, ports)
 
     def say(address: str) -> None:
         sys.stdout.write(f"summing at {address}: offbeat run --fabric 'Switch(\"{address}\")'; it ends with Ctrl-C\n")
         sys.stdout.flush()
 
-    busy_poll.run(serve_switch(bind, port, _token(token_file), timedelta(seconds=timeout), say))
+    busy_poll.run(serve_switch(bind, port, _token(token_file), timedelta(seconds=timeout), say, ports))
 
 
 @app.command()

@@ -121,7 +121,7 @@ def _times(network: Network, seconds: float) -> tuple[float, float]:
     slowest_mbps = min(shaped)
     queue_s, packet_s = (
         size_bytes * 8 / (slowest_mbps * 1e6)
-        for size_bytes in (queue_bytes(slowest_mbps), bucket_bytes(slowest_mbps)[0])
+        for size_bytes in (queue_bytes(slowest_mbps), bucket_bytes(slowest_mbps, network.mtu)[0])
     )
     return min(_SETTLE_S + _SETTLE_QUEUES * queue_s, _SETTLE_MAX_S), max(seconds, _LEAST_PACKETS * packet_s)
 

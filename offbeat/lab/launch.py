@@ -34,7 +34,7 @@ MASTER_PORT = 29500
 """Every host of a lab has all ports to itself."""
 LAST_LINES = 20
 _SUMMING = re.compile(r"^summing at (\S+):", re.MULTILINE)
-_SWITCH_START_S, _SWITCH_LOOK_S = 30.0, 0.05
+_SWITCH_START_S, _SWITCH_LOOK_S, _SWITCH_END_S = 30.0, 0.05, 5.0
 
 
 @dataclass(frozen=True)
@@ -147,14 +147,19 @@ class SwitchProcess:
         address: to listen on.
         folder: for its output (`switch.log`).
         lab: the lab's identity; None outside of namespaces.
+        ports: at which the kernel sums; none for a switch that is a process.
 
     Raises:
         WorkerLostError: if it does not start.
     """
 
-    def __init__(self, namespace: str | None, address: str, *, folder: Path, lab: str | None = None) -> None:
+    def __init__(
+        self, namespace: str | None, address: str, *, folder: Path, lab: str | None = None, ports: Sequence[str] = ()
+    ) -> None:
         token, log = secrets.token_hex(32), folder / "switch.log"
         command = command_lines.module("offbeat", "switch", "serve", "--bind", address, "--trusted-network")
+        if ports:
+            command += ["--target", "ebpf", "--interfaces", ",".join(ports)]
         mark = {lab_registry.MARK: lab} if lab is not None else {}
         with log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -174,9 +179,13 @@ class SwitchProcess:
         self.environment = {"OFFBEAT_SWITCH": found[1], "OFFBEAT_TOKEN": token}
 
     def end(self) -> None:
-        """End it at once; ending twice is allowed."""
-        self._process.kill()
-        self._process.wait()
+        """End it, with what it has attached to ports; ending twice is allowed."""
+        self._process.terminate()
+        try:
+            self._process.wait(_SWITCH_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def __enter__(self) -> SwitchProcess:
         return self

@@ -7,7 +7,8 @@ starts: the host's way out on `eth0`, the switch's way out on its port.
 Rules, each measured with plain TCP at 20, 200 and 1000 Mbit/s (goodput 92 to 96 % of the rate, headers included):
 
 * A token bucket passes a packet only if it fits in the bucket, and splits larger GSO packets in software, which costs
-  four times the CPU. So packets are limited (`gso_max_size`) to 0.6 ms of the link and the bucket holds two of them.
+  four times the CPU. So packets are limited (`gso_max_size`) to 0.6 ms of the link, or a frame if that is more, and the
+  bucket holds two of them.
 * The queue before the bucket holds 25 ms, as a switch with shallow buffers, and at least 128 KiB for slow links.
 * All hosts run TCP Reno: the only algorithm that every kernel lets a namespace choose. Without competing traffic it
   fills these links as CUBIC does, while BBR's probing makes step times of the same work differ.
@@ -41,6 +42,7 @@ INTERFACE = "eth0"
 CONGESTION_CONTROL = "reno"
 MAX_HOSTS = 250
 """One /24 of addresses."""
+_ETHERNET_BYTES = 14
 _SWITCH_ADDRESS = "10.77.0.254"
 
 
@@ -50,6 +52,7 @@ class Network:
     Args:
         topology: to build.
         emulated: hosts whose links can be made bad (`worsen`); each costs a process.
+        mtu: bytes that a frame carries at most, IP header included.
         directory: where it is written down who built what.
 
     Use as a context manager. Needs root rights. Everything is removed on `close`, and by the reaper if this process is
@@ -61,11 +64,16 @@ class Network:
     """
 
     def __init__(
-        self, topology: Topology, *, emulated: Collection[str] = (), directory: Path = lab_registry.RUN_DIRECTORY
+        self,
+        topology: Topology,
+        *,
+        emulated: Collection[str] = (),
+        mtu: int = 1500,
+        directory: Path = lab_registry.RUN_DIRECTORY,
     ) -> None:
         require_rights()
         check_topology(topology)
-        self.topology = topology
+        self.topology, self.mtu = topology, mtu
         self.lab = secrets.token_hex(4)
         self._directory = directory
         self._emulated = {host: f"bad{index}" for index, host in enumerate(emulated)}
@@ -174,11 +182,11 @@ class Network:
             kernel.addr("add", index=bridge, address=_SWITCH_ADDRESS, prefixlen=24)
             kernel.link("set", index=bridge, state="up")
             for host in self._index:
-                peer = {"ifname": INTERFACE, "net_ns_fd": self.namespace(host)}
+                peer = {"ifname": INTERFACE, "net_ns_fd": self.namespace(host), "mtu": self.mtu}
                 _, name = self.port(host)
-                kernel.link("add", ifname=name, kind="veth", peer=peer)
+                kernel.link("add", ifname=name, kind="veth", mtu=self.mtu, peer=peer)
                 port = kernel.link_lookup(ifname=name)[0]
-                _shape(kernel, port, self._rates_mbps[host])
+                _shape(kernel, port, self._rates_mbps[host], self.mtu)
                 plugged_in = {} if host in self._emulated else {"master": bridge}
                 kernel.link("set", index=port, state="up", **plugged_in)
 
@@ -196,7 +204,7 @@ class Network:
         with IPRoute() as kernel:
             kernel.link("set", index=1, state="up")
             interface = kernel.link_lookup(ifname=INTERFACE)[0]
-            _shape(kernel, interface, self._rates_mbps[host])
+            _shape(kernel, interface, self._rates_mbps[host], self.mtu)
             if host in self._emulated:
                 whole_frames(INTERFACE)
             kernel.addr("add", index=interface, address=self.address(host), prefixlen=24)
@@ -239,16 +247,16 @@ def check_topology(topology: Topology) -> None:
         )
 
 
-def bucket_bytes(rate_mbps: float) -> tuple[int, int]:
+def bucket_bytes(rate_mbps: float, mtu: int = 1500) -> tuple[int, int]:
     """Largest packet and size of the token bucket, in bytes, with which a link of `rate_mbps` is shaped."""
-    packet = int(min(max(rate_mbps * 1e6 / 8 * 0.0006, 4096), 65536))
+    packet = int(min(max(rate_mbps * 1e6 / 8 * 0.0006, 4096, mtu + _ETHERNET_BYTES), 65536))
     return packet, 2 * packet
 
 
-def _shape(kernel: Any, interface: int, rate_mbps: float | None) -> None:
+def _shape(kernel: Any, interface: int, rate_mbps: float | None, mtu: int) -> None:
     if rate_mbps is None:
         return
-    packet_bytes, burst_bytes = bucket_bytes(rate_mbps)
+    packet_bytes, burst_bytes = bucket_bytes(rate_mbps, mtu)
     rate_bytes_per_s = rate_mbps * 1e6 / 8
     limit_bytes = burst_bytes + queue_bytes(rate_mbps)
     kernel.link("set", index=interface, gso_max_size=packet_bytes, gro_max_size=packet_bytes)

@@ -91,7 +91,7 @@ def run(
             if any(job.served for job in rows) and not scenario.servers:
                 places += launch.loopback_places(["s0"])
         else:
-            network = resources.enter_context(Network(scenario.topology, emulated=scenario.emulated))
+            network = resources.enter_context(Network(scenario.topology, emulated=scenario.emulated, mtu=scenario.mtu))
             scratch = network.scratch
             places = launch.places(network)
             measured = goodput.ensure(network)
@@ -153,7 +153,11 @@ def run_once(
             environment |= resources.enter_context(shards).environment
         if job.switched:
             namespace, address = (None, "127.0.0.1") if network is None else network.switch
-            switch = launch.SwitchProcess(namespace, address, folder=folder, lab=lab)
+            ports: list[str] = []
+            if job.scenario.hosts is not None and job.scenario.hosts.switch == "ebpf":
+                hosts = [host.name for host in job.scenario.topology.hosts]
+                ports = ["lo"] if network is None else [network.port(host)[1] for host in hosts]
+            switch = launch.SwitchProcess(namespace, address, folder=folder, lab=lab, ports=ports)
             environment |= resources.enter_context(switch).environment
         workers = resources.enter_context(
             launch.Workers(

@@ -102,8 +102,12 @@ class Clocks:
 
     def evict(self, worker: int) -> list[Answer]:
         """Go on without a worker, which is no member any more."""
-        self.ring = [bits & ~(1 << worker) for bits in self.ring]
+        self.forget(worker)
         return self._advance()
+
+    def forget(self, worker: int) -> None:
+        """Forget which steps ahead of all a worker has finished: its next incarnation has not."""
+        self.ring = [bits & ~(1 << worker) for bits in self.ring]
 
     # -- packets -------------------------------------------------------------------------------------------------
 

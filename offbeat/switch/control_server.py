@@ -32,8 +32,6 @@ from offbeat.protocol.switch_control import (
 from offbeat.switch.job_shape import JobShape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from offbeat.switch.data_plane import DataPlane
     from offbeat.wire.link import PeerLink
 
@@ -63,13 +61,10 @@ class ControlServer:
         plane: where packets are summed.
         target: what that is, for people.
         port: the UDP port that takes packets.
-        dropped: packets that were of no job, by why.
     """
 
-    def __init__(
-        self, plane: DataPlane, *, target: str, port: int, dropped: Callable[[], Mapping[str, int]] = dict
-    ) -> None:
-        self._plane, self._target, self._port, self._dropped = plane, target, port, dropped
+    def __init__(self, plane: DataPlane, *, target: str, port: int) -> None:
+        self._plane, self._target, self._port = plane, target, port
         self._jobs: dict[str, SwitchJob] = {}
 
     def accept(self, link: PeerLink) -> SwitchPeer:
@@ -159,7 +154,7 @@ class ControlServer:
     def status(self, message: GetSwitchStatus) -> FromSwitch:
         """Tell what is known of all jobs."""
         jobs = tuple(self._status_of(job) for job in self._jobs.values())
-        return SwitchStatus(message.request, self._target, jobs, dict(self._dropped()))
+        return SwitchStatus(message.request, self._target, jobs, dict(self._plane.dropped))
 
     def _status_of(self, job: SwitchJob) -> SwitchJobStatus:
         stats = self._plane.stats(job.shape.number, time.monotonic())

@@ -1,6 +1,7 @@
 """The data plane of a switch: where packets are summed. One Protocol, several targets.
 
 * `software_plane` - NumPy in this process, whole batches at a time; without sockets (`memory`) or with them (`udp`)
+* `kernel`         - an eBPF program at the ports of this machine (`ebpf`)
 
 What is asked of it is the same for each: jobs, members, policies. What becomes of packets is the same for each, too:
 the reference model (`job_state`) says it.
@@ -53,6 +54,10 @@ class JobStats(NamedTuple):
 
 class DataPlane(Protocol):
     """The Protocol of where packets are summed."""
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Packets that were not looked at, by why."""
 
     def create_job(self, shape: JobShape, strategy: Strategy, *, clock: int = 0, exponent: int = 0) -> None:
         """Make room for a job.

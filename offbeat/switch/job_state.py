@@ -75,6 +75,8 @@ class JobState:
         """
         assert 0 <= worker < self.shape.workers, f"worker {worker} of {self.shape.workers}"
         low = self.clocks.low
+        self.clocks.forget(worker)
+        self.table.forget(worker)
         self.members.add(worker, MemberState(cookie, finished=low, acked=chunk, until=low))
 
     def evict(self, worker: int) -> list[Send]:

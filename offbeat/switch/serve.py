@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from offbeat.errors import NetworkError
+from offbeat.errors import NetworkError, PlanError
 from offbeat.switch.control_client import JOB
 from offbeat.switch.control_server import ControlServer
+from offbeat.switch.kernel.kernel_switch import KernelSwitch
 from offbeat.switch.udp_switch import UdpSwitch
 from offbeat.wire.session import Limits
 from offbeat.wire.tcp import listen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from datetime import timedelta
 
+    from offbeat.switch.data_plane import DataPlane
     from offbeat.wire.credentials import Credentials
     from offbeat.wire.listener import Listener
 
@@ -39,6 +41,37 @@ def check_trust(bind: str, *, trusted_network: bool) -> None:
         )
 
 
+def check_interfaces(target: str, interfaces: Sequence[str]) -> None:
+    """Refuse interfaces that do not fit the target.
+
+    Raises:
+        PlanError: if the kernel is to sum and is not told where, or is told where and is not to.
+    """
+    if target == "ebpf" and not interfaces:
+        raise PlanError(
+            "Cannot sum in the kernel without knowing where packets come in: name the ports where the workers' links "
+            "end, as in --interfaces port0,port1 (lo for workers on this machine)."
+        )
+    if target != "ebpf" and interfaces:
+        raise PlanError(
+            f"Cannot use --interfaces with --target {target}: it takes packets by a socket. Leave them out."
+        )
+
+
+class SwitchTarget(Protocol):
+    """The Protocol of a data plane with a way in for packets: `UdpSwitch`, `KernelSwitch`."""
+
+    target: str
+    port: int
+
+    @property
+    def plane(self) -> DataPlane: ...
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class SwitchServer:
     """A switch that takes packets and links; made by `open_switch`.
 
@@ -47,7 +80,7 @@ class SwitchServer:
         listener: of its control.
     """
 
-    def __init__(self, switch: UdpSwitch, listener: Listener) -> None:
+    def __init__(self, switch: SwitchTarget, listener: Listener) -> None:
         self._switch, self._listener = switch, listener
         self.address = listener.address
 
@@ -59,19 +92,22 @@ class SwitchServer:
         self._switch.close()
 
 
-async def open_switch(bind: str, port: int, credentials: Credentials | None, timeout: timedelta) -> SwitchServer:
+async def open_switch(
+    bind: str, port: int, credentials: Credentials | None, timeout: timedelta, interfaces: Sequence[str] = ()
+) -> SwitchServer:
     """Open a switch on this event loop.
 
     Args:
         bind, port: where control listens; packets are taken at the same address, on a UDP port of the kernel's choice.
         timeout: after which a silent link is lost.
+        interfaces: at which the kernel sums what comes in; none for a switch in this process.
 
     Raises:
-        NetworkError: if an address or the credentials cannot be used.
+        NetworkError: if an address, the credentials, or the kernel cannot be used.
     """
-    switch = UdpSwitch(bind)
+    switch: SwitchTarget = KernelSwitch(bind, interfaces) if interfaces else UdpSwitch(bind)
     switch.attach(asyncio.get_running_loop())
-    control = ControlServer(switch.plane, target="udp", port=switch.port, dropped=lambda: switch.plane.dropped)
+    control = ControlServer(switch.plane, target=switch.target, port=switch.port)
     try:
         limits = Limits(timeout=timeout)
         listener = await listen(bind, port, accept=control.accept, job=JOB, credentials=credentials, limits=limits)
@@ -82,7 +118,12 @@ async def open_switch(bind: str, port: int, credentials: Credentials | None, tim
 
 
 async def serve(
-    bind: str, port: int, credentials: Credentials | None, timeout: timedelta, say: Callable[[str], None]
+    bind: str,
+    port: int,
+    credentials: Credentials | None,
+    timeout: timedelta,
+    say: Callable[[str], None],
+    interfaces: Sequence[str] = (),
 ) -> None:
     """Serve jobs until SIGTERM or SIGINT comes.
 
@@ -95,7 +136,7 @@ async def serve(
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    server = await open_switch(bind, port, credentials, timeout)
+    server = await open_switch(bind, port, credentials, timeout, interfaces)
     say(server.address)
     await stop.wait()
     await server.close()

@@ -46,6 +46,11 @@ class Table:
         self._shape, self._members, self._clocks, self.exponent = shape, members, clocks, exponent
         self.rows = [TableRow([0] * shape.values) for _ in range(shape.rows)]
 
+    def forget(self, worker: int) -> None:
+        """Take nothing of a worker's next incarnation for a repetition of what the last one added."""
+        for row in self.rows:
+            row.added.pop(worker, None)
+
     def inc(self, packet: Packet, member: MemberState) -> list[Answer]:
         """Take in a member's update of one row."""
         step = distance(packet.clock, member.finished)

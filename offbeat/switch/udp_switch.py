@@ -29,6 +29,8 @@ class UdpSwitch:
         NetworkError: if they cannot be listened on.
     """
 
+    target = "udp"
+
     def __init__(self, host: str, port: int = 0) -> None:
         self._socket = UdpSocket(host, port)
         self.plane = SoftwarePlane(self._socket.send)

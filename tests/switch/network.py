@@ -58,9 +58,10 @@ class StreamPlay:
 
     Args:
         seed: decides everything.
+        model: makes the reference model; one that notes what happens to it, for other planes.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, model: type[JobState] = JobState) -> None:
         self.seed = seed
         self._chance = chance = random.Random(seed)
         numbers = np.random.default_rng(seed)
@@ -70,7 +71,7 @@ class StreamPlay:
         start = chance.choice([0, (1 << 32) - 5])  # the numbers of chunks wrap around
         shape = JobShape(7, self.workers, values=VALUES, slots=chance.choice([4, 8, 16]))
         strategy = Strategy(quorum=self.quorum)
-        self.state, self._vector = JobState(shape, strategy), JobState(shape, strategy, stream=VectorStream)
+        self.state, self._vector = model(shape, strategy), JobState(shape, strategy, stream=VectorStream)
         self._network = Network(chance, chance.choice([0, 0.05, 0.3]), chance.choice([0, 0.1]))
         self.clients = []
         for worker in range(self.workers):

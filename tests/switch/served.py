@@ -10,16 +10,18 @@ from offbeat.switch.serve import open_switch
 from offbeat.wire.loop_thread import LoopThread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from offbeat.wire.credentials import Credentials
 
 
 @contextlib.contextmanager
-def served_switch(credentials: Credentials | None = None, timeout: timedelta = timedelta(seconds=5)) -> Iterator[str]:
-    """Yield the address of its control."""
+def served_switch(
+    credentials: Credentials | None = None, timeout: timedelta = timedelta(seconds=5), interfaces: Sequence[str] = ()
+) -> Iterator[str]:
+    """Yield the address of its control; with `interfaces` it is the kernel's."""
     with LoopThread("served-switch") as loop:
-        server = loop.run(open_switch("127.0.0.1", 0, credentials, timeout))
+        server = loop.run(open_switch("127.0.0.1", 0, credentials, timeout, interfaces))
         try:
             yield server.address
         finally:

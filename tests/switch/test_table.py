@@ -27,14 +27,14 @@ WINDOWS = (0, 1, 2, 4, 16)
 class TablePlay:
     """One job of a few workers that make steps, each of which adds 1 to the worker's own element of every row."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, model: type[JobState] = JobState) -> None:
         self.seed = seed
         self.chance = chance = random.Random(seed)
         self.workers, rows = chance.randint(1, 4), chance.randint(1, 3)
         self.steps = chance.randint(3, 25)
         self.start = chance.choice([0, (1 << 32) - 4])
         shape = JobShape(7, self.workers, values=VALUES, ring=32, rows=rows)
-        self.state = JobState(shape, self.any_strategy(), clock=self.start, exponent=20)
+        self.state = model(shape, self.any_strategy(), clock=self.start, exponent=20)
         self.network = Network(chance, chance.choice([0, 0.05, 0.3]), chance.choice([0, 0.1]))
         self.swaps = chance.choice([0, 0.02, 0.1])
         self.loses = chance.choice([None, None, chance.randint(20, 200)]) if self.workers > 1 else None

@@ -1,0 +1,233 @@
+"""The data plane in the kernel: jobs, members and policies in the maps of `switch.bpf.c`, and what it says of them.
+
+Packets are its own affair. What control changes it changes by calling the program, so that it holds the same locks as
+packets do: who takes part, windows, and which sums an eviction completes. The answers to that are sent from here.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from offbeat.errors import PlanError
+from offbeat.switch.clocks import Windows
+from offbeat.switch.data_plane import JobStats, MemberStats
+from offbeat.switch.kernel.layout import COMMAND, EXCHANGE, JOB, MEMBER, row_of, slot_of
+from offbeat.switch.members import ALL
+from offbeat.switch.packet import MOST_WORKERS, VALUES_STEP, Flag, Packet, PacketKind, Reason, distance
+from offbeat.switch.packet_batch import PacketBatch
+from offbeat.switch.strategy import check_window
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from offbeat.protocol.switch_control import Strategy
+    from offbeat.switch.job_shape import JobShape
+    from offbeat.switch.kernel.libbpf import KernelObject
+    from offbeat.switch.software_plane import SendBatch
+
+_ETHERNET = bytes(14)  # in front of a command, which is called as if it were a frame
+
+
+class _Operation(enum.IntEnum):
+    ADMIT = 1
+    EVICT = 2
+    SET_STRATEGY = 3
+    ALLOW = 4
+    COMPLETE = 5
+
+
+@dataclass
+class _KernelJob:
+    shape: JobShape
+    strategy: Strategy
+    index: int
+    first_slot: int
+    first_row: int
+
+
+class KernelPlane:
+    """Jobs whose packets are summed by the kernel's program. A `DataPlane`.
+
+    Args:
+        program: that is loaded.
+        send: takes what control has to send.
+        sizes: with which it was compiled.
+    """
+
+    def __init__(self, program: KernelObject, send: SendBatch, sizes: Mapping[str, int]) -> None:
+        self._program, self._send, self._sizes = program, send, sizes
+        self._jobs: dict[int, _KernelJob] = {}
+        values = sizes["MOST_VALUES"]
+        self._job_of = program.map("numbers", np.dtype("<u4"))
+        self._state = program.map("jobs", JOB, is_locked=True)
+        self._members = program.map("members", MEMBER)
+        self._slot, self._row = slot_of(values), row_of(values)
+        self._slots = program.map("slots", self._slot, is_locked=True)
+        self._exchanges = program.map("exchanges", EXCHANGE, is_locked=True)
+        self._rows = program.map("rows", self._row, is_locked=True)
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Packets that were not looked at, by why."""
+        names = ("foreign", "unknown job", "refused", "fragments")
+        return dict(zip(names, self._program.counts("counters", len(names)), strict=True))
+
+    # -- control -------------------------------------------------------------------------------------------------
+
+    def create_job(self, shape: JobShape, strategy: Strategy, *, clock: int = 0, exponent: int = 0) -> None:
+        assert shape.number not in self._jobs, f"job {shape.number} is there already"
+        check_window(strategy, shape.ring)
+        if shape.values > self._sizes["MOST_VALUES"]:
+            raise PlanError(
+                f"Cannot put {shape.values} values into a packet: this switch takes {self._sizes['MOST_VALUES']} at "
+                "most, as its ports' frames do - at `plan.fabric.values`."
+            )
+        used = {job.index for job in self._jobs.values()}
+        index = next((index for index in range(self._sizes["MOST_JOBS"]) if index not in used), None)
+        if index is None:
+            raise PlanError(f"Cannot begin another job: this switch has {self._sizes['MOST_JOBS']}.")
+        job = _KernelJob(
+            shape,
+            strategy,
+            index,
+            self._room("MOST_SLOTS", shape.slots, [(one.first_slot, one.shape.slots) for one in self._jobs.values()]),
+            self._room("MOST_ROWS", shape.rows, [(one.first_row, one.shape.rows) for one in self._jobs.values()]),
+        )
+        self._clear(job)
+        window = strategy.window_in(shape.ring)
+        state = np.zeros((), JOB)
+        for name, value in {
+            "index": index, "number": shape.number, "workers": shape.workers, "blocks": shape.values // VALUES_STEP,
+            "slots": shape.slots, "ring": shape.ring, "rows": shape.rows, "first_slot": job.first_slot,
+            "first_row": job.first_row, "quorum": strategy.quorum or 0, "exponent": exponent, "low": clock,
+            "high": clock, "window_old": window, "window_new": window, "effective": clock,
+        }.items():  # fmt: skip
+            state[name] = value
+        self._state[index] = state
+        self._jobs[shape.number] = job
+        self._job_of[shape.number] = np.array(index, np.uint32)
+
+    def _room(self, pool: str, size: int, taken: list[tuple[int, int]]) -> int:
+        """The first place with room for `size` among those that are taken."""
+        start = 0
+        for first, length in sorted(taken):
+            if first - start >= size:
+                break
+            start = max(start, first + length)
+        if start + size > self._sizes[pool]:
+            what = "slots" if pool == "MOST_SLOTS" else "rows"
+            raise PlanError(
+                f"Cannot begin another job with {size} {what}: this switch has {self._sizes[pool]} for all jobs. Use "
+                "fewer - at `plan.fabric.slots`."
+            )
+        return start
+
+    def _clear(self, job: _KernelJob) -> None:
+        for key in range(job.first_slot, job.first_slot + job.shape.slots):
+            self._slots[key], self._exchanges[key] = np.zeros((), self._slot), np.zeros((), EXCHANGE)
+        for key in range(job.first_row, job.first_row + job.shape.rows):
+            self._rows[key] = np.zeros((), self._row)
+
+    def destroy_job(self, number: int) -> None:
+        if self._jobs.pop(number, None) is not None:
+            del self._job_of[number]
+
+    def admit(self, number: int, worker: int, cookie: int, *, chunk: int = 0) -> None:
+        job = self._jobs[number]
+        member = np.zeros((), MEMBER)
+        member["cookie"] = cookie
+        self._members[job.index * MOST_WORKERS + worker] = member
+        self._do(job, _Operation.ADMIT, worker=worker, number=chunk)
+
+    def evict(self, number: int, worker: int) -> None:
+        job = self._jobs[number]
+        has_moved = self._do(job, _Operation.EVICT, worker=worker)
+        self._members[job.index * MOST_WORKERS + worker] = np.zeros((), MEMBER)
+        if has_moved:
+            self._tell_windows(job)
+        for index in range(job.shape.slots):
+            slot = self._slots[job.first_slot + index]
+            if slot["is_used"] and not slot["is_complete"] and self._do(job, _Operation.COMPLETE, number=index):
+                self._tell_result(job, index)
+
+    def set_strategy(self, number: int, strategy: Strategy) -> Windows | None:
+        job = self._jobs[number]
+        ring = job.shape.ring
+        check_window(strategy, ring)
+        if not self._do(
+            job, _Operation.SET_STRATEGY, window=strategy.window_in(ring), slack=job.strategy.slack_in(ring),
+            quorum=strategy.quorum or 0,
+        ):  # fmt: skip
+            return None
+        job.strategy = strategy
+        self._tell_windows(job)
+        return _windows(self._state[job.index])
+
+    def stats(self, number: int, now_s: float) -> JobStats:
+        job = self._jobs[number]
+        state, members = self._state[job.index], {}
+        here = _workers(int(state["members"]))
+        furthest = max((int(state["acked"][worker]) for worker in here), default=0)
+        for worker in here:
+            one = self._members[job.index * MOST_WORKERS + worker]
+            finished, acked = int(state["finished"][worker]), int(state["acked"][worker])
+            lag = distance(int(state["high"]), finished) or distance(furthest, acked)
+            silent_s = now_s - int(one["heard_ns"]) / 1e9 if one["is_bound"] else float("inf")
+            counts = {kind.name: int(one["packets"][kind]) for kind in PacketKind if one["packets"][kind]}
+            members[worker] = MemberStats(
+                finished, lag, max(0.0, silent_s), counts | {"duplicates": int(one["duplicates"])}
+            )
+        refused = {reason.name: int(state["refused"][reason]) for reason in Reason if state["refused"][reason]}
+        return JobStats(int(state["low"]), int(state["high"]), _windows(state), members, refused)
+
+    # -- what control does and sends -----------------------------------------------------------------------------
+
+    def _do(self, job: _KernelJob, operation: _Operation, **arguments: int) -> bool:
+        """Call the program with a command; whether it has done it."""
+        command = np.zeros((), COMMAND)
+        command["operation"], command["job"] = operation, job.index
+        for name, value in arguments.items():
+            command[name] = value
+        answer = self._program.call("take_command", _ETHERNET + command.tobytes())
+        return bool(np.frombuffer(answer, COMMAND, offset=len(_ETHERNET))[0]["is_done"])
+
+    def _tell_windows(self, job: _KernelJob) -> None:
+        state = self._state[job.index]
+        packet = Packet(
+            PacketKind.GRANT, job.shape.number, ALL, clock=int(state["low"]), epoch=int(state["epoch"]),
+            bitmap=int(state["effective"]), window_old=int(state["window_old"]), window_new=int(state["window_new"]),
+        )  # fmt: skip
+        self._tell(job, packet)
+
+    def _tell_result(self, job: _KernelJob, index: int) -> None:
+        slot = self._slots[job.first_slot + index]
+        seen = int(slot["seen"])
+        values = tuple(slot["values"][: job.shape.values].tolist()) if slot["has_values"] else ()
+        packet = Packet(
+            PacketKind.RESULT, job.shape.number, ALL, cookie=seen >> 32, clock=int(slot["clock"]),
+            chunk=int(slot["chunk"]), slot=index, epoch=int(slot["attempt"]), bitmap=seen & 0xFFFFFFFF,
+            exponent=int(slot["exponent"]), ahead=int(slot["ahead"]), flags=Flag(int(slot["flags"])), values=values,
+        )  # fmt: skip
+        self._tell(job, packet)
+
+    def _tell(self, job: _KernelJob, packet: Packet) -> None:
+        members = [
+            self._members[job.index * MOST_WORKERS + worker]
+            for worker in _workers(int(self._state[job.index]["members"]))
+        ]
+        ports = [int(one["ip"]) << 16 | int(one["port"]) for one in members if one["is_bound"]]
+        if ports:
+            batch = PacketBatch.of([packet], job.shape.values)
+            self._send(batch, np.array(ports, np.uint64), np.zeros(len(ports), np.int64))
+
+
+def _workers(bits: int) -> list[int]:
+    return [worker for worker in range(MOST_WORKERS) if bits >> worker & 1]
+
+
+def _windows(state: Any) -> Windows:
+    return Windows(*(int(state[name]) for name in ("window_old", "window_new", "effective", "epoch")))

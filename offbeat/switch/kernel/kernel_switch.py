@@ -1,0 +1,83 @@
+"""A switch in the kernel of the machine that the workers' links meet at: a bridge, a router, or a worker's own."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from offbeat.switch.kernel.compiled import compiled
+from offbeat.switch.kernel.kernel_plane import KernelPlane
+from offbeat.switch.kernel.layout import SETTINGS
+from offbeat.switch.kernel.libbpf import KernelObject
+from offbeat.switch.packet import HEADER_BYTES, MOST_VALUES, VALUES_STEP, PacketKind
+from offbeat.switch.packet_batch import PacketBatch
+from offbeat.switch.udp_socket import UdpSocket, address_of
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Sequence
+
+_log = logging.getLogger("offbeat")
+_AT_ONCE = 64
+_HEADERS_BYTES = 20 + 8 + HEADER_BYTES  # of IP, UDP and ours
+_SLOT_BYTES = 32 << 20  # of all jobs' slots, and as much again of their rows
+_JOBS = 16
+
+
+class KernelSwitch:
+    """The program, attached to ports, and the socket from which control sends.
+
+    Args:
+        host, port: IPv4 address that packets are for; port 0 for one of the kernel's choice.
+        interfaces: at which they come in: where the workers' links end, such as the ports of a bridge.
+
+    Raises:
+        NetworkError: if an interface, a package, a right or a part of the kernel is missing; says which.
+    """
+
+    target = "ebpf"
+
+    def __init__(self, host: str, interfaces: Sequence[str], *, port: int = 0) -> None:
+        room = (KernelObject.frame_bytes(interfaces) - _HEADERS_BYTES) // (4 * VALUES_STEP) * VALUES_STEP
+        values = max(VALUES_STEP, min(MOST_VALUES, room))
+        places = 1 << (_SLOT_BYTES // (4 * values)).bit_length() - 1
+        sizes = {"MOST_VALUES": values, "MOST_SLOTS": places, "MOST_ROWS": places, "MOST_JOBS": _JOBS}
+        self._socket = UdpSocket(host, port)
+        self._program = KernelObject(compiled(sizes))
+        try:
+            self.port = self._socket.port
+            setting = np.zeros((), SETTINGS)
+            setting["ip"], setting["port"] = address_of(host, 0) >> 16, self.port
+            self._program.map("settings", SETTINGS)[0] = setting
+            self.plane = KernelPlane(self._program, self._socket.send, sizes)
+            self._program.attach("take_packet", interfaces)
+        except BaseException:
+            self._socket.close()
+            self._program.close()
+            raise
+        self._batch = PacketBatch(_AT_ONCE, 0)
+        self._has_said = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Look on an event loop at what the program leaves to control, until `close`."""
+        self._loop = loop
+        loop.add_reader(self._socket.fileno(), self.receive)
+
+    def receive(self) -> None:
+        """Say once if packets come in that the program has not seen: they came by another interface."""
+        batch, ports = self._socket.recv(self._batch)
+        known = batch.header["kind"][batch.sizes >= HEADER_BYTES]
+        if not self._has_said and (known != PacketKind.LEAVE).any():
+            self._has_said = True
+            host = ".".join(str(int(ports[0]) >> 16 + shift & 255) for shift in (24, 16, 8, 0))
+            _log.warning("Packets from %s come in at an interface that is not named by --interfaces.", host)
+
+    def close(self) -> None:
+        """Detach the program; jobs are gone with it."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        self._program.close()

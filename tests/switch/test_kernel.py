@@ -1,0 +1,113 @@
+"""The switch in the kernel: loaded for real, and held against the reference model packet by packet."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from offbeat.errors import NetworkError
+from offbeat.protocol.switch_control import JoinSwitchJob, SwitchJobJoined
+from offbeat.switch.control_client import ControlClient
+from offbeat.switch.job_shape import JobShape
+from offbeat.switch.kernel.kernel_switch import KernelSwitch
+from offbeat.switch.stream_client import StreamClient
+from offbeat.switch.stream_thread import StreamThread
+from offbeat.switch.udp_socket import UdpSocket
+from tests.switch.kernel_replay import KernelReplay, NotedState, in_a_network_of_its_own, why_not
+from tests.switch.network import StreamPlay
+from tests.switch.served import served_switch
+from tests.switch.test_table import TablePlay
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def replayed(play: type[StreamPlay] | type[TablePlay], seeds: range) -> int:
+    def all_of_them() -> int:
+        kernel = KernelReplay()
+        packets = 0
+        try:
+            for seed in seeds:
+                one = play(seed, NotedState)
+                one.run()
+                assert isinstance(one.state, NotedState)
+                packets += kernel.replay(one.state, f"seed {seed}")
+        finally:
+            kernel.close()
+        return packets
+
+    return in_a_network_of_its_own(all_of_them)
+
+
+@pytest.mark.parametrize("play", [StreamPlay, TablePlay])
+def test_it_answers_every_packet_as_the_model_does(play: type[StreamPlay] | type[TablePlay]) -> None:
+    assert replayed(play, range(100)) > 4000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("play", [StreamPlay, TablePlay])
+@pytest.mark.parametrize("block", range(4))
+def test_it_does_so_in_many_more_schedules(play: type[StreamPlay] | type[TablePlay], block: int) -> None:
+    assert replayed(play, range(1000 + 500 * block, 1500 + 500 * block))
+
+
+_TIMEOUT = timedelta(seconds=30)
+
+
+def sums_of(address: str, vectors: list[list[NDArray[np.float32]]]) -> list[list[bytes]]:
+    """Sum vectors of some workers, a thread each, all under way at once; the totals that each has."""
+    all_are_in = threading.Barrier(len(vectors))
+    totals: list[list[bytes]] = [[] for _ in vectors]
+
+    def work(rank: int) -> None:
+        control = ControlClient(address, rank=rank)
+        world = len(vectors)
+        joined = control.ask(
+            lambda number: JoinSwitchJob(
+                request=number, job="sums", worker=rank, workers=world, values=256, slots=256, ring=64
+            )
+        )
+        assert isinstance(joined, SwitchJobJoined)
+        sock = UdpSocket()
+        client = StreamClient(JobShape(joined.number, world, 256, 256), rank, joined.cookie)
+        thread = StreamThread(client, sock, sock.connect(control.host, joined.port))
+        all_are_in.wait(10)
+        under_way = [thread.begin(vector) for vector in vectors[rank]]
+        for exchange in under_way:
+            assert thread.wait(exchange, _TIMEOUT), thread.trouble
+            totals[rank].append(exchange.total.tobytes())
+        all_are_in.wait(30)
+        thread.close()
+        control.close()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(vectors))]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    return totals
+
+
+def test_sums_are_right_and_the_same_for_all_workers() -> None:
+    numbers = np.random.default_rng(0)
+    # Integers of 20 bits are exact as fixed point: the sums are known.
+    vectors = [[numbers.integers(-(1 << 20), 1 << 20, 50_000).astype(np.float32) for _ in range(8)] for _ in range(3)]
+
+    def summed() -> list[list[bytes]]:
+        with served_switch(interfaces=["lo"]) as address:
+            return sums_of(address, vectors)
+
+    totals = in_a_network_of_its_own(summed)
+    expected = [np.sum([mine[i] for mine in vectors], axis=0, dtype=np.float32).tobytes() for i in range(8)]
+    assert totals == [expected] * 3
+
+
+def test_an_interface_that_is_not_there_is_named() -> None:
+    with pytest.raises(NetworkError, match=r"at 'port7': there is no such interface; there are lo"):
+        in_a_network_of_its_own(lambda: KernelSwitch("127.0.0.1", ["lo", "port7"]))
