@@ -81,6 +81,7 @@ UNEVEN = "variation of the load on the server's link within a round"
 IDEAL = "throughput against ideal workers"
 JUMP = "largest rise of the training loss at a swap, less the largest where there is none,"
 DIFFERENCES = (POINTS, JUMP)
+SPEED = "communication speed"
 NEVER = "rows that do not reach the target"
 COST = "seconds that the others waited because of the worst fault"
 BESIDE_BEST = "time per step after the worst fault, as a multiple of that of the best policy that never changes,"
@@ -140,6 +141,14 @@ def _jump(report: ResultFile, row: str, against: str) -> float | None:
     return max(rises) - max(usual) if rises and usual else None
 
 
+def _speed(report: ResultFile, row: str, against: str) -> float | None:
+    """Of what can go on while backward does: the least time of it is a step's without the forward pass."""
+    workload = Scenario.from_toml(report.scenario).workload
+    if not isinstance(workload, Replay):
+        return None
+    return ratio(report, row, against, lambda one: 1 / (one.seconds_per_step - workload.forward_s))
+
+
 def _never(report: ResultFile, row: str, against: str) -> float | None:
     return float(sum(reached(report, one.row) is None for one in report.rows))
 
@@ -172,6 +181,7 @@ MEASURES: dict[str, Measure] = {
     UNEVEN: _uneven,
     IDEAL: _ideal,
     JUMP: _jump,
+    SPEED: _speed,
     NEVER: _never,
     COST: _cost,
     BESIDE_BEST: _beside_best,
@@ -215,6 +225,16 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim(BESIDE_BEST, "threshold, turns", at_most=1.1),
         Claim(TIME, "threshold", "asp", at_most=1.1),
         *(Claim(TIME, "threshold, turns", row, at_most=1.0) for row in ("bsp", "ssp(4)", "asp", "round-robin")),
+    ),
+    "innetwork": (Claim(SPEED, "switch", "ddp", at_least=1.3),),
+    "innetwork_eight": (Claim(SPEED, "switch", "ddp", at_least=1.5),),
+    "innetwork_stragglers": (
+        Claim(TO_TARGET, "ssp(8)", "bsp", at_most=0.75),
+        Claim(POINTS, "ssp(8)", "bsp", at_least=-0.005),
+    ),
+    "innetwork_stragglers_eight": (
+        Claim(TO_TARGET, "ssp(8)", "bsp", at_most=0.64),
+        Claim(POINTS, "ssp(8)", "bsp", at_least=-0.005),
     ),
     "swap": (Claim(JUMP, "swapped five times", "bsp, served", at_most=0),),
     "accuracy_mnist": (Claim(NEVER, "", at_most=0),),

@@ -42,6 +42,7 @@ from offbeat.codec import Cast, Codec, Dense
 from offbeat.control import ByProgress, Controller, WaitThreshold
 from offbeat.errors import PlanError, brief
 from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup, Served, Switch, check_spec
+from offbeat.switch.strategy import compile_policy
 from offbeat.sync import (
     ASP,
     BSP,
@@ -59,6 +60,8 @@ from offbeat.sync import (
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+
+    from offbeat.sync.policy import Contributes
 
 Nonfinite = Literal["pass", "raise", "skip"]
 _LOOKED_AT = range(1000)  # steps
@@ -124,7 +127,9 @@ class Plan:
                 "have them do. Use LocalSGD(...) for all workers, or a policy in which every step contributes its "
                 "gradient, such as KSync(k) - at `plan.sync`."
             )
-        if not self.sync.replicated and not self.is_served:
+        if self.is_tabled:
+            self._check_table()
+        elif not self.sync.replicated and not self.is_served:
             raise PlanError(
                 f"Cannot use {self.sync!r} on {self.fabric!r}: with it each worker proceeds at its own pace, and this "
                 "fabric adds up one contribution of every worker at once. Use fabric=ParameterServer(), or a policy in "
@@ -162,6 +167,20 @@ class Plan:
             )
         if self.controller is not None:
             self._check_controller(self.controller)
+
+    def _check_table(self) -> None:
+        if compile_policy(self.sync).path != "table":
+            raise PlanError(
+                f"Cannot use {self.sync!r} on {self.fabric!r} yet: with it an update is of some workers only, and what "
+                "the others have would be lost. Use BSP(), SSP(4), or fabric=ParameterServer() - at `plan.sync`."
+            )
+        for name, part, why in (
+            ("codec", None if self.codec == Dense() else self.codec, "the table adds whole changes: use Dense()"),
+            ("tuning", self.tuning, "each worker has a part of the data of its own: use None, or ParameterServer()"),
+            ("controller", self.controller, "policies of a table are not swapped yet: use None"),
+        ):
+            if part is not None:
+                raise PlanError(f"Cannot use {part!r} with {self.sync!r} on {self.fabric!r}: {why} - at `plan.{name}`.")
 
     def _check_controller(self, controller: Controller) -> None:
         if isinstance(controller, type) or not hasattr(controller, "policies"):
@@ -233,6 +252,17 @@ class Plan:
         for name, (here, there) in self.diff(new).items():
             if name == "fabric" and here.offers.holds != there.offers.holds:
                 self._check_crossing(here, there)
+            elif name == "sync" and self.is_tabled != new.is_tabled:
+                raise PlanError(
+                    f"Cannot swap {here!r} for {there!r} on a switch while training: one sums gradients, the other "
+                    "changes of each worker's own steps. Save a checkpoint, and start again with the other plan - at "
+                    "`plan.sync`."
+                )
+            elif name == "sync" and self.is_tabled:
+                raise PlanError(
+                    f"Cannot swap {here!r} for {there!r} on a switch while training: its table's policy is not swapped "
+                    "yet. Save a checkpoint, and start again with the other plan - at `plan.sync`."
+                )
             elif name not in ("sync", "controller"):
                 raise PlanError(
                     f"Cannot swap {here!r} for {there!r} while training: only the synchronization policy can be, its "
@@ -256,6 +286,24 @@ class Plan:
     def is_served(self) -> bool:
         """Whether parameters live at a server."""
         return self.fabric.offers.holds == "server"
+
+    @property
+    def is_tabled(self) -> bool:
+        """Whether workers go on at their own pace, each by its own optimizer, and a switch sums their changes."""
+        return self.fabric.offers.in_network and not self.sync.replicated
+
+    @property
+    def steps_locally(self) -> bool:
+        """Whether each worker's own optimizer steps on its own gradient, and changes are exchanged."""
+        return self.is_tabled or isinstance(self.sync, StepsLocally)
+
+    def contributes(self, step: int) -> Contributes:
+        """The kind of contribution that a worker makes behind a step; None for none."""
+        return "change" if self.is_tabled else self.sync.contributes(step)
+
+    def step_of(self, number: int) -> int:
+        """The step behind which contribution `number` is made."""
+        return self.sync.step_of(number) if isinstance(self.sync, StepsLocally) else number
 
     @property
     def has_elastic_group(self) -> bool:

@@ -1,4 +1,4 @@
-"""Workload: a small CNN on MNIST, timed to a test accuracy.
+"""Workload: a small CNN on MNIST, or a perceptron, timed to a test accuracy.
 
 Reads MNIST's 10,000 test images (IDX, gzipped or not) from the scenario's data folder and trains on 8,000 of them;
 where they are missing it takes the 8 x 8 digits that come with scikit-learn. The result says which.
@@ -44,6 +44,14 @@ def cnn(side: int) -> nn.Sequential:
     )
 
 
+def mlp(side: int) -> nn.Sequential:
+    """Side * side - 100 - 10, 79,510 parameters for images of 28 x 28: that of Nunes et al. (2025)."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(side * side, 100), nn.ReLU(), nn.Linear(100, 10))
+
+
+_MODELS = {"cnn": cnn, "mlp": mlp}
+
+
 def load(folder: str | None) -> tuple[Data, Data, str]:
     """Training and test images [N, 1, H, W] with labels [N], and a note that says what they are."""
     found = _mnist(Path(folder)) if folder is not None else None
@@ -83,11 +91,11 @@ def _idx(folder: Path, pattern: str) -> torch.Tensor | None:
 class Digits:
     """Which digit an image shows."""
 
-    def __init__(self, folder: str | None) -> None:
+    def __init__(self, folder: str | None, model: str = "cnn") -> None:
         (self._images, self._labels), (self._test, self._answers), self.note = load(folder)
         self.samples = len(self._labels)
         torch.manual_seed(0)
-        self.model: nn.Module = cnn(self._images.shape[-1])
+        self.model: nn.Module = _MODELS[model](self._images.shape[-1])
 
     def loss(self, model: nn.Module, indices: torch.Tensor) -> torch.Tensor:
         """Cross entropy."""
@@ -103,6 +111,7 @@ def main() -> None:
     options = race.options(__doc__, batch=32, every=20)
     options.add_argument("--lr", type=float, default=0.05)
     options.add_argument("--momentum", type=float, default=0.9)
+    options.add_argument("--model", choices=sorted(_MODELS), default="cnn")
     asked = options.parse_args()
     torch.set_num_threads(1)
     work = Work.from_environment()
@@ -110,7 +119,7 @@ def main() -> None:
     def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=asked.lr, momentum=asked.momentum)
 
-    race.run(Digits(work.data), sgd, asked, work)
+    race.run(Digits(work.data, asked.model), sgd, asked, work)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from offbeat.engine.buffers import Buffers
 from offbeat.engine.communicator import Communicator
 from offbeat.engine.local_sgd_allreduce import AllReduceAverager
 from offbeat.engine.local_sgd_server import ServerAverager
+from offbeat.engine.local_sgd_switch import SwitchAverager
 from offbeat.engine.prepared_model import tensors_of
 from offbeat.engine.reducer import Reducer
 from offbeat.engine.server_sync import ServerSync
@@ -21,10 +22,11 @@ from offbeat.engine.state_average import average_states
 from offbeat.engine.switchable_sync import SwitchableSync, Transport
 from offbeat.errors import OffbeatError
 from offbeat.server.optimizers import lines_of
-from offbeat.sync import BSP
+from offbeat.sync import BSP, StepsLocally
 
 if TYPE_CHECKING:
     from offbeat.engine.batch_accounting import BatchAccount
+    from offbeat.engine.local_sgd import Averager
     from offbeat.engine.prepared_model import PreparedModel
     from offbeat.engine.server_session import ServerSession
     from offbeat.engine.worker_context import WorkerContext
@@ -68,6 +70,8 @@ class SynchronizerFactory:
 
     def replicate(self, one: PreparedModel, plan: Plan) -> SwitchableSync:
         """Have the workers keep the model equal among themselves."""
+        if self._context.control.world == 1 and plan.is_tabled:  # nobody to be ahead of
+            plan = dataclasses.replace(plan, sync=BSP())
         return SwitchableSync(one, self._by_all_reduce(one, plan), self._context)
 
     # -- from one to the other -----------------------------------------------------------------------------------
@@ -125,10 +129,22 @@ class SynchronizerFactory:
                     own.copy_(whole)
 
     def _by_server(self, one: PreparedModel, gradients: ServerSync) -> Transport:
-        return Transport(gradients, lambda policy: ServerAverager(gradients, one.parameters, policy))
+        return Transport(gradients, lambda plan: ServerAverager(gradients, one.parameters, local_policy(plan)))
 
     def _by_all_reduce(self, one: PreparedModel, plan: Plan, accounting: BatchAccount | None = None) -> Transport:
         context = self._context
         buffers = Buffers(one.model, one.fabric) if context.control.world > 1 else None
         reducer = Reducer(one, plan, context, buffers=buffers, accounting=accounting)
-        return Transport(reducer, lambda policy: AllReduceAverager(one, reducer, buffers, policy, context))
+
+        def averager(plan: Plan) -> Averager:
+            if plan.is_tabled:
+                return SwitchAverager(one, reducer, buffers, plan.sync, context)
+            return AllReduceAverager(one, reducer, buffers, local_policy(plan), context)
+
+        return Transport(reducer, averager)
+
+
+def local_policy(plan: Plan) -> StepsLocally:
+    """The plan's policy, with which workers step by themselves."""
+    assert isinstance(plan.sync, StepsLocally), "asked for averages of steps that are all of them exchanged"
+    return plan.sync

@@ -58,6 +58,9 @@ class Averager(Protocol):
             evens_optimizers: whether what optimizers have gathered is to be the same on all workers.
         """
 
+    def leave(self) -> None:
+        """Have the others go on without this worker, which makes no further step."""
+
     def refreshed(self, steps: int) -> None:
         """Take over the newest parameters of a server; this worker's `steps` since the last average are kept."""
 
@@ -162,6 +165,11 @@ class LocalSGDSync:
         self._gradients.step, self._gradients.sync = self.step, self.sync
         self._averager.end(evens_optimizers=evens_optimizers and self._is_anchored)
 
+    def leave(self) -> None:
+        """Have the others go on without this worker, which makes no further step."""
+        if self._is_anchored:
+            self._averager.leave()
+
     def refreshed(self) -> None:
         """Take over the newest parameters of a server."""
         if self._is_anchored:
@@ -220,7 +228,7 @@ class LocalSGDSync:
 
     @property
     def _mode(self) -> str | None:
-        mode = self.plan.sync.contributes(self.step + self.ahead)
+        mode = self.plan.contributes(self.step + self.ahead)
         return "change" if self.ends and mode is None else mode
 
     def _average(self) -> ExchangeResult:

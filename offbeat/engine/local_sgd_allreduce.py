@@ -100,6 +100,9 @@ class AllReduceAverager:
             one, control = self._model, self._context.control
             average_states(one.optimizer, one.parameters, self._communicator, control)
 
+    def leave(self) -> None:
+        """Do nothing: who leaves says so to the others."""
+
     def refreshed(self, steps: int) -> None:
         """Do nothing: there is no server."""
 

@@ -75,6 +75,9 @@ class ServerAverager:
         """Let what the server sends land in the parameters again; its copy of the optimizer goes on."""
         self._gradients.land(in_place=True)
 
+    def leave(self) -> None:
+        """Do nothing: who leaves says so to the others."""
+
     def refreshed(self, steps: int) -> None:
         """Anchor at the server's parameters; what this worker's own `steps` added up to is kept."""
         if not steps:

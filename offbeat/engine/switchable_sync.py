@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from offbeat.engine import state_checks
 from offbeat.engine.local_sgd import LocalSGDSync
 from offbeat.engine.optimizer_state import load_optimizer_state, optimizer_state
-from offbeat.sync import StepsLocally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -48,7 +47,7 @@ class Transport(NamedTuple):
     """A way from worker to worker: what takes gradients there, and what makes an averager of deltas for a policy."""
 
     gradients: GradientSync
-    averager: Callable[[StepsLocally], Averager]
+    averager: Callable[[Plan], Averager]
 
 
 class SwitchableSync:
@@ -110,9 +109,8 @@ class SwitchableSync:
 
     def before_step(self) -> None:
         """Have in `.grad` what the optimizer is to step with; at a server local steps may begin with this one."""
-        policy = self._plan.sync
-        if self._local is None and isinstance(policy, StepsLocally):
-            self._begin_local_steps(policy)
+        if self._local is None and self._plan.steps_locally:
+            self._begin_local_steps()
         self._note_last_delta()
         self._active.before_step()
 
@@ -130,6 +128,11 @@ class SwitchableSync:
             self._unreported = dataclasses.replace(result.after(self._unreported), weights=())
         self._end_local_steps_if_due()
 
+    def leave(self) -> None:
+        """Have the others go on without this worker, which makes no further step."""
+        if self._local is not None:
+            self._local.leave()
+
     def refreshed(self) -> None:
         """Take over the newest parameters of a server, which are here."""
         self._active.refreshed()
@@ -143,7 +146,7 @@ class SwitchableSync:
     @property
     def is_collective(self) -> bool:
         """Whether all workers meet in each exchange, so that they can vote behind it, and change over together."""
-        return self._gradients.is_collective
+        return self._gradients.is_collective and not self._plan.is_tabled
 
     @property
     def holds_gradient(self) -> bool:
@@ -176,8 +179,8 @@ class SwitchableSync:
             if not self._local.is_even:  # another model's step is the border
                 self.settle()
             self._end_local_steps_if_due()
-        if self._local is None and isinstance(plan.sync, StepsLocally):
-            self._begin_local_steps(plan.sync)
+        if self._local is None and plan.steps_locally:
+            self._begin_local_steps()
 
     @property
     def has_own_optimizer(self) -> bool:
@@ -201,16 +204,15 @@ class SwitchableSync:
     def _begin(self) -> None:
         self._model.codec_state.rescale_(self._plan.codec, self._gradients.gradient_scale)
         self._local = None
-        if isinstance(policy := self._plan.sync, StepsLocally):
-            begun = policy.step_of(self._gradients.number)
-            self._local = self._local_sync(policy, begun, 0)
+        if self._plan.steps_locally:
+            self._local = self._local_sync(self._plan.step_of(self._gradients.number), 0)
 
-    def _begin_local_steps(self, policy: StepsLocally) -> None:
+    def _begin_local_steps(self) -> None:
         begun = self._gradients.step
-        self._local = self._local_sync(policy, begun, policy.step_of(self._gradients.number) - begun)
+        self._local = self._local_sync(begun, self._plan.step_of(self._gradients.number) - begun)
 
-    def _local_sync(self, policy: StepsLocally, step: int, ahead: int) -> LocalSGDSync:
-        averager = self._averager(policy)
+    def _local_sync(self, step: int, ahead: int) -> LocalSGDSync:
+        averager = self._averager(self._plan)
         return LocalSGDSync(self._model, self._gradients, averager, self._context, step=step, ahead=ahead)
 
     def _note_last_delta(self) -> None:
@@ -223,7 +225,7 @@ class SwitchableSync:
         if self._local is None or not self._is_to_end:
             return
         if self._local.is_even:  # else the swap has come since the optimizer began to step
-            self._local.end(evens_optimizers=not isinstance(self._plan.sync, StepsLocally))
+            self._local.end(evens_optimizers=not self._plan.steps_locally)
             self._local = None
 
     @property

@@ -5,14 +5,14 @@
 * `process_group` - the collectives of a torch process group (Gloo, NCCL)
 * `elastic` - all-reduce that goes on without the workers it loses; `retryable` - what it exchanges, again if need be;
   `elastic_group` - who is left, and how they find together
-* `switch` - sums in the network, beside an elastic companion (`offbeat.switch`)
+* `switch` - sums in the network, beside an elastic companion (`offbeat.switch`); `switch_table` - sums there that last
 * `parameter_server` - the description of a sharded server (`offbeat.server`)
 * `in_memory` - workers as threads of one process, for tests, docs and a worker that is alone
 """
 
 from offbeat.fabric.elastic import Elastic
 from offbeat.fabric.elastic_group import ElasticGroup
-from offbeat.fabric.fabric import BindContext, Binds, Fabric, FabricSpec, Offers, Served, check_spec
+from offbeat.fabric.fabric import BindContext, Binds, Fabric, FabricSpec, HoldsTables, Offers, Served, check_spec
 from offbeat.fabric.in_memory import InMemory, InMemoryGroup
 from offbeat.fabric.parameter_server import ParameterServer
 from offbeat.fabric.process_group import ProcessGroup, never_destroy
@@ -26,6 +26,7 @@ __all__ = [
     "ElasticGroup",
     "Fabric",
     "FabricSpec",
+    "HoldsTables",
     "InMemory",
     "InMemoryGroup",
     "Offers",

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat.fabric.elastic_group import ElasticGroup
+    from offbeat.fabric.switch_table import SwitchTable
     from offbeat.pending import Pending
+    from offbeat.protocol.switch_control import Strategy
     from offbeat.server.launch import ShardSettings
 
 _ASKED_OF_A_SERVER = ("addresses", "block_bytes", "patience_s", "collocated")
@@ -103,6 +105,25 @@ class Fabric(Protocol):
 
     def abandon(self) -> None:
         """Let go instead of `close`, when an exchange may never end: do not wait for it, not even at exit."""
+
+
+@runtime_checkable
+class HoldsTables(Protocol):
+    """A bound fabric on which workers can go on at their own pace: a switch keeps the sum of their changes."""
+
+    def open_table(self, number: int, size: int, strategy: Strategy, exponent: int) -> SwitchTable:
+        """Join one model's table; nobody may push before all have.
+
+        Args:
+            number: of the model.
+            size: values of the table.
+            strategy: who may go on when.
+            exponent: the sum of changes has to stay below 2**exponent.
+
+        Raises:
+            PlanError: if the switch has no room.
+            NetworkError: if it is gone.
+        """
 
 
 class FabricSpec(Protocol):

@@ -23,13 +23,15 @@ from offbeat.errors import NetworkError, PlanError
 from offbeat.fabric.elastic import Elastic
 from offbeat.fabric.fabric import BindContext, Offers
 from offbeat.fabric.in_memory import InMemory
+from offbeat.fabric.switch_table import SwitchTable
 from offbeat.payload import Gather, Sum, Total
 from offbeat.protocol.switch_control import JoinSwitchJob, Strategy, SwitchJobJoined
+from offbeat.switch.client_thread import ClientThread
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.memory_switch import MemorySwitch
 from offbeat.switch.stream_client import StreamClient, mean_of
-from offbeat.switch.stream_thread import StreamThread
+from offbeat.switch.table_client import TableClient
 from offbeat.switch.udp_socket import UdpSocket
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ _OFFERS = Offers(exact=False, partial=True, elastic=True, in_network=True)
 _POLL = timedelta(milliseconds=20)
 _RTO_S = 0.01
 _RING = 64
+_LEAST_SLOTS = 4  # of a job that sums no stream
 _TEXT_BYTES = 16
 
 
@@ -159,26 +162,64 @@ class Switch:
             shape = JobShape(joined.number, context.world, self.values, self.slots, _RING)
             client = StreamClient(shape, context.rank, joined.cookie, window=self.window, rto_s=_RTO_S)
             sock = UdpSocket()
-            thread = StreamThread(client, sock, sock.connect(control.host, joined.port))
+            thread = ClientThread(client, sock, sock.connect(control.host, joined.port))
             _same_for_all(companion, "", deadline_s)  # from here on all are members
         except BaseException:
             control.close()
             raise
-        return SwitchStream(thread, self.values, control, job)
+        return SwitchStream(client, thread, self.values, control, job)
 
 
 class SwitchStream:
     """One worker's way to the switch.
 
     Args:
-        thread: keeps its stream going.
+        client, thread: its end of the stream, and what keeps it going.
         values: int32 in a packet; what is smaller does not go to the switch.
         control: to whom the switch belongs; None within one process.
         job: its name there.
     """
 
-    def __init__(self, thread: StreamThread, values: int, control: ControlClient | None = None, job: str = "") -> None:
-        self.thread, self.values, self._control, self._job = thread, values, control, job
+    def __init__(
+        self,
+        client: StreamClient,
+        thread: ClientThread,
+        values: int,
+        control: ControlClient | None = None,
+        job: str = "",
+    ) -> None:
+        self._client, self._thread = client, thread
+        self.values, self.control, self.job = values, control, job
+
+    def open_table(self, number: int, size: int, strategy: Strategy, exponent: int) -> SwitchTable:
+        """Join one model's table; see `HoldsTables`."""
+        shape, window = self._client.shape, self._client.window
+        if self.control is None:
+            raise PlanError(
+                "Cannot have workers go on at their own pace on memory://: it is for one that is alone. Use BSP(), or "
+                "start a switch with `offbeat switch serve` - at `plan.sync`."
+            )
+        control, worker, rows, job = self.control, self._client.worker, -(-size // shape.values), f"{self.job}-{number}"
+        joined = control.ask(
+            lambda request: JoinSwitchJob(
+                request=request,
+                job=job,
+                worker=worker,
+                workers=shape.workers,
+                values=shape.values,
+                slots=_LEAST_SLOTS,
+                ring=_RING,
+                rows=rows,
+                strategy=strategy,
+                exponent=exponent,
+            )
+        )
+        assert isinstance(joined, SwitchJobJoined)
+        own = JobShape(joined.number, shape.workers, shape.values, _LEAST_SLOTS, _RING, rows)
+        client = TableClient(own, worker, joined.cookie, exponent=exponent, window=window, rto_s=_RTO_S)
+        sock = UdpSocket()
+        thread = ClientThread(client, sock, sock.connect(control.host, joined.port))
+        return SwitchTable(client, thread, lambda: control.evict(job, worker, "it is done"))
 
     @classmethod
     def in_memory(cls, switch: MemorySwitch, spec: Switch, worker: int, workers: int) -> SwitchStream:
@@ -189,22 +230,30 @@ class SwitchStream:
                 switch.plane.create_job(shape, Strategy())
             switch.plane.admit(shape.number, worker, cookie=worker)
         client = StreamClient(shape, worker, worker, window=spec.window, rto_s=_RTO_S)
-        return cls(StreamThread(client, switch.open_port(), 0), spec.values)
+        return cls(client, ClientThread(client, switch.open_port(), 0), spec.values)
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is summed by the switch; the same on all workers."""
         return tensor.dtype == torch.float32 and not tensor.is_cuda and tensor.numel() >= self.values
 
+    def begin(self, tensor: torch.Tensor) -> StreamExchange:
+        """Begin to sum a tensor."""
+        return self._thread.do(lambda: self._client.begin(tensor.numpy()))
+
+    def wait(self, exchange: StreamExchange, timeout: timedelta) -> bool:
+        """Wait until a sum is there; whether it is. Raises as `ClientThread.wait`."""
+        return self._thread.wait(lambda: exchange.is_done, timeout)
+
     def evict(self, worker: int, why: str) -> None:
         """Have the switch go on without a worker."""
-        if self._control is not None:
-            self._control.evict(self._job, worker, why)
+        if self.control is not None:
+            self.control.evict(self.job, worker, why)
 
     def close(self) -> None:
         """Leave the switch."""
-        self.thread.close()
-        if self._control is not None:
-            self._control.close()
+        self._thread.close()
+        if self.control is not None:
+            self.control.close()
 
 
 class BoundSwitch:
@@ -219,18 +268,25 @@ class BoundSwitch:
     def __init__(self, companion: Fabric, stream: SwitchStream, group: ElasticGroup | None = None) -> None:
         self._companion, self._stream, self._group = companion, stream, group
         self._members = () if group is None else group.members
+        self._tables: list[SwitchTable] = []
         self.rank, self.world, self.offers = companion.rank, companion.world, _OFFERS
 
     def start(self, payload: Payload) -> Pending:
         if not isinstance(payload, Sum) or not self._stream.takes(payload.tensor):
             return self._companion.start(payload)
-        exchange = self._stream.thread.begin(payload.tensor.numpy())
+        exchange = self._stream.begin(payload.tensor)
         # How many are in it is known from the companion, whose exchanges also show who is lost.
         tail = torch.ones(1) if payload.tail is None else payload.tail
-        return SwitchPending(self, self._stream.thread, exchange, payload, self._companion.start(Sum(tail)))
+        return SwitchPending(self, self._stream, exchange, payload, self._companion.start(Sum(tail)))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Pending:
         return self._companion.broadcast(tensor, source)
+
+    def open_table(self, number: int, size: int, strategy: Strategy, exponent: int) -> SwitchTable:
+        """Join one model's table; see `HoldsTables`."""
+        table = self._stream.open_table(number, size, strategy, exponent)
+        self._tables.append(table)
+        return table
 
     def evict_lost(self) -> None:
         """Tell the switch which workers the others have gone on without; each of these does."""
@@ -241,21 +297,26 @@ class BoundSwitch:
         self._members = self._group.members
 
     def close(self) -> None:
-        self._stream.close()
+        self._leave()
         self._companion.close()
 
     def abandon(self) -> None:
-        self._stream.close()
+        self._leave()
         self._companion.abandon()
+
+    def _leave(self) -> None:
+        for table in self._tables:
+            table.leave()
+        self._stream.close()
 
 
 class SwitchPending:
     """One sum under way: its values at the switch, its trailer beside it. A `Pending`."""
 
     def __init__(
-        self, fabric: BoundSwitch, thread: StreamThread, exchange: StreamExchange, payload: Sum, trailer: Pending
+        self, fabric: BoundSwitch, stream: SwitchStream, exchange: StreamExchange, payload: Sum, trailer: Pending
     ) -> None:
-        self._fabric, self._thread = fabric, thread
+        self._fabric, self._stream = fabric, stream
         self._exchange, self._payload, self._trailer = exchange, payload, trailer
         self.sent_bytes = payload.size_bytes
         self._has_trailer = False
@@ -270,7 +331,7 @@ class SwitchPending:
         self._has_trailer = self._has_trailer or self._trailer.wait(timeout)
         self._fabric.evict_lost()
         left = timedelta(seconds=max(0.0, deadline_s - time.monotonic()))
-        return self._has_trailer and self._thread.wait(self._exchange, left)
+        return self._has_trailer and self._stream.wait(self._exchange, left)
 
     def done(self) -> bool:
         return self._exchange.is_done and (self._has_trailer or self._trailer.done())

@@ -191,7 +191,7 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> RowJob:
         )
     tolerances = {Dense: _ROUNDING, Cast: _ROUNDING_16_BIT}
     tolerance = tolerances.get(type(made.codec)) if _adds_up(made.sync) else None
-    each = all(made.sync.contributes(step) == "gradient" for step in range(scenario.measured_steps.stop))
+    each = all(made.contributes(step) == "gradient" for step in range(scenario.measured_steps.stop))
     return RowJob(
         row,
         scenario,

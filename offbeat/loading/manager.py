@@ -118,7 +118,7 @@ class LoaderManager:
                 on_batch=self._on_batch,
                 put_back=self._put_back,
                 seed=self._seed,
-                together=self.server is None,
+                together=self.server is None and not self._plan.is_tabled,
             )
         self.loaders.append(prepared)
         self._check.prepared(loader, is_dealt=prepared.loader is not loader)
@@ -304,6 +304,8 @@ class LoaderManager:
             )
 
     def _leases(self, loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
+        if self._plan.is_tabled:
+            return False  # nobody deals out to workers that are at different steps
         tuned = self._plan.tuning is not None and self._control.world > 1
         if not tuned and self.server is None and not self._is_elastic:
             return False

@@ -68,6 +68,7 @@ class JoinSwitchJob(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         workers, values, slots, ring, rows: the shape of the job.
         strategy: that it begins with.
         chunk, clock: what the worker begins with, on the stream and in the table.
+        exponent: of all values in the table.
     """
 
     request: _Number
@@ -81,6 +82,7 @@ class JoinSwitchJob(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     strategy: Strategy = Strategy()
     chunk: _Number = 0
     clock: _Number = 0
+    exponent: Annotated[int, msgspec.Meta(ge=-90, le=126)] = 0
 
 
 class SwitchJobJoined(msgspec.Struct, tag=True, frozen=True):

@@ -418,6 +418,8 @@ class WorkerSession:
         elif self.membership is not None and self.membership.is_outside:
             _log.warning("This worker is done, and has not joined: prepare what the job's workers have.")
         elif self.context.world > 1:
+            for one in self.models.synchronizers:
+                one.leave()
             self._tell_pace()
             self._record_given()
             error = self._leave_together()

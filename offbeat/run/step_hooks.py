@@ -93,14 +93,14 @@ class StepHooks:
         session = self._session
         result = synchronizer.after_step()
         session.came_with = []
-        if session.server is None and synchronizer.step:
+        if session.server is None and synchronizer.step and not session.plan.is_tabled:
             self._record(model, synchronizer.step - 1, () if result is None else result.weights)
         if session.uneven.is_open:
             pass  # those that are done make no step, behind which all could confer
         elif synchronizer.is_collective:
             self._vote_if_asked(model, synchronizer, result)
         else:
-            if session.membership is not None and session.server is not None:
+            if session.membership is not None:
                 session.membership.reject_pending(looks=session.context.is_first)
             if not session.data.leased:
                 session.plans.at_sync_point()

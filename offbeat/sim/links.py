@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -55,6 +56,11 @@ class Links:
             # On its way it passes two links, each of which may be bad.
             to_worker_s=LATENCY_S + min(2, len(scenario.impaired)) * _delay_s(scenario),
         )
+
+    @property
+    def meeting_at_switch(self) -> Links:
+        """The same with a server where the workers' links meet, without a link of its own."""
+        return dataclasses.replace(self, servers=math.inf, shards=1, queue_s=0.0)
 
     @property
     def slowest(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 from dataclasses import dataclass
@@ -161,6 +162,10 @@ def _played(
         sleeps=isinstance(scenario.workload, Replay),
         there_and_back_s=2 * links.to_worker_s + links.queue_s,
     )
+    if plan is not None and plan.is_tabled:  # to the clock a table is a server, where the links meet
+        from offbeat.fabric import ParameterServer
+
+        plan, links = dataclasses.replace(plan, fabric=ParameterServer()), links.meeting_at_switch
     if plan is not None and plan.is_served:
         return SimulatedServer(
             plan,

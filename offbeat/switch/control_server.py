@@ -120,14 +120,17 @@ class ControlServer:
             number = secrets.randbits(16)
         shape = JobShape(number, shape.workers, shape.values, shape.slots, shape.ring, shape.rows)
         strategy = message.strategy
-        self._plane.create_job(shape, strategy, clock=message.clock)
+        self._plane.create_job(shape, strategy, clock=message.clock, exponent=message.exponent)
         job = self._jobs[message.job] = SwitchJob(message.job, shape, strategy)
         return job
 
     def evict(self, peer: SwitchPeer, message: EvictFromSwitchJob) -> None:
         """Go on without a worker."""
         if (job := self._known(peer, message.job)) is not None and message.worker in job.peers:
-            _log.warning("Job %s goes on without rank %d: %s", job.name, message.worker, message.why or "it is gone")
+            if message.worker != peer.link.rank:  # else it says itself that it is done
+                _log.warning(
+                    "Job %s goes on without rank %d: %s", job.name, message.worker, message.why or "it is gone"
+                )
             job.peers[message.worker].forget(job)
             self._remove(job, message.worker)
 

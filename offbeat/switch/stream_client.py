@@ -9,9 +9,8 @@ or M if that is less:
 
 So the packet that carries chunk j is due when the result P numbers before it is here, which has the exponent that all
 use. Results clock what is sent: no more than `window` packets are under way. What is not answered in time, or has been
-overtaken by three results, is taken for lost, and sent again. In time is what answers took of late, and four times as
-much as they vary (Jacobson, "Congestion avoidance and control", 1988); whenever one comes too late the wait is doubled,
-and fewer packets are under way until results come again: a switch that has too much to do is not given more.
+overtaken by three results, is taken for lost, and sent again; what in time is says a `ResendTimer`. Whenever one comes
+too late fewer packets are under way until results come again: a switch that has too much to do is not given more.
 
 Call order: `begin` for each exchange, in the same order on all workers; `packets` and `receive` until the exchange
 `is_done`; both may be called at any time.
@@ -38,6 +37,7 @@ from offbeat.switch.packet import (
     wrapped,
 )
 from offbeat.switch.packet_batch import PacketBatch
+from offbeat.switch.resend_timer import ResendTimer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from offbeat.switch.job_shape import JobShape
 
 _OVERTAKEN = 3  # results of later chunks, after which a packet is taken for lost
-_LONGEST_RTO = 64  # times the shortest
 _BURSTS = 4  # of a window; no smaller part of it is sent while something is under way
 _LEAST_UNDER_WAY = 4  # packets, after some came too late
 _MOST_ATTEMPTS = 8
@@ -127,8 +126,7 @@ class StreamClient:
     ) -> None:
         self.shape, self.worker, self.cookie = shape, worker, cookie
         self.window = min(window, shape.span)
-        self._least_rto_s = self._rto_s = rto_s
-        self._rtt_s, self._deviation_s = 0.0, rto_s / 4
+        self._timer = ResendTimer(rto_s)
         self._allowed = float(self.window)  # packets under way, at present
         self._next, self._clock = chunk, clock  # of the next exchange
         self._acked = self._cursor = chunk  # first chunk without a result, first that was never sent
@@ -163,7 +161,14 @@ class StreamClient:
     @property
     def rto_s(self) -> float:
         """Seconds after which an unanswered packet is sent again."""
-        return self._rto_s
+        return self._timer.rto_s
+
+    @property
+    def trouble(self) -> str:
+        """A sentence for reports about who holds the stream up; "" if nobody is known to."""
+        if self.held_up_by is None:
+            return ""
+        return f"The switch waits for rank {self.held_up_by}, which lacks results that are to be replaced."
 
     @property
     def is_idle(self) -> bool:
@@ -174,7 +179,7 @@ class StreamClient:
         """The time when `packets` has something to send again if nothing is received; infinite for never."""
         if not self._in_flight:
             return float("inf")
-        return float(self._sent_s[self._is_under_way].min()) + self._rto_s
+        return float(self._sent_s[self._is_under_way].min()) + self.rto_s
 
     # -- sending -------------------------------------------------------------------------------------------------
 
@@ -210,9 +215,9 @@ class StreamClient:
         """Take for lost what was not answered in time, or has been overtaken."""
         if not self._in_flight:
             return
-        late = self._is_under_way & (self._sent_s + self._rto_s <= now_s)
+        late = self._is_under_way & (self._sent_s + self.rto_s <= now_s)
         if late.any():
-            self._rto_s = min(2 * self._rto_s, _LONGEST_RTO * self._least_rto_s)
+            self._timer.expired()
             self._allowed = max(_LEAST_UNDER_WAY, self._allowed / 2)
         self._lose(late | (self._is_under_way & (self._overtaken >= _OVERTAKEN)))
 
@@ -327,11 +332,7 @@ class StreamClient:
         once = slots[self._is_under_way[slots] & ~self._was_resent[slots]]
         if not len(once):
             return
-        took_s = now_s - float(self._sent_s[once].mean())
-        self._deviation_s += (abs(took_s - self._rtt_s) - self._deviation_s) / 4
-        self._rtt_s += (took_s - self._rtt_s) / 8
-        longest_s = _LONGEST_RTO * self._least_rto_s
-        self._rto_s = min(max(self._least_rto_s, self._rtt_s + 4 * self._deviation_s), longest_s)
+        self._timer.measure(now_s - float(self._sent_s[once].mean()))
 
     def _take(
         self, batch: PacketBatch, which: NDArray[np.int64], numbers: NDArray[np.int64], exchange: StreamExchange

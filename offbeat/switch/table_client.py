@@ -3,6 +3,7 @@
     push    the update of a step, until every row is acknowledged      INC -> INC_OK
     clock   the step is over; wait until the next one may begin        CLOCK -> GRANT
     pull    all rows, as they are now                                  READ -> ROW
+    rest    this worker makes no step now, and holds nobody up         CLOCK, as far ahead as the switch keeps track
 
 Whether it may go on the worker finds by itself from what the switch broadcasts: how far all are, and the windows. If it
 may at once, it reads without a `CLOCK`, which a `READ` implies. What is not answered in time is sent again; all of it
@@ -29,15 +30,15 @@ from offbeat.switch.packet import (
     wrapped,
 )
 from offbeat.switch.packet_batch import PacketBatch
+from offbeat.switch.resend_timer import ResendTimer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from offbeat.switch.job_shape import JobShape
 
-Phase = Literal["computing", "push", "clock", "pull"]
+Phase = Literal["computing", "push", "clock", "pull", "rest"]
 _EPOCHS = 1 << 16
-_LONGEST_RTO = 64  # times the shortest
 
 
 class TableClient:
@@ -50,7 +51,7 @@ class TableClient:
         exponent: of all values in the table.
         clock: the last step that all have finished, as the job begins or the worker joins.
         window: packets that may be under way.
-        rto_s: after which an unanswered packet is sent again; doubled each time until something is answered.
+        rto_s: the shortest time after which an unanswered packet is sent again.
 
     Attributes:
         clock: the last step that this worker has finished.
@@ -58,7 +59,10 @@ class TableClient:
         windows: which steps may be begun.
         until: it may begin steps before this clock, whatever the windows say.
         is_saturated: whether a value of the table did not fit.
+        has_joined: whether the switch has answered to its `JOIN`.
         refusal: why the switch will not go on with this worker; None as long as it does.
+        resent: packets that were sent again.
+        spent_s: seconds in each phase but computing.
     """
 
     def __init__(
@@ -76,15 +80,19 @@ class TableClient:
         self.clock = self.low = self.until = clock
         self.windows = Windows(0, 0, clock, 0)
         self.phase: Phase = "computing"
-        self.is_saturated = False
+        self.is_saturated = self.has_joined = False
         self.refusal: Reason | None = None
         self.resent = 0
-        self._least_rto_s = self._rto_s = rto_s
-        self._window = window
+        self.spent_s: dict[Phase, float] = {"push": 0.0, "clock": 0.0, "pull": 0.0, "rest": 0.0}
+        self._began_s = self._now_s = 0.0
+        self._timer = ResendTimer(rto_s)
+        self.window = window
         self._owed = np.zeros(shape.rows, np.bool_)  # rows whose answer lacks
         self._sent_s = np.full(shape.rows, -np.inf)
+        self._was_resent = np.zeros(shape.rows, np.bool_)
         self._clock_sent_s = -np.inf
         self._update = np.zeros((shape.rows, shape.values), np.int32)
+        self._residual = np.zeros((shape.rows, shape.values), np.float32)  # which rounding has left out so far
         self._table = np.zeros((shape.rows, shape.values), np.int32)
         self._batch = PacketBatch(window, shape.values)
 
@@ -93,12 +101,27 @@ class TableClient:
     def push(self, update: NDArray[np.float32]) -> None:
         """Finish a step: add its update [D] to the table, and read the table as soon as the next step may begin."""
         assert self.phase == "computing", self.phase
-        padded = np.zeros(self._update.size, np.float32)
-        padded[: len(update)] = update
         exponent = np.full(self.shape.rows, self.exponent, np.int8)
-        self._update = to_integers(padded.reshape(self._update.shape), exponent, 1)
+        self._residual.reshape(-1)[: len(update)] += update
+        self._update = to_integers(self._residual, exponent, 1)
+        self._residual -= to_floats(self._update, exponent, 1)
         self.clock = wrapped(self.clock + 1)
         self._begin("push")
+
+    def rest(self) -> None:
+        """Make no step, and hold nobody up, until `resume`."""
+        assert self.phase == "computing", self.phase
+        self._begin("rest")
+
+    def resume(self, clock: int) -> None:
+        """Go on behind `clock`, which all members that rest have agreed on, and read the table first.
+
+        Args:
+            clock: the largest `clock` of those that rest.
+        """
+        assert self.phase == "rest", self.phase
+        self.clock = clock
+        self._begin("pull")
 
     def values(self, size: int) -> NDArray[np.float32]:
         """[size] the table as it was read last."""
@@ -112,29 +135,60 @@ class TableClient:
 
     # -- packets -------------------------------------------------------------------------------------------------
 
+    @property
+    def rto_s(self) -> float:
+        """Seconds after which an unanswered packet is sent again."""
+        return self._timer.rto_s
+
+    @property
+    def trouble(self) -> str:
+        """A sentence for reports about what keeps it from going on; "" if nothing is known to."""
+        return f"Not all workers have finished step {wrapped(self.low + 1)}." if self.phase == "clock" else ""
+
+    def wake_s(self) -> float:
+        """The time when `packets` has something to send again if nothing is received; infinite for never."""
+        if self.phase == "computing":
+            return float("inf")
+        if self.phase in ("clock", "rest"):
+            return max(0.0, self._clock_sent_s) + self.rto_s
+        sent_s = self._sent_s[self._owed]
+        return float(max(0.0, sent_s.min())) + self.rto_s
+
     def packets(self, now_s: float) -> PacketBatch:
         """The packets to send now; the batch is used again by the next call."""
+        self._now_s = now_s
         if self.phase == "computing":
             return self._batch.first(0)
-        if self.phase == "clock":
-            if now_s - self._clock_sent_s < self._rto_s:
+        if self._began_s < 0:
+            self._began_s = now_s
+        if self.phase == "rest":
+            ahead = wrapped(self.low + self.shape.ring - 2)
+            if is_newer(ahead, self.clock):
+                self.clock, self._clock_sent_s = ahead, -np.inf
+                self._timer.restart()
+        if self.phase in ("clock", "rest"):
+            if now_s - self._clock_sent_s < self.rto_s:
                 return self._batch.first(0)
             self._note_resent(int(self._clock_sent_s > -np.inf))
             self._clock_sent_s = now_s
             return self._written(np.zeros(1, np.int64), PacketKind.CLOCK)
-        under_way = self._owed & (self._sent_s + self._rto_s > now_s)
-        room = self._window - int(under_way.sum())
+        under_way = self._owed & (self._sent_s + self.rto_s > now_s)
+        room = self.window - int(under_way.sum())
         rows = np.flatnonzero(self._owed & ~under_way)[: max(0, room)]
-        self._note_resent(int((self._sent_s[rows] > -np.inf).sum()))
+        again = rows[self._sent_s[rows] > -np.inf]
+        self._was_resent[again] = True
+        self._note_resent(len(again))
         self._sent_s[rows] = now_s
         return self._written(rows, PacketKind.INC if self.phase == "push" else PacketKind.READ)
 
-    def receive(self, batch: PacketBatch) -> None:
+    def receive(self, batch: PacketBatch, now_s: float) -> None:
         """Take in packets from the switch; what answers nothing that is owed is passed over."""
+        self._now_s = now_s
         batch = batch.narrowed(self.shape.values)
         header = batch.header
         ours = batch.are_ours(self.shape.number, from_workers=False)
         granted = ours & np.isin(header["kind"], (PacketKind.GRANT, PacketKind.JOIN_OK, PacketKind.PROBE_OK))
+        self.has_joined = self.has_joined or bool((header["kind"][granted] == PacketKind.JOIN_OK).any())
         for one in header[granted]:
             self._take_grant(one)
         refused = ours & (header["kind"] == PacketKind.NACK)
@@ -158,20 +212,29 @@ class TableClient:
     def _note_resent(self, packets: int) -> None:
         if packets:
             self.resent += packets
-            self._rto_s = min(2 * self._rto_s, _LONGEST_RTO * self._least_rto_s)
+            self._timer.expired()
 
     def _note(self, header: NDArray[np.void]) -> None:
         """Note that some rows are answered; go on when all are."""
         if not len(header):
             return
-        self._rto_s = self._least_rto_s
+        self._timer.restart()
+        rows = header["chunk"][header["chunk"] < self.shape.rows]
+        once = rows[self._owed[rows] & ~self._was_resent[rows]]
+        if len(once):
+            self._timer.measure(self._now_s - float(self._sent_s[once].mean()))
         self.is_saturated = self.is_saturated or bool((header["flags"] & Flag.SATURATED).any())
-        self._owed[header["chunk"][header["chunk"] < self.shape.rows]] = False
+        self._owed[rows] = False
         if not self._owed.any():
             self._begin("clock" if self.phase == "push" else "computing")
 
     def _begin(self, phase: Phase) -> None:
-        self.phase, self._rto_s = phase, self._least_rto_s
+        if self.phase != "computing":
+            self.spent_s[self.phase] += self._now_s - self._began_s
+        self._began_s = self._now_s if self.phase != "computing" else -1.0
+        self.phase = phase
+        self._timer.restart()
+        self._was_resent[:] = False
         self._owed[:] = phase in ("push", "pull")
         self._sent_s[:] = self._clock_sent_s = -np.inf
 

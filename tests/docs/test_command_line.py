@@ -27,7 +27,7 @@ COMMANDS = {
         "--hash-every",
     ],
     "switch ctl": ["ADDRESS", "--token-file", "--evict"],
-    "switch serve": ["--bind", "--port", "--token-file", "--trusted-network", "--timeout"],
+    "switch serve": ["--bind", "--port", "--token-file", "--trusted-network", "--timeout", "--target", "--interfaces"],
     "serve": [
         "--bind",
         "--port",

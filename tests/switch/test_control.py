@@ -22,19 +22,21 @@ from offbeat.protocol.switch_control import (
     to_switch_of,
 )
 from offbeat.protocol.switch_control import SwitchJobJoined as Joined
+from offbeat.switch.client_thread import ClientThread
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.members import refusal
 from offbeat.switch.packet import Packet, PacketKind, Reason, decode, encode
 from offbeat.switch.serve import check_trust
-from offbeat.switch.stream_client import StreamClient
-from offbeat.switch.stream_thread import StreamThread
+from offbeat.switch.stream_client import StreamClient, StreamExchange
 from offbeat.switch.udp_socket import UdpSocket
 from offbeat.wire.credentials import Token
 from tests.switch.served import served_switch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from numpy.typing import NDArray
 
     from offbeat.wire.messages import Role
 
@@ -166,7 +168,14 @@ class Worker:
         shape = JobShape(self.joined.number, workers, VALUES, 64, 8)
         stream = StreamClient(shape, rank, self.joined.cookie, window=16, rto_s=0.02)
         self.sock = UdpSocket()
-        self.stream = StreamThread(stream, self.sock, self.sock.connect("127.0.0.1", self.joined.port))
+        self.client = stream
+        self.stream = ClientThread(stream, self.sock, self.sock.connect("127.0.0.1", self.joined.port))
+
+    def begin(self, values: NDArray[np.float32]) -> StreamExchange:
+        return self.stream.do(lambda: self.client.begin(values))
+
+    def wait(self, exchange: StreamExchange, seconds: float) -> bool:
+        return self.stream.wait(lambda: exchange.is_done, timedelta(seconds=seconds))
 
 
 @pytest.fixture
@@ -180,9 +189,9 @@ def workers(address: str) -> Iterator[list[Worker]]:
 
 def summed(workers: list[Worker], size: int) -> None:
     """Sum vectors of ones over these workers, and see that all get the sum."""
-    exchanges = [one.stream.begin(np.full(size, 1.0, np.float32)) for one in workers]
+    exchanges = [one.begin(np.full(size, 1.0, np.float32)) for one in workers]
     for one, exchange in zip(workers, exchanges, strict=True):
-        assert one.stream.wait(exchange, timedelta(seconds=10)), one.stream.trouble
+        assert one.wait(exchange, 10), one.stream.trouble
         assert (exchange.total == len(workers)).all()
 
 
@@ -224,9 +233,9 @@ def test_a_worker_that_was_evicted_is_told_so(address: str, workers: list[Worker
     operator = client(address, role="operator")
     operator.evict("a", 1, "it is slow")
     until(lambda: [one.worker for one in operator.status().jobs[0].members] == [0, 2])
-    exchange = workers[1].stream.begin(np.ones(100, np.float32))
+    exchange = workers[1].begin(np.ones(100, np.float32))
     with pytest.raises(NetworkError, match="no member of the job"):
-        workers[1].stream.wait(exchange, timedelta(seconds=5))
+        workers[1].wait(exchange, 5)
     summed([workers[0], workers[2]], 100)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -11,11 +12,11 @@ import pytest
 
 from offbeat.errors import NetworkError
 from offbeat.protocol.switch_control import JoinSwitchJob, SwitchJobJoined
+from offbeat.switch.client_thread import ClientThread
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.kernel.kernel_switch import KernelSwitch
 from offbeat.switch.stream_client import StreamClient
-from offbeat.switch.stream_thread import StreamThread
 from offbeat.switch.udp_socket import UdpSocket
 from tests.switch.kernel_replay import KernelReplay, NotedState, in_a_network_of_its_own, why_not
 from tests.switch.network import StreamPlay
@@ -76,11 +77,11 @@ def sums_of(address: str, vectors: list[list[NDArray[np.float32]]]) -> list[list
         assert isinstance(joined, SwitchJobJoined)
         sock = UdpSocket()
         client = StreamClient(JobShape(joined.number, world, 256, 256), rank, joined.cookie)
-        thread = StreamThread(client, sock, sock.connect(control.host, joined.port))
+        thread = ClientThread(client, sock, sock.connect(control.host, joined.port))
         all_are_in.wait(10)
-        under_way = [thread.begin(vector) for vector in vectors[rank]]
+        under_way = [thread.do(functools.partial(client.begin, vector)) for vector in vectors[rank]]
         for exchange in under_way:
-            assert thread.wait(exchange, _TIMEOUT), thread.trouble
+            assert thread.wait(functools.partial(getattr, exchange, "is_done"), _TIMEOUT), thread.trouble
             totals[rank].append(exchange.total.tobytes())
         all_are_in.wait(30)
         thread.close()

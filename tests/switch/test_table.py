@@ -57,7 +57,7 @@ class TablePlay:
             state.shape, worker, cookie, exponent=20, clock=state.clocks.low, window=4, rto_s=0.01
         )
         ((_, answer),) = state.handle(Packet(PacketKind.JOIN, 7, worker, cookie=cookie), worker)
-        self.clients[worker].receive(PacketBatch.of([answer], VALUES))
+        self.clients[worker].receive(PacketBatch.of([answer], VALUES), 0.0)
 
     def run(self) -> None:
         lost: int | None = None
@@ -114,7 +114,7 @@ class TablePlay:
     def receive(self, worker: int, data: bytes) -> None:
         client = self.clients[worker]
         before = client.phase
-        client.receive(PacketBatch.of([data], VALUES))
+        client.receive(PacketBatch.of([data], VALUES), self.now_s)
         if before in ("push", "clock") and client.phase == "pull":
             self.note_grant(client.clock, client.low, client.windows)
             self.promised[worker] = distance(client.low, self.start)

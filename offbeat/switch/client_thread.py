@@ -1,4 +1,4 @@
-"""The thread of a worker that keeps its stream going while the worker computes."""
+"""The thread of a worker that keeps its stream, or its table, going while the worker computes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import select
 import threading
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
@@ -15,12 +15,15 @@ from offbeat.switch.packet import Packet, PacketKind
 from offbeat.switch.packet_batch import PacketBatch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from datetime import timedelta
 
     from numpy.typing import NDArray
 
-    from offbeat.switch.stream_client import StreamClient, StreamExchange
+    from offbeat.switch.job_shape import JobShape
+    from offbeat.switch.packet import Reason
 
+T = TypeVar("T")
 _AT_ONCE = 256
 _LONGEST_S = 0.1  # between two looks, when nothing is under way
 
@@ -37,8 +40,31 @@ class PacketSocket(Protocol):
     def close(self) -> None: ...
 
 
-class StreamThread:
-    """Sends and receives for a `StreamClient`; the only one that touches it, but under the lock.
+class PacketClient(Protocol):
+    """The Protocol of a worker's end of a job, without I/O: `StreamClient`, `TableClient`."""
+
+    shape: JobShape
+    worker: int
+    cookie: int
+    window: int
+    has_joined: bool
+    refusal: Reason | None
+
+    @property
+    def rto_s(self) -> float: ...
+
+    @property
+    def trouble(self) -> str: ...
+
+    def packets(self, now_s: float) -> PacketBatch: ...
+
+    def receive(self, batch: PacketBatch, now_s: float) -> None: ...
+
+    def wake_s(self) -> float: ...
+
+
+class ClientThread:
+    """Sends and receives for a worker's end of a job; the only one that touches it, but under the lock.
 
     Args:
         client: whose packets these are.
@@ -46,7 +72,7 @@ class StreamThread:
         switch: its address, as `udp_socket.address_of`.
     """
 
-    def __init__(self, client: StreamClient, sock: PacketSocket, switch: int) -> None:
+    def __init__(self, client: PacketClient, sock: PacketSocket, switch: int) -> None:
         self._client, self._socket = client, sock
         self._switch = np.full(2 * client.window, switch, np.uint64)
         self._batch = PacketBatch(_AT_ONCE, client.shape.values)
@@ -57,15 +83,15 @@ class StreamThread:
         self._thread = threading.Thread(target=self._run, name="offbeat-switch", daemon=True)
         self._thread.start()
 
-    def begin(self, values: NDArray[np.float32]) -> StreamExchange:
-        """Begin to sum `values`; see `StreamClient.begin`."""
+    def do(self, act: Callable[[], T]) -> T:
+        """Let `act` have the client for itself, then look at what is to be sent."""
         with self._changed:
-            exchange = self._client.begin(values)
+            found = act()
         os.eventfd_write(self._wake, 1)
-        return exchange
+        return found
 
-    def wait(self, exchange: StreamExchange, timeout: timedelta) -> bool:
-        """Wait until an exchange is done; whether it is.
+    def wait(self, is_done: Callable[[], bool], timeout: timedelta) -> bool:
+        """Wait until something is so that packets change; whether it is.
 
         Raises:
             NetworkError: if the switch will not go on with this worker.
@@ -73,7 +99,7 @@ class StreamThread:
         """
         deadline_s = time.monotonic() + timeout.total_seconds()
         with self._changed:
-            while not exchange.is_done:
+            while not is_done():
                 if self._error is not None:
                     raise self._error
                 left_s = deadline_s - time.monotonic()
@@ -84,13 +110,8 @@ class StreamThread:
 
     @property
     def trouble(self) -> str:
-        """A sentence for reports about what keeps the stream from going on; "" if nothing is known to."""
-        client = self._client
-        if not client.has_joined:
-            return "The switch has not answered yet."
-        if client.held_up_by is not None:
-            return f"The switch waits for rank {client.held_up_by}, which lacks results that are to be replaced."
-        return ""
+        """A sentence for reports about what keeps it from going on; "" if nothing is known to."""
+        return self._client.trouble if self._client.has_joined else "The switch has not answered yet."
 
     def close(self) -> None:
         """End the thread; what is under way is given up."""

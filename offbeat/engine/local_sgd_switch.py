@@ -1,0 +1,173 @@
+"""Workers at their own pace without a server: each steps by itself, and a switch keeps the sum of their changes.
+
+    parameters = those of the beginning - table        read by each worker when the policy lets it go on
+    table     += its change / number of workers        behind each of its steps
+
+So the optimizer is each worker's own: its momentum is that of its own gradients, where a server's is that of all. The
+factor is the same in every mode (Nunes et al., "No worker left (too far) behind", 2025). Buffers stay each worker's own
+until all `settle`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from offbeat.diagnosis.wait import WaitContext
+from offbeat.engine import state_checks
+from offbeat.engine.anchor import Anchor
+from offbeat.engine.exchange_result import ExchangeResult
+from offbeat.errors import ModelError
+from offbeat.fabric import HoldsTables
+from offbeat.layout import arrange
+from offbeat.payload import Total
+from offbeat.switch.strategy import compile_policy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from offbeat.engine.buffers import Buffers
+    from offbeat.engine.prepared_model import PreparedModel
+    from offbeat.engine.reducer import Reducer
+    from offbeat.engine.worker_context import WorkerContext
+    from offbeat.fabric.switch_table import SwitchTable, TablePending
+    from offbeat.sync import Policy
+
+_HEADROOM = 3  # a parameter may move 2**3 times as far as the largest lies from 0
+_LEAST_EXPONENT = 3
+
+
+class SwitchAverager:
+    """One model's table. An `Averager`, of which each step averages, without waiting for all.
+
+    Args:
+        model: whose changes are pushed.
+        reducer: of its gradients, which has no work meanwhile.
+        buffers: the model's, or None if they are not to be synchronised.
+        policy: who may go on when.
+        context: of this worker.
+
+    Raises:
+        ModelError: if the parameters are not float32 on CPUs.
+    """
+
+    def __init__(
+        self, model: PreparedModel, reducer: Reducer, buffers: Buffers | None, policy: Policy, context: WorkerContext
+    ) -> None:
+        self._model, self._reducer, self._buffers, self._context = model, reducer, buffers, context
+        self._policy = policy
+        buckets = arrange(model.parameters, bucket_bytes=reducer.plan.bucket_bytes).buckets
+        if any(bucket.dtype != torch.float32 or bucket.device.type != "cpu" for bucket in buckets):
+            raise ModelError(
+                f"Cannot train this model with {policy!r} on a switch: its table adds float32 on CPUs. Use BSP(), or "
+                "fabric=ParameterServer()."
+            )
+        self._anchors = [Anchor(bucket, model.parameters) for bucket in buckets]
+        self._ends = np.cumsum([bucket.numel for bucket in buckets])
+        self._base = np.zeros(self._ends[-1], np.float32)
+        self._change = np.zeros_like(self._base)
+        self._table: SwitchTable | None = None
+
+    def begin(self) -> None:
+        """Anchor here, and join the table. Collective."""
+        for anchor, base in zip(self._anchors, self._parts(self._base), strict=True):
+            anchor.set_to_parameters_()
+            base.copy_(anchor.values)
+        self._join()
+
+    def _join(self) -> SwitchTable:
+        fabric, control = self._model.fabric, self._context.control
+        if not isinstance(fabric, HoldsTables):
+            raise ModelError(f"Cannot train with {self._policy!r} on this fabric: it holds no table.")
+        largest = float(np.abs(self._base).max())
+        exponent = max(_LEAST_EXPONENT, int(np.frexp(largest)[1]) + _HEADROOM)
+        strategy = compile_policy(self._policy)
+        self._table = fabric.open_table(self._model.number, len(self._base), strategy, exponent)
+        control.sum("all have joined the switch's table")  # who came later would not be waited for
+        return self._table
+
+    def stepped(self) -> None:
+        """Do nothing: nobody else could compute what this worker drew."""
+
+    def average(self, step: int, steps: int, part: float, *, is_last: bool) -> ExchangeResult:
+        """Push this worker's change, wait until it may go on, and take over the table.
+
+        With no `steps` since the last time, make all replicas equal. Collective then.
+        """
+        if not steps:
+            self._settle(step)
+            return ExchangeResult()
+        metrics, table = self._context.metrics, self._opened
+        issued_s = metrics.now_s()
+        for anchor, change in zip(self._anchors, self._parts(self._change), strict=True):
+            anchor.delta(change)
+        self._change /= self._context.world
+        pending = table.push(self._change)
+        metrics.sent_bytes += pending.sent_bytes
+        self._take(self._wait(pending, f"the next step ({self._policy!r})", step))
+        return ExchangeResult(weights=(part,), spans=((issued_s, metrics.now_s()),))
+
+    def _settle(self, step: int) -> None:
+        control, table = self._context.control, self._opened
+        table.rest()
+        clocks = control.numbers_of("where all are at the switch's table", 0)  # all have pushed what they had
+        clocks = control.numbers_of("how far all say they are", table.clock)
+        self._take(self._wait(table.resume(max(clocks.values()), len(self._base)), "the table that all read", step))
+        control.sum("all have read the switch's table")  # nobody pushes before
+        if self._buffers is not None:
+            source = control.leader
+            for pending in self._buffers.start(source):
+                self._context.waiter.wait(pending, WaitContext("broadcast of the buffers", step))
+            self._buffers.finish(source)
+
+    def _wait(self, pending: TablePending, what: str, step: int) -> NDArray[np.float32]:
+        reply = self._context.waiter.wait(pending, WaitContext(what, step, model=self._model.number))
+        assert isinstance(reply, Total)
+        values: NDArray[np.float32] = reply.tensor.numpy()
+        return values
+
+    def _take(self, table: NDArray[np.float32]) -> None:
+        """Have the parameters that the table says."""
+        for anchor, values in zip(self._anchors, self._parts(self._base - table), strict=True):
+            anchor.values.copy_(values)
+            anchor.restore_parameters_()
+
+    def end(self, *, evens_optimizers: bool) -> None:
+        """Leave the table: gradients are exchanged from here on."""
+        self.leave()
+
+    def leave(self) -> None:
+        """Have the others go on without this worker."""
+        if self._table is not None:
+            self._table.leave()
+
+    def refreshed(self, steps: int) -> None:
+        """Do nothing: there is no server."""
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Anchors, by parameter name."""
+        return {name: {"anchor": value.clone()} for anchor in self._anchors for name, _, value in anchor.slots}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]], gradients: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned. Collective."""
+        self._reducer.load_state_dict(gradients)
+        for anchor in self._anchors:
+            for name, _, value in anchor.slots:
+                state_checks.copy_(value, state[name], name, "anchor")
+            anchor.restore_parameters_()
+        if self._table is not None:  # what it holds belongs to other parameters
+            self._table.leave()
+        self.begin()
+
+    @property
+    def _opened(self) -> SwitchTable:
+        assert self._table is not None, "a table is opened with the first step"
+        return self._table
+
+    def _parts(self, whole: NDArray[np.float32]) -> list[torch.Tensor]:
+        """The stretches of a vector [D] that belong to each bucket, in the same memory."""
+        return [torch.from_numpy(part) for part in np.split(whole, self._ends[:-1])]

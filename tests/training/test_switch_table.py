@@ -1,0 +1,118 @@
+"""Whole jobs whose workers go on at their own pace, and whose changes a switch sums."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat.errors import PlanError
+from tests.switch.served import served_switch
+from tests.workers import run_workers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+STEPS, SLOW_S = 12, 0.06
+
+
+def train(
+    plan: offbeat.Plan, slow: int | None = None, victim: int | None = None, extra: int = 0
+) -> tuple[str, list[float], list[float], float]:
+    """Move parameters by as much as the worker's number says in each step; their digest once all are settled, their
+    values, the times when steps ended, and when all were settled.
+
+    Args:
+        slow: the worker that computes longer.
+        victim: the worker that is killed in the middle.
+        extra: steps that rank 0 makes more than the others.
+    """
+    run = offbeat.init(plan, timeout=timedelta(seconds=4))
+    torch.manual_seed(0)
+    model = nn.Linear(300, 2, bias=False)
+    start = model.weight.detach().clone()
+    prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    ends = []
+    for step in range(STEPS + (extra if run.rank == 0 else 0)):
+        if run.rank == slow:
+            time.sleep(SLOW_S)
+        if run.rank == victim and step == STEPS // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        (prepared(torch.ones(1, 300)).sum() * (run.rank + 1) / 64).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ends.append(time.monotonic())
+    run.settle()
+    settled_s = time.monotonic()
+    weights = model.weight.detach()
+    digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()
+    moved = (start - weights).unique().tolist()
+    run.close()
+    return digest, moved, ends, settled_s
+
+
+@pytest.mark.parametrize("sync", [offbeat.SSP(2), offbeat.ASP(), offbeat.DSSP(1, 4)])
+def test_every_change_counts_once_and_all_end_equal(sync: offbeat.SSP | offbeat.ASP | offbeat.DSSP) -> None:
+    with served_switch() as address:
+        results = run_workers(3, train, offbeat.Plan(sync=sync, fabric=offbeat.Switch(address)), 1)
+    assert len({digest for digest, *_ in results}) == 1
+    # Each worker moves by lr * (rank + 1) / 64 a step, of which a third counts.
+    expected = STEPS * 0.5 * (1 + 2 + 3) / 64 / 3
+    assert results[0][1] == pytest.approx([expected] * len(results[0][1]), abs=1e-6)
+
+
+def test_nobody_gets_further_ahead_than_the_policy_says() -> None:
+    with served_switch() as address:
+        plan = offbeat.Plan(sync=offbeat.SSP(2), fabric=offbeat.Switch(address))
+        (_, _, fast, _), (_, _, slow, _) = run_workers(2, train, plan, 1)
+    # Who has ended step s may begin the next once the slowest has ended step s - 2.
+    for step in range(3, STEPS):
+        assert fast[step] >= slow[step - 3] - 0.005, (step, fast, slow)
+    assert fast[2] < slow[1], "it never went ahead"
+
+
+def test_one_that_makes_more_steps_is_not_held_up_by_those_that_are_through() -> None:
+    with served_switch() as address:
+        plan = offbeat.Plan(sync=offbeat.SSP(1), fabric=offbeat.Switch(address))
+        results = run_workers(2, train, plan, None, None, 6)
+    assert len({digest for digest, *_ in results}) == 1
+
+
+def test_the_others_go_on_without_a_worker_that_is_killed() -> None:
+    with served_switch() as address:
+        plan = offbeat.Plan(sync=offbeat.SSP(1), fabric=offbeat.Switch(address))
+        results = run_workers(3, train, plan, None, 1, faulty=1)
+    (first, _, ends, _), (second, _, _, _) = results[0], results[2]
+    assert first == second
+    assert max(after - before for before, after in itertools.pairwise(ends)) < 1.5
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda plan: dataclasses.replace(plan, sync=offbeat.KSync(1)), "of some workers only"),
+        (lambda plan: dataclasses.replace(plan, codec=offbeat.Cast("bf16")), "whole changes"),
+        (lambda plan: dataclasses.replace(plan, tuning=offbeat.BatchTuning()), "part of the data"),
+        (lambda plan: dataclasses.replace(plan, sync=offbeat.RoundRobin()), "gives no turns"),
+    ],
+)
+def test_what_a_table_cannot_do_is_refused(change: Callable[[offbeat.Plan], offbeat.Plan], says: str) -> None:
+    plan = offbeat.Plan(sync=offbeat.SSP(2), fabric=offbeat.Switch("127.0.0.1:1"))
+    with pytest.raises(PlanError, match=says):
+        change(plan)
+
+
+def test_a_swap_that_cannot_be_is_refused() -> None:
+    plan = offbeat.Plan(sync=offbeat.SSP(2), fabric=offbeat.Switch("127.0.0.1:1"))
+    with pytest.raises(PlanError, match="changes of each worker's own steps"):
+        plan.swapped('[sync]\nkind = "BSP"')
