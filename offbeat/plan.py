@@ -258,11 +258,6 @@ class Plan:
                     "changes of each worker's own steps. Save a checkpoint, and start again with the other plan - at "
                     "`plan.sync`."
                 )
-            elif name == "sync" and self.is_tabled:
-                raise PlanError(
-                    f"Cannot swap {here!r} for {there!r} on a switch while training: its table's policy is not swapped "
-                    "yet. Save a checkpoint, and start again with the other plan - at `plan.sync`."
-                )
             elif name not in ("sync", "controller"):
                 raise PlanError(
                     f"Cannot swap {here!r} for {there!r} while training: only the synchronization policy can be, its "

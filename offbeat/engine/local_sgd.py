@@ -217,6 +217,11 @@ class LocalSGDSync:
     # -- averaging -----------------------------------------------------------------------------------------------
 
     @property
+    def averager(self) -> Averager:
+        """The averager of its deltas."""
+        return self._averager
+
+    @property
     def is_anchored(self) -> bool:
         """Whether it has begun to step by itself."""
         return self._is_anchored

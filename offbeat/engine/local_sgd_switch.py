@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from offbeat.engine.reducer import Reducer
     from offbeat.engine.worker_context import WorkerContext
     from offbeat.fabric.switch_table import SwitchTable, TablePending
+    from offbeat.plan import Plan
     from offbeat.sync import Policy
 
 _HEADROOM = 3  # a parameter may move 2**3 times as far as the largest lies from 0
@@ -144,6 +145,14 @@ class SwitchAverager:
         """Have the others go on without this worker."""
         if self._table is not None:
             self._table.leave()
+
+    def swap(self, plan: Plan) -> bool:
+        """Have another plan's policy hold for all workers; see `SwitchTable.set_strategy`."""
+        return self._table is not None and self._table.set_strategy(compile_policy(plan.sync), plan.to_toml())
+
+    def new_plan(self) -> str:
+        """The plan that has come to hold since the last call; see `SwitchTable.new_plan`."""
+        return "" if self._table is None else self._table.new_plan()
 
     def refreshed(self, steps: int) -> None:
         """Do nothing: there is no server."""

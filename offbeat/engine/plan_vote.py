@@ -122,6 +122,11 @@ class PlanVote:
         refusal = next((text for text in refusals.values() if text), "")
         return VoteResult(present if refusal else plan, refusal, reason)
 
+    def withdraw(self, present: Plan) -> Plan:
+        """The plan that this worker wants, which is to hold without a vote."""
+        wanted, self._proposal = self._proposal, PlanRequest()
+        return present.swapped(wanted.plan, whole=True)
+
     def answer(self, text: str, refusal: str) -> None:
         """Say what became of it to whoever had left a wish."""
         if self._request is not None and self._folder is not None:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offbeat.engine import state_checks
 from offbeat.engine.local_sgd import LocalSGDSync
+from offbeat.engine.local_sgd_switch import SwitchAverager
 from offbeat.engine.optimizer_state import load_optimizer_state, optimizer_state
 
 if TYPE_CHECKING:
@@ -149,6 +150,12 @@ class SwitchableSync:
         return self._gradients.is_collective and not self._plan.is_tabled
 
     @property
+    def table(self) -> SwitchAverager | None:
+        """The model's table at a switch, which decides by which plan all go; None if it has none."""
+        averager = None if self._local is None else self._local.averager
+        return averager if isinstance(averager, SwitchAverager) else None
+
+    @property
     def holds_gradient(self) -> bool:
         """Whether there is a gradient that was not exchanged, because it is being accumulated."""
         return self._gradients.holds_gradient
@@ -230,7 +237,9 @@ class SwitchableSync:
 
     @property
     def _is_to_end(self) -> bool:
-        return self._local is not None and self._local.plan.sync != self._plan.sync
+        if self._local is None or self._local.plan.sync == self._plan.sync:
+            return False
+        return not (self._local.plan.is_tabled and self._plan.is_tabled)  # whose table goes on
 
     @property
     def _active(self) -> Synchronizer:

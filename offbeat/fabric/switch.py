@@ -219,7 +219,7 @@ class SwitchStream:
         client = TableClient(own, worker, joined.cookie, exponent=exponent, window=window, rto_s=_RTO_S)
         sock = UdpSocket()
         thread = ClientThread(client, sock, sock.connect(control.host, joined.port))
-        return SwitchTable(client, thread, lambda: control.evict(job, worker, "it is done"))
+        return SwitchTable(client, thread, control, job)
 
     @classmethod
     def in_memory(cls, switch: MemorySwitch, spec: Switch, worker: int, workers: int) -> SwitchStream:

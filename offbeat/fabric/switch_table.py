@@ -8,16 +8,20 @@ import torch
 
 from offbeat.errors import NumericsError
 from offbeat.payload import Total
+from offbeat.protocol.switch_control import GetSwitchPlan, SetSwitchStrategy, SwitchPlan, SwitchStrategySet
+from offbeat.switch.packet import is_newer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from datetime import timedelta
 
     import numpy as np
     from numpy.typing import NDArray
 
     from offbeat.payload import Reply
+    from offbeat.protocol.switch_control import Strategy
     from offbeat.switch.client_thread import ClientThread
+    from offbeat.switch.control_client import ControlClient
     from offbeat.switch.table_client import TableClient
 
 
@@ -26,12 +30,14 @@ class SwitchTable:
 
     Args:
         client, thread: its packets, and what keeps them going.
-        leave: has the switch go on without this worker.
+        control: of the switch.
+        job: the table's name there.
     """
 
-    def __init__(self, client: TableClient, thread: ClientThread, leave: Callable[[], None]) -> None:
-        self._client, self._thread, self._leave = client, thread, leave
+    def __init__(self, client: TableClient, thread: ClientThread, control: ControlClient, job: str) -> None:
+        self._client, self._thread, self._control, self._job = client, thread, control, job
         self._has_left = False
+        self._epoch = 0  # of the policy that this worker's plan has
 
     @property
     def size(self) -> int:
@@ -98,7 +104,41 @@ class SwitchTable:
         if not self._has_left:
             self._has_left = True
             self._thread.close()
-            self._leave()
+            self._control.evict(self._job, self._client.worker, "it is done")
+
+    # -- its policy ------------------------------------------------------------------------------------------------
+
+    def set_strategy(self, strategy: Strategy, plan: str) -> bool:
+        """Have another policy hold for all workers from a clock on that nobody can have been granted yet.
+
+        Args:
+            plan: of which it is the policy, as TOML.
+
+        Returns:
+            Whether it will; not while the change before is not in effect for all: try again.
+
+        Raises:
+            PlanError: if the switch cannot carry it out.
+            NetworkError: if it is gone.
+        """
+        told = self._control.ask(lambda number: SetSwitchStrategy(number, self._job, strategy, plan))
+        return isinstance(told, SwitchStrategySet) and told.is_set
+
+    def new_plan(self) -> str:
+        """The plan whose policy has come to hold for this worker since the last call, as TOML; "" for none.
+
+        Raises:
+            NetworkError: if the switch is gone.
+        """
+        windows = self._client.windows
+        if windows.epoch == self._epoch or is_newer(windows.effective, self._client.clock):
+            return ""
+        told = self._control.ask(lambda number: GetSwitchPlan(number, self._job))
+        assert isinstance(told, SwitchPlan)
+        if is_newer(told.effective, self._client.clock):  # yet another one, which does not hold here yet
+            return ""
+        self._epoch = told.epoch
+        return told.plan
 
 
 class TablePending:

@@ -4,8 +4,10 @@ worker or operator                             switch
   | -- JoinSwitchJob(job, shape, worker) ------> |   a worker; the first one creates the job
   | <----- SwitchJobJoined(number, cookie) ----- |   where its packets go, and what they have to say
   | -- EvictFromSwitchJob(job, worker, why) ---> |   a worker of the job, or an operator
-  | -- SetSwitchStrategy(job, ...) ------------> |   an operator, or the job's own controller
+  | -- SetSwitchStrategy(job, ..., plan) ------> |   a worker of the job, or an operator
   | <----- SwitchStrategySet(effective) -------- |   from which clock on it decides, or that it has to be tried again
+  | -- GetSwitchPlan(job) ---------------------> |   a worker that has seen another epoch than that of its plan
+  | <----- SwitchPlan(plan, epoch) ------------- |
   | -- GetSwitchStatus() ----------------------> |   anybody
   | <----- SwitchStatus(jobs) ------------------ |
   | <----- SwitchRefused(reason) --------------- |   instead of any of these answers
@@ -103,11 +105,16 @@ class EvictFromSwitchJob(msgspec.Struct, tag=True, frozen=True):
 
 
 class SetSwitchStrategy(msgspec.Struct, tag=True, frozen=True):
-    """A request for another policy."""
+    """A request for another policy.
+
+    Args:
+        plan: of which it is the policy, as TOML; "" if only the switch is to know.
+    """
 
     request: _Number
     job: _JobName
     strategy: Strategy
+    plan: Text = ""
 
 
 class SwitchStrategySet(msgspec.Struct, tag=True, frozen=True):
@@ -123,6 +130,22 @@ class SwitchStrategySet(msgspec.Struct, tag=True, frozen=True):
     is_set: bool
     effective: _Number = 0
     epoch: _Number = 0
+
+
+class GetSwitchPlan(msgspec.Struct, tag=True, frozen=True):
+    """A request for the plan whose policy was set last."""
+
+    request: _Number
+    job: _JobName
+
+
+class SwitchPlan(msgspec.Struct, tag=True, frozen=True):
+    """The answer; `plan` is "" if none was said, and holds from the clock `effective` on."""
+
+    request: _Number
+    plan: Text
+    epoch: _Number
+    effective: _Number
 
 
 class GetSwitchStatus(msgspec.Struct, tag=True, frozen=True):
@@ -181,11 +204,11 @@ class SwitchRefused(msgspec.Struct, tag=True, frozen=True):
     reason: Text
 
 
-ToSwitch = JoinSwitchJob | EvictFromSwitchJob | SetSwitchStrategy | GetSwitchStatus
-FromSwitch = SwitchJobJoined | SwitchStrategySet | SwitchStatus | SwitchRefused
+ToSwitch = JoinSwitchJob | EvictFromSwitchJob | SetSwitchStrategy | GetSwitchPlan | GetSwitchStatus
+FromSwitch = SwitchJobJoined | SwitchStrategySet | SwitchPlan | SwitchStatus | SwitchRefused
 # What each role may say; see `offbeat.wire.messages.HandshakeClaim`.
 SAYS: dict[str, tuple[type, ...]] = {
-    "worker": (JoinSwitchJob, EvictFromSwitchJob, SetSwitchStrategy, GetSwitchStatus),
+    "worker": (JoinSwitchJob, EvictFromSwitchJob, SetSwitchStrategy, GetSwitchPlan, GetSwitchStatus),
     "onlooker": (GetSwitchStatus,),
     "operator": (EvictFromSwitchJob, SetSwitchStrategy, GetSwitchStatus),
 }

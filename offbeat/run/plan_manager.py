@@ -128,6 +128,7 @@ class PlanManager:
             self.take_plan()
         elif self._control.world > 1:
             self._vote.propose(wanted)
+            self._swap_table()
             for one in self._models.together:
                 one.accounting.requests_vote = True
         else:
@@ -209,13 +210,38 @@ class PlanManager:
             self._vote.answer(text, refusal)
 
     def at_sync_point(self) -> None:
-        """Migrate here to a server, or away from it, if that is due."""
-        if self._migration.due is not None:
+        """Migrate here to a server, or away from it, if that is due, or go by the policy that a table has meanwhile."""
+        if self.plan.is_tabled:
+            self._vote.is_wanted(self.plan, looks=self._context.is_first)
+            self._swap_table()
+            self._take_table_plan()
+        elif self._migration.due is not None:
             self._go_over()
         elif self.server is not None:
             pushed = sum(one.number for one in self._models.synchronizers)
             if self.server.plans.sync_point.reached(self._waiter, pushed):
                 self._leave_server(self.server)
+
+    def _swap_table(self) -> None:
+        """Have the policy hold that this worker wants, if it does, as soon as the last one is in effect for all."""
+        if not self._vote.is_due or not self.plan.is_tabled:
+            return
+        wanted = self._vote.withdraw(self.plan)
+        try:
+            are_set = [one.table.swap(wanted) for one in self._models.synchronizers if one.table is not None]
+        except PlanError as error:
+            self._tell(f"The plan stays as it is. {error}")
+            self._vote.answer("", str(error))
+            return
+        if not are_set or not all(are_set):  # of several models' tables some may be asked twice, which changes nothing
+            self._vote.propose(wanted)
+
+    def _take_table_plan(self) -> None:
+        """Go by the plan whose policy has come to hold at the switch."""
+        for one in self._models.synchronizers:
+            text = "" if one.table is None else one.table.new_plan()
+            if text and (plan := self.plan.swapped(text, whole=True)) != self.plan:
+                self._vote.answer(self._take(self.plan, plan, self._clock.now_s()), "")
 
     def close(self) -> None:
         """The run is over."""

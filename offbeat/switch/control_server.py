@@ -16,6 +16,7 @@ from offbeat.protocol.switch_control import (
     SAYS,
     EvictFromSwitchJob,
     FromSwitch,
+    GetSwitchPlan,
     GetSwitchStatus,
     JoinSwitchJob,
     SetSwitchStrategy,
@@ -23,12 +24,14 @@ from offbeat.protocol.switch_control import (
     SwitchJobJoined,
     SwitchJobStatus,
     SwitchMemberStatus,
+    SwitchPlan,
     SwitchRefused,
     SwitchStatus,
     SwitchStrategySet,
     pack,
     to_switch_of,
 )
+from offbeat.switch.clocks import Windows
 from offbeat.switch.job_shape import JobShape
 
 if TYPE_CHECKING:
@@ -51,6 +54,7 @@ class SwitchJob:
 
     def __init__(self, name: str, shape: JobShape, strategy: Strategy) -> None:
         self.name, self.shape, self.strategy = name, shape, strategy
+        self.plan, self.windows = "", Windows()  # of the last change
         self.peers: dict[int, SwitchPeer] = {}  # by rank, those that have joined
 
 
@@ -151,8 +155,14 @@ class ControlServer:
             return SwitchRefused(message.request, str(error))
         if windows is None:
             return SwitchStrategySet(message.request, is_set=False)
-        job.strategy = strategy
+        job.strategy, job.plan, job.windows = strategy, message.plan, windows
         return SwitchStrategySet(message.request, True, windows.effective, windows.epoch)
+
+    def plan(self, peer: SwitchPeer, message: GetSwitchPlan) -> FromSwitch:
+        """Tell which plan's policy was set last."""
+        if (job := self._known(peer, message.job)) is None:
+            return SwitchRefused(message.request, f"Cannot tell the plan of {message.job!r}: there is no such job.")
+        return SwitchPlan(message.request, job.plan, job.windows.epoch, job.windows.effective)
 
     def status(self, message: GetSwitchStatus) -> FromSwitch:
         """Tell what is known of all jobs."""
@@ -229,6 +239,8 @@ class SwitchPeer:
                 self._server.evict(self, message)
             case SetSwitchStrategy():
                 answer = self._server.set_strategy(self, message)
+            case GetSwitchPlan():
+                answer = self._server.plan(self, message)
             case GetSwitchStatus():
                 answer = self._server.status(message)
         if answer is not None and self.link.is_open:

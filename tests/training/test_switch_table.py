@@ -112,6 +112,40 @@ def test_what_a_table_cannot_do_is_refused(change: Callable[[offbeat.Plan], offb
         change(plan)
 
 
+def swap(plan: offbeat.Plan) -> tuple[list[str], list[float], str]:
+    """Train, and have rank 1 swap the policy in the middle; each step's policy, and when each step ended."""
+    run = offbeat.init(plan, timeout=timedelta(seconds=4))
+    model = nn.Linear(300, 2, bias=False)
+    prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    policies, ends = [], []
+    for step in range(3 * STEPS):
+        time.sleep(0.02 if run.rank else 0.005)
+        (prepared(torch.ones(1, 300)).sum() / 64).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ends.append(time.monotonic())
+        policies.append(repr(run.plan.sync))
+        if run.rank == 1 and step == STEPS:
+            run.swap(sync=offbeat.SSP(6))
+    run.settle()
+    digest = hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest()
+    run.close()
+    return policies, ends, digest
+
+
+def test_a_swap_holds_for_all_from_the_same_step_on() -> None:
+    with served_switch() as address:
+        plan = offbeat.Plan(sync=offbeat.SSP(1), fabric=offbeat.Switch(address))
+        (first, fast, one), (second, slow, other) = run_workers(2, swap, plan)
+    assert one == other
+    assert first == second
+    begins = first.index("SSP(bound=6)")
+    assert STEPS < begins <= STEPS + 4
+    assert first == ["SSP(bound=1)"] * begins + ["SSP(bound=6)"] * (3 * STEPS - begins)
+    # The fast one is further ahead in the end than the first policy would have let it be.
+    assert fast[-5] < slow[-8]
+
+
 def test_a_swap_that_cannot_be_is_refused() -> None:
     plan = offbeat.Plan(sync=offbeat.SSP(2), fabric=offbeat.Switch("127.0.0.1:1"))
     with pytest.raises(PlanError, match="changes of each worker's own steps"):
