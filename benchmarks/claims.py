@@ -82,6 +82,7 @@ IDEAL = "throughput against ideal workers"
 JUMP = "largest rise of the training loss at a swap, less the largest where there is none,"
 DIFFERENCES = (POINTS, JUMP)
 SPEED = "communication speed"
+BARRIER = "time at the barrier"
 NEVER = "rows that do not reach the target"
 COST = "seconds that the others waited because of the worst fault"
 BESIDE_BEST = "time per step after the worst fault, as a multiple of that of the best policy that never changes,"
@@ -149,6 +150,13 @@ def _speed(report: ResultFile, row: str, against: str) -> float | None:
     return ratio(report, row, against, lambda one: 1 / (one.seconds_per_step - workload.forward_s))
 
 
+def _barrier(report: ResultFile, row: str, against: str) -> float | None:
+    totals = [
+        sum(second for raw in report.raw if raw.row == name for second in raw.barrier_s) for name in (row, against)
+    ]
+    return totals[0] / totals[1] if totals[1] else None
+
+
 def _never(report: ResultFile, row: str, against: str) -> float | None:
     return float(sum(reached(report, one.row) is None for one in report.rows))
 
@@ -182,6 +190,7 @@ MEASURES: dict[str, Measure] = {
     IDEAL: _ideal,
     JUMP: _jump,
     SPEED: _speed,
+    BARRIER: _barrier,
     NEVER: _never,
     COST: _cost,
     BESIDE_BEST: _beside_best,
@@ -230,10 +239,12 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     "innetwork_eight": (Claim(SPEED, "switch", "ddp", at_least=1.5),),
     "innetwork_stragglers": (
         Claim(TO_TARGET, "ssp(8)", "bsp", at_most=0.75),
+        Claim(BARRIER, "ssp(8)", "ssp(0)", at_most=0.25),
         Claim(POINTS, "ssp(8)", "bsp", at_least=-0.005),
     ),
     "innetwork_stragglers_eight": (
         Claim(TO_TARGET, "ssp(8)", "bsp", at_most=0.64),
+        Claim(BARRIER, "ssp(8)", "ssp(0)", at_most=0.25),
         Claim(POINTS, "ssp(8)", "bsp", at_least=-0.005),
     ),
     "swap": (Claim(JUMP, "swapped five times", "bsp, served", at_most=0),),

@@ -21,6 +21,9 @@ class ExchangeResult:
         staleness: updates between the parameters that this worker has computed on and its own update, at a server.
         dropped: whether what this worker brought is not in the parameters.
         spans: when each bucket was issued and done, in clock seconds.
+        barrier_s: seconds of it in which this worker waited for the policy to let it go on; None where that is not told
+            apart from the transfer.
+        resent: packets that were sent again.
     """
 
     weights: tuple[float, ...] = ()
@@ -29,6 +32,8 @@ class ExchangeResult:
     staleness: int = 0
     dropped: bool = False
     spans: tuple[tuple[float, float], ...] = ()
+    barrier_s: float | None = None
+    resent: int = 0
 
     def after(self, earlier: ExchangeResult | None) -> ExchangeResult:
         """Make this the result of a step that had an `earlier` exchange, too."""

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from offbeat.engine import state_checks
+from offbeat.engine.exchange_result import ExchangeResult
 from offbeat.engine.nonfinite import leave_out
 from offbeat.errors import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from offbeat.engine.exchange_result import ExchangeResult
     from offbeat.engine.prepared_model import PreparedModel
     from offbeat.engine.synchronizer import GradientSync
     from offbeat.engine.worker_context import WorkerContext
@@ -150,7 +150,15 @@ class LocalSGDSync:
             self.accounting.stepped()
             self._averager.stepped()
             result = self._average() if mode == "change" else None
-            self._context.metrics.exchange_done(self.step, self._spans, weight, model=self._model.number)
+            found = ExchangeResult() if result is None else result
+            self._context.metrics.exchange_done(
+                self.step,
+                self._spans,
+                weight,
+                model=self._model.number,
+                barrier_s=found.barrier_s,
+                resent=found.resent,
+            )
             self._context.waiter.witness.exchanged(self.accounting.stamp)
             self._spans = []
         self.step += 1

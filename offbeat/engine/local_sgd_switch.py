@@ -103,14 +103,19 @@ class SwitchAverager:
             self._settle(step)
             return ExchangeResult()
         metrics, table = self._context.metrics, self._opened
-        issued_s = metrics.now_s()
+        issued_s, barrier_s, resent = metrics.now_s(), table.spent_s["clock"], table.resent
         for anchor, change in zip(self._anchors, self._parts(self._change), strict=True):
             anchor.delta(change)
         self._change /= self._context.world
         pending = table.push(self._change)
         metrics.sent_bytes += pending.sent_bytes
         self._take(self._wait(pending, f"the next step ({self._policy!r})", step))
-        return ExchangeResult(weights=(part,), spans=((issued_s, metrics.now_s()),))
+        return ExchangeResult(
+            weights=(part,),
+            spans=((issued_s, metrics.now_s()),),
+            barrier_s=table.spent_s["clock"] - barrier_s,
+            resent=table.resent - resent,
+        )
 
     def _settle(self, step: int) -> None:
         control, table = self._context.control, self._opened

@@ -195,6 +195,8 @@ class StepMetrics:
         *,
         model: int = 0,
         dropped: bool = False,
+        barrier_s: float | None = None,
+        resent: int = 0,
     ) -> None:
         """All exchanges of the step are done.
 
@@ -204,6 +206,7 @@ class StepMetrics:
             staleness: updates between the parameters it was computed on and its own.
             model: which of several prepared, from 0.
             dropped: what was brought is not in the parameters.
+            barrier_s, resent: as of an `ExchangeResult`.
         """
         now_s, began_s = self._clock.now_s(), self._step_began_s
         early_s = self._waited_before_s - self._waited_at_step_s
@@ -226,6 +229,8 @@ class StepMetrics:
             "staleness": staleness,
             "buckets": [[issued - began_s, done - began_s] for issued, done in spans],
         }
+        if barrier_s is not None:
+            record |= {"barrier_s": barrier_s, "resent": resent}
         self._file.append(record | {"dropped": True} if dropped else record)
         self._remember(model, self.samples, own_s, self._waiter.waited_s - self._waited_before_s)
         self._remember_own(model, own_s)

@@ -37,6 +37,8 @@ def table(report: ResultFile) -> tuple[list[str], list[list[str]]]:
     columns.append((f"x {report.rows[0].baseline}", lambda row: f"{row.ratio_to_baseline:.3f}"))
     if any(row.staleness.max for row in report.rows):
         columns.append(("stale, mean/max", lambda row: f"{row.staleness.mean:.1f}/{row.staleness.max}"))
+    if any(raw.barrier_s for raw in report.raw):
+        columns.append(("ms at barrier", lambda row: _barrier(report, row.row)))
     columns.append(("MB sent", lambda row: _mb(statistics.fmean(row.bytes_sent_per_worker))))
     if race:
         columns += _race(report)
@@ -50,6 +52,12 @@ def table(report: ResultFile) -> tuple[list[str], list[list[str]]]:
         columns.append(("idle", lambda row: _percent(use[row.row].idle_share) if row.row in use else ""))
         columns.append(("uneven", lambda row: f"{use[row.row].variation:.2f}" if row.row in use else ""))
     return [heading for heading, _ in columns], [[cell(row) for _, cell in columns] for row in report.rows]
+
+
+def _barrier(report: ResultFile, row: str) -> str:
+    """Mean of what steps waited for others alone; empty where that is not told apart."""
+    times = [second for raw in report.raw if raw.row == row for second in raw.barrier_s]
+    return _ms(statistics.fmean(times)) if times else ""
 
 
 def _race(report: ResultFile) -> list[Column]:

@@ -87,7 +87,8 @@ class RawRun(_Strict, frozen=True, kw_only=True):
     """The measurements of one worker in one repeat of one row.
 
     `metrics` are (training seconds, value), and `metric_steps` the steps that had been taken by then. `staleness` is
-    each step's, where something went wrong (`[[fault]]`) on offbeat.
+    each step's, where something went wrong (`[[fault]]`) on offbeat; `barrier_s` is, where a switch's table lets
+    workers go on, what of `wait_s` was waited for the others, and neither transfer nor sending again.
     """
 
     row: str
@@ -106,6 +107,7 @@ class RawRun(_Strict, frozen=True, kw_only=True):
     notes: list[str]
     metric_steps: list[Count] = []
     staleness: list[Count] = []
+    barrier_s: list[Amount] = []
 
     @classmethod
     def from_lines(cls, lines: Sequence[Line], *, row: str, repeat: int, rank: int, host: str) -> RawRun:

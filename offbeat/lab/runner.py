@@ -56,6 +56,7 @@ class _MetricsRecord(msgspec.Struct):
     buckets: list[msgspec.Raw] = []
     staleness: int = 0
     time_s: float = 0.0
+    barrier_s: float | None = None
 
 
 def run(
@@ -203,8 +204,7 @@ def run_once(
     buckets = next((len(record.buckets) for record in told if record.kind == "start" and record.buckets), 0)
     staleness = [record.staleness for record in told if record.kind == "step"]
     spans = [line.span_s for worker in lines for line in worker if isinstance(line, recorder.RunTotals)]
-    if strikes.faults:
-        measured = [_with_staleness(worker, told) for worker in measured]
+    measured = [_with_told(worker, told, stale=bool(strikes.faults)) for worker in measured]
     begin_s = max(begin for begin, _ in spans)
     told_swaps = [record for record in told if record.kind == "event" and record.what == "swap"]
     ranks = range(len(places))
@@ -225,10 +225,15 @@ def _named(swapped: TimedSwap, begin_s: float) -> str:
     return f"swap: {swapped.policy}, {swapped.begin_s - offset_s:.2f} s after the first measured step began"
 
 
-def _with_staleness(worker: RawRun, told: Sequence[_MetricsRecord]) -> RawRun:
-    """Add the staleness of each measured step; those to warm up come first in `told`."""
-    stale = [record.staleness for record in told if record.kind == "step" and record.rank == worker.rank]
-    return msgspec.structs.replace(worker, staleness=stale[-len(worker.step_s) :])
+def _with_told(worker: RawRun, told: Sequence[_MetricsRecord], *, stale: bool) -> RawRun:
+    """Add what offbeat tells of each measured step: staleness, if asked for, and time at a barrier, if it is known."""
+    steps = [record for record in told if record.kind == "step" and record.rank == worker.rank]
+    measured = steps[-len(worker.step_s) :]  # those to warm up come first
+    return msgspec.structs.replace(
+        worker,
+        staleness=[record.staleness for record in measured] if stale else [],
+        barrier_s=[round(record.barrier_s, 6) for record in measured if record.barrier_s is not None],
+    )
 
 
 def _told(path: Path) -> list[_MetricsRecord]:
