@@ -7,6 +7,7 @@
 * `invariants` - what became of each contribution, kept from events and actions alone: what policies are checked by
 * `updates` - law 2: what shards made of that, over all lives of a server
 * `exchanges` - laws 2 and 3 where there is no server: what workers gave, and what the means were made of
+* `grants` - law 3 where a switch's table lets workers go on
 * `replacements` - law 2: what was put in place of the parameters, all took over together
 * `contributions` - what became of each, one by one
 * `compare_runs` - law 5: the same again, in two runs

@@ -19,6 +19,7 @@ from offbeat.history import (
     ModelPrepared,
     ParametersAfter,
     PlanAdopted,
+    StepGranted,
     WorkersAdmitted,
 )
 from offbeat.plan import Plan
@@ -45,6 +46,7 @@ class WorkerHistory:
         loads: how many of these were recorded before each checkpoint that was taken over.
         swaps: how many of these were recorded before each other policy that came to hold without a server.
         admitted: ranks that joined while it trained, without a server.
+        granted: by what a switch's table let it go on, in order.
         crosses: where its stretch of the run borders on others.
         is_whole: nothing is missing at its end.
     """
@@ -56,6 +58,7 @@ class WorkerHistory:
     loads: list[int] = field(default_factory=list)
     swaps: list[tuple[int, Policy | None]] = field(default_factory=list)
     admitted: set[int] = field(default_factory=set)
+    granted: list[StepGranted] = field(default_factory=list)
     crosses: list[FabricMigrated] = field(default_factory=list)
     world: int = 0
     is_whole: bool = False
@@ -92,6 +95,8 @@ def read_worker(log: HistoryLog) -> WorkerHistory:
             history.has.append(record)
         elif isinstance(record, WorkersAdmitted):
             history.admitted |= set(record.ranks)
+        elif isinstance(record, StepGranted):
+            history.granted.append(record)
         elif isinstance(record, FabricMigrated):
             history.crosses.append(record)
         elif isinstance(record, CheckpointLoaded):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from offbeat.audit.contributions import listed
 from offbeat.audit.exchanges import check_exchanges
 from offbeat.audit.findings import AuditResult
+from offbeat.audit.grants import check_grants
 from offbeat.audit.log_files import find_jobs
 from offbeat.audit.policy_replay import PolicyReplay
 from offbeat.audit.replacements import check_replaced
@@ -113,6 +114,7 @@ class _Audit:
         elif any(has.life for history in histories for has in history.has):
             result.notes.append("The coordinator's history is not there: laws 2 and 3 are not checked.")
         check_exchanges(histories, result)
+        check_grants(histories, result)
         check_replicas(histories, result)
 
     def _check_decisions(self, histories: list[WorkerHistory]) -> None:

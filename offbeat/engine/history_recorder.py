@@ -1,5 +1,7 @@
 """The records of a worker in the history of its run: a digest of the parameters it has after each of its steps.
 
+Where a switch's table lets workers go on at their own pace: by what it did, and a digest whenever all are settled.
+
 The digest (xxh3, 64 bits) is of all parameters' bytes, in order of their names' registration or of the server's blocks:
 the same on all workers. It is made by the training thread, as the parameters change with the next step: 1 ms for some
 10 MB, and for parameters on another device the time to copy them. `every` makes it of fewer steps.
@@ -22,6 +24,7 @@ from offbeat.history import (
     ModelPrepared,
     ParametersAfter,
     PlanAdopted,
+    StepGranted,
     WorkersAdmitted,
 )
 from offbeat.tensors import bytes_of
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
     from offbeat.plan import Plan
     from offbeat.server.client.requests import PulledParameters
+    from offbeat.switch.table_client import StepGrant
 
 _log = logging.getLogger("offbeat")
 
@@ -100,6 +104,11 @@ class HistoryRecorder:
             return
         now_s = time.monotonic()
         self._writer.append(ParametersAfter(model, step, now_s, self._digest(step, tensors), samples, weights=weights))
+
+    def record_grant(self, model: int, grant: StepGrant) -> None:
+        """Record by what a switch's table let this worker go on."""
+        if self._writer is not None:
+            self._writer.append(StepGranted(model, *grant))
 
     def record_contribution(self, model: int, step: int, *, samples: float, weights: tuple[float, ...]) -> None:
         """Record what this worker contributed to a step that it does not make itself: it leaves behind the exchange.

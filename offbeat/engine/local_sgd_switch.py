@@ -110,6 +110,8 @@ class SwitchAverager:
         pending = table.push(self._change)
         metrics.sent_bytes += pending.sent_bytes
         self._take(self._wait(pending, f"the next step ({self._policy!r})", step))
+        if table.grant is not None:
+            self._context.history.record_grant(self._model.number, table.grant)
         return ExchangeResult(
             weights=(part,),
             spans=((issued_s, metrics.now_s()),),
@@ -124,6 +126,8 @@ class SwitchAverager:
         clocks = control.numbers_of("how far all say they are", table.clock)
         self._take(self._wait(table.resume(max(clocks.values()), len(self._base)), "the table that all read", step))
         control.sum("all have read the switch's table")  # nobody pushes before
+        parameters = self._model.parameters.values()
+        self._context.history.record_parameters(self._model.number, table.clock, parameters)
         if self._buffers is not None:
             source = control.leader
             for pending in self._buffers.start(source):

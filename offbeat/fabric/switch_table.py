@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from offbeat.protocol.switch_control import Strategy
     from offbeat.switch.client_thread import ClientThread
     from offbeat.switch.control_client import ControlClient
-    from offbeat.switch.table_client import TableClient
+    from offbeat.switch.table_client import StepGrant, TableClient
 
 
 class SwitchTable:
@@ -48,6 +48,11 @@ class SwitchTable:
     def spent_s(self) -> Mapping[str, float]:
         """Seconds spent to push, to wait until the next step may begin (clock), to pull, and to rest."""
         return {str(phase): seconds for phase, seconds in self._client.spent_s.items()}
+
+    @property
+    def grant(self) -> StepGrant | None:
+        """The grounds on which this worker went on behind its last step."""
+        return self._client.grant
 
     @property
     def resent(self) -> int:

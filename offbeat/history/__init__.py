@@ -5,7 +5,7 @@
 
 Who writes what: the coordinator each event that its policy is told and what that decides, each life of the server, and
 each plan; every shard each update it has made, and of which contributions; every worker a digest of the parameters it
-has after each of its steps. `offbeat.audit` reads it.
+has after each of its steps, or by what a switch let it go on. `offbeat.audit` reads it.
 """
 
 from offbeat.history.log import HistoryLog, HistoryWriter, write_log
@@ -23,6 +23,7 @@ from offbeat.history.records import (
     PolicyStep,
     Record,
     ShardServes,
+    StepGranted,
     UpdateMade,
     UsedContribution,
     WorkerReturned,
@@ -48,6 +49,7 @@ __all__ = [
     "PolicyStep",
     "Record",
     "ShardServes",
+    "StepGranted",
     "UpdateMade",
     "UsedContribution",
     "WorkerReturned",

@@ -311,6 +311,23 @@ class NoticeGiven(msgspec.Struct, tag=14, array_like=True, frozen=True):
     what: _Line
 
 
+class StepGranted(msgspec.Struct, tag=15, array_like=True, frozen=True):
+    """Worker, where a switch's table lets workers go on: it may go on behind a step.
+
+    Args:
+        clock: the step, as the switch counts; steps of all workers have the same numbers.
+        low: the newest step that all had finished, as far as it knew.
+        window: steps that a worker may be ahead of that behind this one.
+        epoch: of the windows, which counts their changes.
+    """
+
+    model: _Model
+    clock: _Count
+    low: _Count
+    window: _Count
+    epoch: _Count
+
+
 class HistoryEnded(msgspec.Struct, tag=10, array_like=True, frozen=True):
     """The last: nothing is missing before it.
 
@@ -338,6 +355,7 @@ Record = (
     | WorkersAdmitted
     | ParametersReplaced
     | NoticeGiven
+    | StepGranted
     | HistoryEnded
 )
 

@@ -12,7 +12,7 @@ may come twice.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -41,6 +41,22 @@ Phase = Literal["computing", "push", "clock", "pull", "rest"]
 _EPOCHS = 1 << 16
 
 
+class StepGrant(NamedTuple):
+    """The grounds on which a worker has gone on.
+
+    Args:
+        clock: the step that it had finished.
+        low: the newest step that all had.
+        window: steps that it may be ahead of that.
+        epoch: of the windows.
+    """
+
+    clock: int
+    low: int
+    window: int
+    epoch: int
+
+
 class TableClient:
     """One worker's end of a job's table.
 
@@ -63,6 +79,7 @@ class TableClient:
         refusal: why the switch will not go on with this worker; None as long as it does.
         resent: packets that were sent again.
         spent_s: seconds in each phase but computing.
+        grant: why it went on behind its last step; None before the first.
     """
 
     def __init__(
@@ -83,6 +100,7 @@ class TableClient:
         self.is_saturated = self.has_joined = False
         self.refusal: Reason | None = None
         self.resent = 0
+        self.grant: StepGrant | None = None
         self.spent_s: dict[Phase, float] = {"push": 0.0, "clock": 0.0, "pull": 0.0, "rest": 0.0}
         self._began_s = self._now_s = 0.0
         self._timer = ResendTimer(rto_s)
@@ -207,6 +225,7 @@ class TableClient:
             self._table[header["chunk"][owed]] = batch.values[owed]
             self._note(header[owed])
         if self.phase == "clock" and self.may_go_on:
+            self.grant = StepGrant(self.clock, self.low, self.windows.of(self.clock), self.windows.epoch)
             self._begin("pull")
 
     def _note_resent(self, packets: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import random
+import socket
 import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -16,6 +18,7 @@ from offbeat.switch.client_thread import ClientThread
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.kernel.kernel_switch import KernelSwitch
+from offbeat.switch.packet import Flag, Packet, PacketKind, encode
 from offbeat.switch.stream_client import StreamClient
 from offbeat.switch.udp_socket import UdpSocket
 from tests.switch.kernel_replay import KernelReplay, NotedState, in_a_network_of_its_own, why_not
@@ -107,6 +110,59 @@ def test_sums_are_right_and_the_same_for_all_workers() -> None:
     totals = in_a_network_of_its_own(summed)
     expected = [np.sum([mine[i] for mine in vectors], axis=0, dtype=np.float32).tobytes() for i in range(8)]
     assert totals == [expected] * 3
+
+
+def shout(port: int, is_over: threading.Event) -> None:
+    """Send what is no packet, cut, too long, of another job, forged, or mutated, until it is over."""
+    chance = random.Random(0)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        while not is_over.is_set():
+            packet = Packet(
+                chance.choice(list(PacketKind)), chance.randrange(1 << 16), chance.randrange(256),
+                cookie=chance.randrange(1 << 32), clock=chance.randrange(1 << 32), chunk=chance.randrange(1 << 32),
+                slot=chance.randrange(1 << 16), bitmap=chance.randrange(1 << 32), exponent=chance.randrange(-128, 128),
+                flags=Flag(chance.randrange(16)),
+                values=(chance.randrange(-(1 << 31), 1 << 31),) * 16 * chance.randrange(3),
+            )  # fmt: skip
+            data = bytearray(encode(packet))
+            for _ in range(chance.randrange(4)):
+                data[chance.randrange(len(data))] = chance.randrange(256)
+            size = chance.choice([len(data), len(data), chance.randrange(len(data) + 1)])
+            sock.sendto(bytes(data[:size]) + bytes(chance.choice([0, 0, 0, 5000])), ("127.0.0.1", port))
+
+
+def test_garbage_stops_no_honest_worker() -> None:
+    numbers = np.random.default_rng(1)
+    vectors = [[numbers.integers(-(1 << 20), 1 << 20, 20_000).astype(np.float32) for _ in range(8)] for _ in range(2)]
+
+    def summed() -> tuple[list[list[bytes]], dict[str, int]]:
+        with served_switch(interfaces=["lo"]) as address:
+            is_over = threading.Event()
+            control = ControlClient(address, rank=9)
+            lone = control.ask(
+                lambda number: JoinSwitchJob(
+                    request=number, job="lone", worker=9, workers=10, values=16, slots=4, ring=4
+                )
+            )
+            assert isinstance(lone, SwitchJobJoined)
+            strangers = [threading.Thread(target=shout, args=(lone.port, is_over)) for _ in range(2)]
+            for one in strangers:
+                one.start()
+            try:
+                totals = sums_of(address, vectors)
+            finally:
+                is_over.set()
+                for one in strangers:
+                    one.join()
+            dropped = control.status().dropped
+            control.close()
+            return totals, dropped
+
+    totals, dropped = in_a_network_of_its_own(summed)
+    expected = [np.sum([mine[i] for mine in vectors], axis=0, dtype=np.float32).tobytes() for i in range(8)]
+    assert totals == [expected] * 2
+    assert dropped["foreign"] > 50
+    assert dropped["unknown job"] > 20
 
 
 def test_an_interface_that_is_not_there_is_named() -> None:

@@ -1,0 +1,66 @@
+"""Law 3 where a switch's table lets workers go on: by how much each was ahead, and by which window that was decided.
+
+A step that not all have finished is granted by one window, whoever asks: the change of a policy holds from a step on
+that nobody can have been granted before. Whether what a worker knew of the others was true is seen, too: nobody can
+have known that all had finished a step which one of them never came to.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from offbeat.audit.findings import AuditResult
+    from offbeat.audit.replicas import WorkerHistory
+    from offbeat.history import StepGranted
+
+_RING = 64  # a worker that rests says that it has finished steps of the ring's next round
+
+
+def check_grants(histories: list[WorkerHistory], result: AuditResult) -> None:
+    """Look at every step behind which a worker went on."""
+    granted = [(history, one) for history in histories for one in history.granted]
+    if not granted:
+        return
+    result.checked.add(3)
+    windows: dict[tuple[int, int], dict[int, str]] = defaultdict(dict)
+    for history, one in granted:
+        result.releases += 1
+        lead = one.clock - one.low
+        result.lead, result.bound = max(result.lead, lead), max(result.bound or 0, one.window)
+        if lead > one.window:
+            result.violated(
+                3,
+                f"Rank {history.rank} went on behind step {one.clock}, {lead} ahead of step {one.low}, which all had "
+                f"finished: it may be {one.window} ahead.",
+                (_told(history, one),),
+            )
+        if lead > 0:  # else any window grants it
+            windows[one.model, one.clock].setdefault(one.window, _told(history, one))
+    for (_, clock), by in sorted(windows.items()):
+        if len(by) > 1:
+            result.violated(3, f"Step {clock} was granted by two windows, {min(by)} and {max(by)}.", tuple(by.values()))
+    _check_known(histories, result)
+
+
+def _check_known(histories: list[WorkerHistory], result: AuditResult) -> None:
+    """See that nobody knew of steps that others never finished, as far as those recorded everything."""
+    for history in histories:
+        low = 0
+        for one in history.granted:
+            if one.low < low:
+                result.violated(3, f"Rank {history.rank} knew less of the others than before.", (_told(history, one),))
+            low = max(low, one.low)
+    for model in {one.model for history in histories for one in history.granted}:
+        known = max(one.low for history in histories for one in history.granted if one.model == model)
+        for history in histories:
+            own = [one.clock for one in history.granted if one.model == model]
+            if own and history.is_whole and max(own) + _RING < known:
+                result.violated(
+                    3, f"Step {known} was taken for finished by all, and rank {history.rank} ended at {max(own)}."
+                )
+
+
+def _told(history: WorkerHistory, one: StepGranted) -> str:
+    return f"rank {history.rank}, behind step {one.clock}: all at {one.low}, window {one.window}, epoch {one.epoch}"
