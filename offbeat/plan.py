@@ -252,12 +252,6 @@ class Plan:
         for name, (here, there) in self.diff(new).items():
             if name == "fabric" and here.offers.holds != there.offers.holds:
                 self._check_crossing(here, there)
-            elif name == "sync" and self.is_tabled != new.is_tabled:
-                raise PlanError(
-                    f"Cannot swap {here!r} for {there!r} on a switch while training: one sums gradients, the other "
-                    "changes of each worker's own steps. Save a checkpoint, and start again with the other plan - at "
-                    "`plan.sync`."
-                )
             elif name not in ("sync", "controller"):
                 raise PlanError(
                     f"Cannot swap {here!r} for {there!r} while training: only the synchronization policy can be, its "

@@ -18,11 +18,14 @@ import torch
 from offbeat.diagnosis.wait import WaitContext
 from offbeat.engine import state_checks
 from offbeat.engine.anchor import Anchor
+from offbeat.engine.communicator import Communicator
 from offbeat.engine.exchange_result import ExchangeResult
+from offbeat.engine.state_average import average_states
 from offbeat.errors import ModelError
 from offbeat.fabric import HoldsTables
 from offbeat.layout import arrange
 from offbeat.payload import Total
+from offbeat.protocol.switch_control import Strategy
 from offbeat.switch.strategy import compile_policy
 
 if TYPE_CHECKING:
@@ -126,13 +129,18 @@ class SwitchAverager:
         clocks = control.numbers_of("how far all say they are", table.clock)
         self._take(self._wait(table.resume(max(clocks.values()), len(self._base)), "the table that all read", step))
         control.sum("all have read the switch's table")  # nobody pushes before
+        self._even_buffers(step)
         parameters = self._model.parameters.values()
         self._context.history.record_parameters(self._model.number, table.clock, parameters)
-        if self._buffers is not None:
-            source = control.leader
-            for pending in self._buffers.start(source):
-                self._context.waiter.wait(pending, WaitContext("broadcast of the buffers", step))
-            self._buffers.finish(source)
+
+    def _even_buffers(self, step: int) -> None:
+        """Give all workers the buffers of the first. Collective."""
+        if self._buffers is None:
+            return
+        source = self._context.control.leader
+        for pending in self._buffers.start(source):
+            self._context.waiter.wait(pending, WaitContext("broadcast of the buffers", step))
+        self._buffers.finish(source)
 
     def _wait(self, pending: TablePending, what: str, step: int) -> NDArray[np.float32]:
         reply = self._context.waiter.wait(pending, WaitContext(what, step, model=self._model.number))
@@ -147,7 +155,13 @@ class SwitchAverager:
             anchor.restore_parameters_()
 
     def end(self, *, evens_optimizers: bool) -> None:
-        """Leave the table: gradients are exchanged from here on."""
+        """Leave the table, with equal parameters: gradients are exchanged from here on. Collective."""
+        control = self._context.control
+        if evens_optimizers:
+            communicator = Communicator(self._model.fabric, self._context, self._model.number)
+            average_states(self._model.optimizer, self._model.parameters, communicator, control)
+        control.sum("all leave the switch's table")
+        self._even_buffers(0)
         self.leave()
 
     def leave(self) -> None:
@@ -156,8 +170,12 @@ class SwitchAverager:
             self._table.leave()
 
     def swap(self, plan: Plan) -> bool:
-        """Have another plan's policy hold for all workers; see `SwitchTable.set_strategy`."""
-        return self._table is not None and self._table.set_strategy(compile_policy(plan.sync), plan.to_toml())
+        """Have another plan's policy hold for all workers; see `SwitchTable.set_strategy`.
+
+        If that needs no table, nobody goes further than the step from which on it holds: there all are equal.
+        """
+        strategy = compile_policy(plan.sync) if plan.is_tabled else Strategy("table", window=0)
+        return self._table is not None and self._table.set_strategy(strategy, plan.to_toml())
 
     def new_plan(self) -> str:
         """The plan that has come to hold since the last call; see `SwitchTable.new_plan`."""

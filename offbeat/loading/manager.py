@@ -90,6 +90,7 @@ class LoaderManager:
         self.loaders: list[ShardedLoader | LeasedLoader] = []
         self.has_data = True
         self._draws = 0  # batches that they gave out
+        self._goes_alone = plan.is_tabled and context.control.world > 1
         self._check = LoaderCheck(context.log.own)
 
     def prepare(self, loader: Iterable[Any]) -> ShardedLoader | LeasedLoader:
@@ -118,12 +119,25 @@ class LoaderManager:
                 on_batch=self._on_batch,
                 put_back=self._put_back,
                 seed=self._seed,
-                together=self.server is None and not self._plan.is_tabled,
+                together=self.server is None,
             )
+            if self._goes_alone:
+                prepared.go_alone()
         self.loaders.append(prepared)
         self._check.prepared(loader, is_dealt=prepared.loader is not loader)
         self._metrics.loader_counts = True
         return prepared
+
+    def go_alone(self, *, alone: bool) -> None:
+        """Have each worker go through its part at its own pace from here on, or all together; they are at one step.
+
+        Args:
+            alone: whether each is to by itself.
+        """
+        self._goes_alone = alone
+        for loader in self.loaders:
+            if isinstance(loader, ShardedLoader):
+                loader.go_alone() if alone else loader.go_together()
 
     def stepped(self) -> None:
         """A prepared optimizer is about to step."""
@@ -304,7 +318,7 @@ class LoaderManager:
             )
 
     def _leases(self, loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
-        if self._plan.is_tabled:
+        if self._goes_alone:
             return False  # nobody deals out to workers that are at different steps
         tuned = self._plan.tuning is not None and self._control.world > 1
         if not tuned and self.server is None and not self._is_elastic:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.control import RoundController, swap_sentence
 from offbeat.engine import PlanVote, addresses_of, connect, start_beside
-from offbeat.errors import PlanError
+from offbeat.errors import OffbeatError, PlanError
 from offbeat.fabric import Served
 from offbeat.run.fabric_migration import FabricMigration
 from offbeat.short_name import short_name
@@ -61,7 +61,7 @@ class PlanManager:
         self._context, self._data, self._models = context, data, models
         self._control, self._waiter, self._clock = context.control, context.waiter, context.clock
         self._migration = FabricMigration(context, models, data, factory)
-        self._vote = PlanVote(context.control, context.clock.now_s, context.run_dir, self._migration.check)
+        self._vote = PlanVote(context.control, context.clock.now_s, context.run_dir, self._check)
         self._controller = RoundController(context.clock.now_s())
 
     # -- the server ----------------------------------------------------------------------------------------------
@@ -114,6 +114,28 @@ class PlanManager:
     def _takes_part(self) -> bool:
         """Whether this worker is one of those that can do without a server."""
         return not self._context.joins or self._control.world > 1
+
+    def _check(self, plan: Plan) -> None:
+        """See that this worker can go by another plan.
+
+        Raises:
+            OffbeatError: if it cannot.
+        """
+        self._migration.check(plan)
+        if plan.is_tabled == self.plan.is_tabled or plan.is_served or self._control.world == 1:
+            return
+        here, there = short_name(self.plan.sync), short_name(plan.sync)
+        if self._data.leased:
+            raise PlanError(
+                f"Cannot swap {here} for {there} on a switch while training: the workers share out the samples of a "
+                "prepared loader step by step, which takes that all are at the same one. Begin with a policy like "
+                f"{there}, or give the loader a sampler for distributed data - at `plan.sync`."
+            )
+        if len(self._models) > 1:
+            raise PlanError(
+                f"Cannot swap {here} for {there} on a switch while training: {len(self._models)} models are prepared, "
+                "and their steps end at different places. Save a checkpoint, and start again - at `plan.sync`."
+            )
 
     # -- called while training -----------------------------------------------------------------------------------
 
@@ -228,8 +250,9 @@ class PlanManager:
             return
         wanted = self._vote.withdraw(self.plan)
         try:
+            self._check(wanted)
             are_set = [one.table.swap(wanted) for one in self._models.synchronizers if one.table is not None]
-        except PlanError as error:
+        except OffbeatError as error:
             self._tell(f"The plan stays as it is. {error}")
             self._vote.answer("", str(error))
             return
@@ -297,6 +320,8 @@ class PlanManager:
 
     def _take(self, before: Plan, plan: Plan, began_s: float, reason: str = "") -> str:
         """Go by it from now on; what is said of it."""
+        if plan.is_tabled != before.is_tabled and not plan.is_served and self._control.world > 1:
+            self._data.go_alone(alone=plan.is_tabled)
         self.adopt(plan, by_controller=bool(reason))
         new, old = short_name(plan.fabric), short_name(before.fabric)
         where = "" if plan.fabric == before.fabric else f", on {new}, not {old} any more"

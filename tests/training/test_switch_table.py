@@ -146,7 +146,59 @@ def test_a_swap_holds_for_all_from_the_same_step_on() -> None:
     assert fast[-5] < slow[-8]
 
 
-def test_a_swap_that_cannot_be_is_refused() -> None:
-    plan = offbeat.Plan(sync=offbeat.SSP(2), fabric=offbeat.Switch("127.0.0.1:1"))
-    with pytest.raises(PlanError, match="changes of each worker's own steps"):
-        plan.swapped('[sync]\nkind = "BSP"')
+def cross(
+    plan: offbeat.Plan, policies: tuple[tuple[int, offbeat.SSP | offbeat.BSP | offbeat.LocalSGD], ...]
+) -> tuple[list[str], list[str], list[float], list[float]]:
+    """Train with momentum and an own share of the data, and have rank 0 swap the policy at some steps; each step's
+    policy, digests of what is equal at the end, losses, and the momentum at the end."""
+    run = offbeat.init(plan, timeout=timedelta(seconds=4))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    x = torch.randn(1440, 64, generator=torch.Generator().manual_seed(1))
+    dataset = torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long())
+    sampler: torch.utils.data.Sampler[int] = torch.utils.data.DistributedSampler(dataset, run.world, run.rank)
+    prepared, optimizer, loader = run.prepare(
+        model, optimizer, torch.utils.data.DataLoader(dataset, batch_size=16, sampler=sampler)
+    )
+    named: list[str] = []
+    losses: list[float] = []
+    swaps = dict(policies)
+    for batch, labels in loader:
+        time.sleep(0.01 * (run.rank + 1))
+        if run.rank == 0 and len(losses) in swaps:
+            run.swap(sync=swaps[len(losses)])
+        loss = nn.functional.cross_entropy(prepared(batch), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        named.append(type(run.plan.sync).__name__)
+    run.settle()
+    state = [*model.parameters(), *model.buffers()]
+    digests = [hashlib.sha256(t.detach().numpy().tobytes()).hexdigest() for t in state]
+    momentum = [float(optimizer.state[p]["momentum_buffer"].sum()) for p in model.parameters()]
+    run.close()
+    return named, digests, losses, momentum
+
+
+def test_a_job_goes_from_the_stream_to_the_table_and_back() -> None:
+    policies = ((5, offbeat.SSP(4)), (14, offbeat.DSSP(1, 2)), (24, offbeat.BSP()))
+    with served_switch() as address:
+        results = run_workers(2, cross, offbeat.Plan(fabric=offbeat.Switch(address)), policies)
+    (first, one, losses, own), (second, other, _, others) = results
+    assert first == second
+    assert list(dict.fromkeys(first)) == ["BSP", "SSP", "DSSP"]
+    assert first[0] == first[-1] == "BSP"
+    assert one == other
+    assert own == others
+    assert sum(losses[-5:]) < sum(losses[:5])
+
+
+def test_a_job_may_begin_with_the_table() -> None:
+    with served_switch() as address:
+        plan = offbeat.Plan(sync=offbeat.SSP(2), fabric=offbeat.Switch(address))
+        results = run_workers(3, cross, plan, ((6, offbeat.LocalSGD(3)), (14, offbeat.SSP(1))))
+    assert len({tuple(digests) for _, digests, *_ in results}) == 1
+    assert list(dict.fromkeys(results[0][0])) == ["SSP", "LocalSGD"]
+    assert results[0][0][-1] == "SSP"
