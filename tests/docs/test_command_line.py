@@ -26,8 +26,8 @@ COMMANDS = {
         "--history",
         "--hash-every",
     ],
-    "switch ctl": ["ADDRESS", "--token-file", "--evict"],
-    "switch serve": ["--bind", "--port", "--token-file", "--trusted-network", "--timeout"],
+    "switch ctl": ["ADDRESS", "--token-file", "--evict", "--show-rules"],
+    "switch serve": ["--bind", "--port", "--token-file", "--trusted-network", "--timeout", "--target", "--interfaces"],
     "serve": [
         "--bind",
         "--port",
