@@ -125,7 +125,7 @@ def test_a_window_beyond_the_ring_is_refused() -> None:
 def test_shown_rules_keep_to_one_line_what_workers_chose() -> None:
     text = commands_for(status())
     assert "# job 'wide\\nreset_state' (number 8) is left out. Cannot sum packets of 256 values" in text
-    assert {line.split()[0] for line in text.splitlines() if line} == {
+    assert {line.split()[0] for line in text.splitlines()} == {
         "#", "table_add", "mc_mgrp_create", "mc_node_create", "mc_node_associate",
     }  # fmt: skip
 

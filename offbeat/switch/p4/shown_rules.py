@@ -24,7 +24,8 @@ _HEAD = """# for simple_switch_CLI, on a switch that runs switch.p4 and has no e
 def commands_for(status: SwitchStatus) -> str:
     """The commands for all jobs of a switch; a comment in place of a job that a P4 switch cannot take.
 
-    A job begins anew there: its table is empty, and its clock is that of its slowest worker.
+    No line is empty: for simple_switch_CLI that means the one before once more. A job begins anew there: its table is
+    empty, and its clock is that of its slowest worker.
     """
     taken: list[tuple[SwitchJobStatus, JobShape]] = []
     lines = [_HEAD]
@@ -34,18 +35,18 @@ def commands_for(status: SwitchStatus) -> str:
             check_shape(shape)
             place_jobs([*(one for _, one in taken), shape])
         except PlanError as error:
-            lines += ["", f"# job {_name(job)} is left out. {error}"]
+            lines.append(f"# job {_name(job)} is left out. {error}")
         else:
             taken.append((job, shape))
     switch = SimpleSwitchCommands()
     if taken:
-        lines += ["", *switch.commands([serve_at("SWITCH_IP", "SWITCH_UDP_PORT")])]
+        lines += switch.commands([serve_at("SWITCH_IP", "SWITCH_UDP_PORT")])
     for (job, shape), (index, first_slot, first_row) in zip(taken, place_jobs(one for _, one in taken), strict=True):
         members = tuple(_member(job.number, one.worker, job.low) for one in job.members)
         p4_job = P4Job(
             shape, job.strategy, index, first_slot, first_row, clock=job.low, epoch=job.epoch, members=members
         )
-        lines += ["", f"# job {_name(job)}", *switch.commands(create_job(p4_job))]
+        lines += [f"# job {_name(job)}", *switch.commands(create_job(p4_job))]
     return "\n".join(lines) + "\n"
 
 
