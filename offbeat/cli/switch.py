@@ -88,6 +88,12 @@ def ctl(
     evict: Annotated[
         list[str] | None, typer.Option(metavar="JOB:RANK", help="Have a job go on without a worker.")
     ] = None,
+    show_rules: Annotated[
+        bool,
+        typer.Option(
+            "--show-rules", help="Show the simple_switch_CLI commands for the same jobs on a P4 switch instead."
+        ),
+    ] = False,
 ) -> None:
     """Show the jobs of a switch and how far each worker is, or have a job go on without a worker."""
     from offbeat.errors import PlanError
@@ -100,7 +106,12 @@ def ctl(
             if not job or not rank.isdecimal():
                 raise PlanError(f"Cannot evict {one!r}: name the job and the rank, as in {'JOB:2'!r}.")
             client.evict(job, int(rank), "an operator wants it so")
-        _show(client.status())
+        if show_rules:
+            from offbeat.switch.p4.shown_rules import commands_for
+
+            sys.stdout.write(commands_for(client.status()))
+        else:
+            _show(client.status())
     finally:
         client.close()
 

@@ -172,6 +172,8 @@ class SwitchJobStatus(msgspec.Struct, frozen=True, kw_only=True):
     workers: Annotated[int, msgspec.Meta(ge=1, le=64)]
     values: Count
     slots: Count
+    ring: Count
+    rows: Count
     strategy: Strategy
     low: _Number
     high: _Number

@@ -13,7 +13,8 @@ keeps it until it is read (`table`). Everything but sockets is without I/O.
 * `stream_client`, `table_client` - a worker's side of each; `resend_timer` - when it sends again; `client_thread` -
   keeps one going while it computes
 * `data_plane` - where packets are summed; `software_plane` - in this process, behind `udp_switch` or in
-  `memory_switch`; `kernel` - by an eBPF program at the ports of this machine
+  `memory_switch`; `kernel` - by an eBPF program at the ports of this machine; `p4` - the program and the rules of a
+  P4 switch
 * `udp_socket` - batches of datagrams, one system call each
 * `control_server`, `control_client` - who takes part, by which policy, over authenticated links
 * `serve` - a switch as a process

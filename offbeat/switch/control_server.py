@@ -180,7 +180,8 @@ class ControlServer:
         strategy, windows = job.strategy, stats.windows
         return SwitchJobStatus(
             job=job.name, number=job.shape.number, workers=job.shape.workers, values=job.shape.values,
-            slots=job.shape.slots, strategy=strategy, low=stats.low, high=stats.high,
+            slots=job.shape.slots, ring=job.shape.ring, rows=job.shape.rows, strategy=strategy, low=stats.low,
+            high=stats.high,
             window_old=windows.old, window_new=windows.new, effective=windows.effective, epoch=windows.epoch,
             members=members, refused=dict(stats.refused),
         )  # fmt: skip

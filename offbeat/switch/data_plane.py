@@ -3,6 +3,8 @@
 * `software_plane` - NumPy in this process, whole batches at a time; without sockets (`memory`) or with them (`udp`)
 * `kernel`         - an eBPF program at the ports of this machine (`ebpf`)
 
+A P4 switch (`p4`) is one more place where packets are summed; its rules are written by whoever controls it.
+
 What is asked of it is the same for each: jobs, members, policies. What becomes of packets is the same for each, too:
 the reference model (`job_state`) says it.
 """

@@ -26,7 +26,7 @@ COMMANDS = {
         "--history",
         "--hash-every",
     ],
-    "switch ctl": ["ADDRESS", "--token-file", "--evict"],
+    "switch ctl": ["ADDRESS", "--token-file", "--evict", "--show-rules"],
     "switch serve": ["--bind", "--port", "--token-file", "--trusted-network", "--timeout", "--target", "--interfaces"],
     "serve": [
         "--bind",
