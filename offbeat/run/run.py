@@ -250,14 +250,14 @@ class Run:
         session = self._session
         if self.world == 1 or session.data.loaders:
             yield
-        elif session.server is None:
+        elif session.server is None and not self.plan.is_tabled:
             self._hooks.admit(drawing=False)
             with session.uneven.join(divides_by_all=divides_by_all, raises=raises):
                 yield
         elif divides_by_all or raises:
             option = "divide_by_initial_world_size" if divides_by_all else "throw_on_early_termination"
             raise PlanError(
-                f"Cannot join with {option} at a server: the job's workers decide that. Leave it out, or "
+                f"Cannot join with {option} where workers go on by themselves: they decide that. Leave it out, or "
                 "use ProcessGroup() - at `plan.fabric`."
             )
         else:

@@ -22,6 +22,7 @@ from tests.workers import run_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 STEPS, SLOW_S = 12, 0.06
 
@@ -202,3 +203,33 @@ def test_a_job_may_begin_with_the_table() -> None:
     assert len({tuple(digests) for _, digests, *_ in results}) == 1
     assert list(dict.fromkeys(results[0][0])) == ["SSP", "LocalSGD"]
     assert results[0][0][-1] == "SSP"
+
+
+def resumed(plan: offbeat.Plan, folder: Path, steps: int, loads: bool) -> tuple[str, str]:
+    """Train with momentum; digests of the parameters at the beginning and at the end."""
+    run = offbeat.init(plan, timeout=timedelta(seconds=4))
+    torch.manual_seed(5 if loads else 0)
+    model = nn.Linear(300, 2, bias=False)
+    prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    kept = offbeat.Checkpoints(run, folder, model=model, optimizer=optimizer)
+    assert kept.load() == loads
+    begun = hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest()
+    with prepared.join():  # rank 0 makes more steps
+        for _ in range(steps + (not run.rank)):
+            (prepared(torch.ones(1, 300)).sum() * (run.rank + 1) / 640).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    run.settle()
+    kept.save()
+    run.close()
+    return begun, hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest()
+
+
+def test_a_job_is_resumed_where_it_was_saved(tmp_path: Path) -> None:
+    with served_switch() as address:
+        plan = offbeat.Plan(sync=offbeat.SSP(2), fabric=offbeat.Switch(address))
+        first, second = run_workers(2, resumed, plan, tmp_path, 6, False)
+        assert first[1] == second[1] != first[0]
+        third, fourth = run_workers(2, resumed, plan, tmp_path, 6, True)
+    assert third[0] == fourth[0] == first[1]
+    assert third[1] == fourth[1] != first[1]
