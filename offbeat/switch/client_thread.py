@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _AT_ONCE = 256
+_LEAST_PAUSE_S = 0.0002  # less than that is not worth a sleep
 _LONGEST_S = 0.1  # between two looks, when nothing is under way
 
 
@@ -52,6 +53,9 @@ class PacketClient(Protocol):
 
     @property
     def rto_s(self) -> float: ...
+
+    @property
+    def pause_s(self) -> float: ...
 
     @property
     def trouble(self) -> str: ...
@@ -135,6 +139,8 @@ class ClientThread:
                 wait_s = self._turn()
                 if any(descriptor == self._wake for descriptor, _ in poll.poll(max(0.0, wait_s) * 1000)):
                     os.eventfd_read(self._wake)
+                elif (pause_s := self._client.pause_s) > _LEAST_PAUSE_S:
+                    time.sleep(pause_s)
         except OffbeatError as error:
             self._fail(error)
 

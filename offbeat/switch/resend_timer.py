@@ -7,6 +7,8 @@ It is what answers took of late, and four times as much as they vary (Jacobson, 
 from __future__ import annotations
 
 _LONGEST = 64  # times the shortest
+_LOOKS = 8  # in a round trip, when much is under way
+_LONGEST_PAUSE_S = 0.005
 
 
 class ResendTimer:
@@ -22,6 +24,11 @@ class ResendTimer:
     def __init__(self, least_s: float) -> None:
         self._least_s = self.rto_s = least_s
         self._rtt_s, self._deviation_s = 0.0, least_s / 4
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds in which to let answers gather when much is under way: to take in each by itself costs far more."""
+        return min(self._rtt_s / _LOOKS, _LONGEST_PAUSE_S)
 
     def measure(self, took_s: float) -> None:
         """Learn how long an answer took to a packet that was sent once."""

@@ -164,6 +164,11 @@ class StreamClient:
         return self._timer.rto_s
 
     @property
+    def pause_s(self) -> float:
+        """Seconds in which to let answers gather before they are taken in."""
+        return self._timer.pause_s if self._in_flight > self._allowed / _BURSTS else 0.0
+
+    @property
     def trouble(self) -> str:
         """A sentence for reports about who holds the stream up; "" if nobody is known to."""
         if self.held_up_by is None:
@@ -218,7 +223,7 @@ class StreamClient:
         late = self._is_under_way & (self._sent_s + self.rto_s <= now_s)
         if late.any():
             self._timer.expired()
-            self._allowed = max(_LEAST_UNDER_WAY, self._allowed / 2)
+            self._allowed = min(self.window, max(_LEAST_UNDER_WAY, self._allowed / 2))
         self._lose(late | (self._is_under_way & (self._overtaken >= _OVERTAKEN)))
 
     def _lose(self, slots: NDArray[np.bool_]) -> None:

@@ -159,6 +159,11 @@ class TableClient:
         return self._timer.rto_s
 
     @property
+    def pause_s(self) -> float:
+        """Seconds in which to let answers gather before they are taken in."""
+        return self._timer.pause_s if int(self._owed.sum()) > self.window // 4 else 0.0
+
+    @property
     def trouble(self) -> str:
         """A sentence for reports about what keeps it from going on; "" if nothing is known to."""
         return f"Not all workers have finished step {wrapped(self.low + 1)}." if self.phase == "clock" else ""

@@ -33,6 +33,7 @@ _MESSAGE = np.dtype(
 _ADDRESS = np.dtype([("family", "u2"), ("port", ">u2"), ("host", ">u4"), ("_", "u8")])  # struct sockaddr_in
 _AT_ONCE = 256  # datagrams of one call; the kernel takes up to 1,024
 _BUFFER_BYTES = 8 << 20
+_SO_NO_CHECK = 11
 
 
 class UdpSocket:
@@ -47,6 +48,9 @@ class UdpSocket:
 
     def __init__(self, host: str = "0.0.0.0", port: int = 0) -> None:
         self._sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        # A switch in the kernel changes packets and does not sum them anew. With a sum that was left to a device to finish,
+        # as between virtual ones, the next one would finish it wrongly.
+        self._sock.setsockopt(socket.SOL_SOCKET, _SO_NO_CHECK, 1)
         for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
             self._sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
         try:
