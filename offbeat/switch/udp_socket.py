@@ -32,7 +32,7 @@ _MESSAGE = np.dtype(
 )  # fmt: skip
 _ADDRESS = np.dtype([("family", "u2"), ("port", ">u2"), ("host", ">u4"), ("_", "u8")])  # struct sockaddr_in
 _AT_ONCE = 256  # datagrams of one call; the kernel takes up to 1,024
-_BUFFER_BYTES = 8 << 20
+BUFFER_BYTES = 8 << 20  # that a socket asks for, in each direction; net.core.rmem_max and wmem_max may allow less
 
 
 class UdpSocket:
@@ -48,7 +48,7 @@ class UdpSocket:
     def __init__(self, host: str = "0.0.0.0", port: int = 0) -> None:
         self._sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
-            self._sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+            self._sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
         try:
             self._sock.bind((host, port))
         except OSError as error:

@@ -26,8 +26,17 @@ COMMANDS = {
         "--history",
         "--hash-every",
     ],
+    "switch doctor": ["ADDRESS", "--token-file", "--json"],
     "switch ctl": ["ADDRESS", "--token-file", "--evict"],
-    "switch serve": ["--bind", "--port", "--token-file", "--trusted-network", "--timeout"],
+    "switch serve": [
+        "--bind",
+        "--port",
+        "--token-file",
+        "--trusted-network",
+        "--timeout",
+        "--target",
+        "--interfaces",
+    ],
     "serve": [
         "--bind",
         "--port",
