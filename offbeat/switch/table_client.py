@@ -6,7 +6,7 @@
 
 Whether it may go on the worker finds by itself from what the switch broadcasts: how far all are, and the windows. If it
 may at once, it reads without a `CLOCK`, which a `READ` implies. What is not answered in time is sent again; all of it
-may come twice.
+may come twice. A table without rows is a barrier: there is nothing to push or to pull, only clocks.
 """
 
 from __future__ import annotations
@@ -171,6 +171,8 @@ class TableClient:
             self._begin("clock" if self.phase == "push" else "computing")
 
     def _begin(self, phase: Phase) -> None:
+        if not self.shape.rows and phase in ("push", "pull"):
+            phase = "clock" if phase == "push" else "computing"
         self.phase, self._rto_s = phase, self._least_rto_s
         self._owed[:] = phase in ("push", "pull")
         self._sent_s[:] = self._clock_sent_s = -np.inf
