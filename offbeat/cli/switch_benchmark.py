@@ -5,15 +5,17 @@ in the bridge's namespace, or a program at the bridge's ports. What is measured 
 processors that workers and switch share. Targets take turns, repetition by repetition, so that all see the same
 machine.
 
-* results: chunks of int32 whose sums came, per second and worker; loss is at the hosts' interfaces, both ways
-* clocks: steps that are over, with nothing in them, per second and worker: what a barrier costs
-* packets: what one worker makes and sends by itself, into a socket that nobody reads; no switch is in it
+Results, clocks and packets are what `LEGEND` says of them. Every sum is checked, value by value (`offbeat.lab.
+switch_load`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import shutil
 import statistics
+import subprocess
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +34,11 @@ if TYPE_CHECKING:
 
 TARGETS = ("udp", "ebpf")
 SLACKS = (0, 8)
+LEGEND = {
+    "results": "chunks whose sums came, per second and worker; GB/s of gradient; loss at the hosts, each way",
+    "clocks": "steps that are over, with nothing in them, per second and worker: what a barrier costs",
+    "packets": "that one worker makes and sends by itself, to a socket that nobody reads; no switch is in it",
+}
 _MTU, _JUMBO_MTU = 1500, 9000
 _MOST_VALUES = 352  # of a frame of 1,500 bytes
 _ALONE_S = 0.5  # at most, for what needs no network
@@ -57,6 +64,12 @@ class SwitchCell:
     loss_percent: float = 0.0
 
     @property
+    def words(self) -> str:
+        """The cell in words."""
+        what = f"results of {self.values} values" if self.values else f"clocks, {self.slack} steps ahead at most"
+        return f"{what}, {self.workers} workers, by {self.target}, {self.loss_percent:g} % lost"
+
+    @property
     def mtu(self) -> int:
         """Bytes that a frame has to carry."""
         return _MTU if self.values <= _MOST_VALUES else _JUMBO_MTU
@@ -68,8 +81,7 @@ class SwitchFigure:
 
     Args:
         per_second: per repetition, the mean of the workers.
-        wrong: sums that were not right, over all repetitions and workers.
-        sums: that were checked.
+        checked, wrong: sums that were compared, over all repetitions and workers, and those that were not right.
         sent, resent: packets of all workers, and those of them that were sent again.
         passed, lost: datagrams that came by where some are lost, and those that were.
         errors: what ended a repetition early; its rate is 0.
@@ -77,8 +89,8 @@ class SwitchFigure:
 
     cell: SwitchCell
     per_second: list[float] = field(default_factory=list)
+    checked: int = 0
     wrong: int = 0
-    sums: int = 0
     sent: int = 0
     resent: int = 0
     passed: int = 0
@@ -88,6 +100,11 @@ class SwitchFigure:
     @property
     def median(self) -> float:
         return statistics.median(self.per_second)
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The least and the most."""
+        return min(self.per_second), max(self.per_second)
 
     @property
     def gb_per_s(self) -> float:
@@ -150,15 +167,16 @@ def measure_switch(
         groups = sorted({(cell.mtu, cell.target) for cell in cells if cell.target}, key=lambda one: (one[0], one[1]))
         for repeat in range(repeats):
             note = f"repetition {repeat + 1} of {repeats}: "
-            for cell in cells:
-                if not cell.target:
-                    tell(f"{note}a worker by itself")
-                    rate = sending_rate(cell.values, seconds=min(_ALONE_S, seconds))
-                    figures[cell].per_second.append(rate.per_second)
             # There and back, so that no target always comes after the other.
             for mtu, target in groups if repeat % 2 == 0 else groups[::-1]:
                 here = [figures[cell] for cell in cells if (cell.mtu, cell.target) == (mtu, target)]
                 _measure_target(*places[mtu], target, here, seconds, lambda what, note=note: tell(note + what))  # type: ignore[misc]
+            # At the end, when all processes have started and wait.
+            for cell in cells:
+                if not cell.target:
+                    tell(f"{note}a worker by itself, {cell.values} values")
+                    rate = sending_rate(cell.values, seconds=min(_ALONE_S, seconds))
+                    figures[cell].per_second.append(rate.per_second)
     return list(figures.values())
 
 
@@ -177,7 +195,7 @@ def _measure_target(
     with SwitchProcess(namespace, address, folder=folder, lab=network.lab, ports=ports) as switch:
         for figure in figures:
             cell = figure.cell
-            tell(f"{cell.what} of {cell.workers} workers by {target}, {cell.values} values, {cell.loss_percent:g} % lost")
+            tell(f"{cell.words}")
             results, losses = workers.run(
                 switch.environment, cell.workers, values=cell.values, slack=cell.slack, seconds=seconds,
                 loss=cell.loss_percent / 100,
@@ -185,9 +203,22 @@ def _measure_target(
             figure.errors += [one.error for one in results if one.error]
             is_whole = not any(one.error for one in results)
             figure.per_second.append(statistics.mean(one.rate for one in results) if is_whole else 0.0)
+            figure.checked += sum(one.checked for one in results)
             figure.wrong += sum(one.wrong for one in results)
-            figure.sums += sum(one.done for one in results) if cell.values else 0
             figure.sent += sum(one.sent for one in results)
             figure.resent += sum(one.resent for one in results)
             figure.passed += sum(one.out + one.come_in for one in losses)
             figure.lost += sum(one.lost_out + one.lost_in for one in losses)
+
+
+def versions() -> dict[str, str]:
+    """The versions of what the kernel's programs are made and loaded with."""
+    found = {"clang": "not installed", "libbpf": "not installed"}
+    if (clang := shutil.which("clang")) is not None:
+        said = subprocess.run([clang, "--version"], capture_output=True, text=True).stdout
+        found["clang"] = said.partition("\n")[0].strip()
+    with contextlib.suppress(OSError):
+        library = ctypes.CDLL("libbpf.so.1")
+        library.libbpf_version_string.restype = ctypes.c_char_p
+        found["libbpf"] = library.libbpf_version_string().decode()
+    return found

@@ -82,13 +82,14 @@ class LoadResult(msgspec.Struct, frozen=True):
 
     Args:
         done: chunks with values whose sums came, or clocks, in `seconds`.
-        wrong: chunks whose sum was not that of all workers.
+        checked, wrong: chunks that were compared with the sum of all workers' values, and those that were not that.
         sent, resent: packets that were sent, and of them those that were sent again.
         error: what ended it early; "" if nothing did.
     """
 
     done: int = 0
     seconds: float = 0.0
+    checked: int = 0
     wrong: int = 0
     sent: int = 0
     resent: int = 0
@@ -167,8 +168,14 @@ def sum_all_the_time(thread: StreamThread, client: StreamClient, known: KnownVec
         is_ending = is_ending or exchange.total[0] > 0
         if not is_ending:
             begin()
-    took_s = time.monotonic() - began_s
-    return LoadResult((begun - _WARM) * CHUNKS, took_s, wrong, client.sent - sent, client.resent - resent)
+    return LoadResult(
+        done=(begun - _WARM) * CHUNKS,
+        seconds=time.monotonic() - began_s,
+        checked=begun * CHUNKS,
+        wrong=wrong,
+        sent=client.sent - sent,
+        resent=client.resent - resent,
+    )
 
 
 def count_clocks(client: TableClient, sock: UdpSocket, switch: int, seconds: float) -> LoadResult:
@@ -195,19 +202,23 @@ def count_clocks(client: TableClient, sock: UdpSocket, switch: int, seconds: flo
             client.receive(received)
         if client.refusal is not None:
             return LoadResult(error=f"the switch refuses this worker: {client.refusal.text}")
-    took_s = time.monotonic() - began_s
-    return LoadResult(steps - counted_from, took_s, 0, sent - sent_before, client.resent - resent_before)
+    return LoadResult(
+        done=steps - counted_from,
+        seconds=time.monotonic() - began_s,
+        sent=sent - sent_before,
+        resent=client.resent - resent_before,
+    )
 
 
 def run(task: LoadTask) -> None:
     """Carry a task out, and talk about it on stdin and stdout."""
     control = ControlClient(task.address, rank=task.rank, credentials=Token(task.token.encode()))
-    path = "stream" if task.values else "table"
+    strategy = Strategy() if task.values else Strategy("table", window=task.slack)
     values = task.values or 16
     joined = control.ask(
         lambda number: JoinSwitchJob(
             request=number, job=task.job, worker=task.rank, workers=task.workers, values=values, slots=SLOTS,
-            ring=_RING, strategy=Strategy(path, window=0 if task.values else task.slack),
+            ring=_RING, strategy=strategy,
         )
     )  # fmt: skip
     assert isinstance(joined, SwitchJobJoined)

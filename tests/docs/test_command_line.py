@@ -76,6 +76,7 @@ COMMANDS = {
     "lab show": ["SCENARIO"],
     "lab clean": ["--force"],
     "bench wire": ["--json", "--seconds", "--repeats", "--tls"],
+    "bench switch": ["--target", "--workers", "--values", "--loss", "--seconds", "--repeats", "--json"],
     "certs": ["FOLDER", "--host"],
 }
 
