@@ -46,7 +46,7 @@ _ALONE_S = 0.5  # at most, for what needs no network
 
 @dataclass(frozen=True)
 class SwitchCell:
-    """One thing that is measured.
+    """One row of the measurements.
 
     Args:
         what: "results", "clocks" or "packets"; see the module's text.
@@ -115,7 +115,7 @@ class SwitchFigure:
 def cells_of(
     targets: Sequence[str], workers: Sequence[int], values: Sequence[int], loss_percents: Sequence[float]
 ) -> list[SwitchCell]:
-    """All that is to be measured; packets that take jumbo frames are for the kernel's switch alone.
+    """List what is to be measured; packets that take jumbo frames are for the kernel's switch alone.
 
     Raises:
         PlanError: if a number is out of range.

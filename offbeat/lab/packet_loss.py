@@ -57,7 +57,7 @@ class PacketLoss:
 
     @property
     def counts(self) -> LossCounts:
-        """What has passed so far, and what was dropped."""
+        """The datagrams that have come by so far, and those of them that were dropped."""
         return LossCounts(*self._program.counts("counters", len(LossCounts._fields)))
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ def test_a_tiny_run(target: str, values: str, tmp_path: Path) -> None:
         if row["what"] == "results":
             assert row["checked"] >= 2 * CHUNKS
             assert row["gb_per_s"] == pytest.approx(row["median"] * row["values"] * 4 / 1e9)
-        if row["loss_percent"]:
+        if row["loss_percent"] and row["what"] == "results":
             assert 0.02 < row["lost"] / row["passed"] < 0.10, row
             assert row["resent"] > 0
     assert {"python", "clang", "libbpf"} <= set(report["versions"])
