@@ -107,12 +107,14 @@ def check_packets(
     tell("joining a job of its own")
     try:
         with TrialJob(address, credentials, SIZES[0], patience=_SOON) as job:
+            before = job.damaged()
             has_joined, port = job.join(), job.port
+            damaged = job.damaged() - before
             buffers, frame_bytes = job.buffer_bytes, job.frame_bytes
     except OffbeatError as error:
         yield Finding("job", "none", "bad", str(error).rstrip("."), "see `offbeat switch ctl`, which lists its jobs")
         return
-    yield word_packets(port, has_joined)
+    yield word_packets(port, has_joined, damaged)
     yield word_buffers(*buffers)
     if not has_joined:
         return
@@ -155,10 +157,22 @@ def try_size(address: str, credentials: Credentials | None, values: int) -> Size
         return SizeOutcome(values, str(error).rstrip("."))
 
 
-def word_packets(port: int, has_joined: bool) -> Finding:
-    """Say whether packets reach the switch and answers come back."""
+def word_packets(port: int, has_joined: bool, damaged: int) -> Finding:
+    """Say whether packets reach the switch and answers come back.
+
+    Args:
+        damaged: datagrams that came with a wrong checksum meanwhile, and which the kernel has thrown away.
+    """
     if has_joined:
         return Finding("packets", f"UDP port {port} of the switch answers")
+    if damaged:
+        return Finding(
+            "packets", f"UDP port {port} of the switch answers, with wrong checksums", "bad",
+            f"{damaged} datagrams came with one and were thrown away: the sender left its checksum to a device, and a "
+            "switch in the kernel sends the packet on by another that does not compute it as the sender meant it",
+            "let the workers' kernels compute checksums themselves: ethtool -K eth0 tx off, at each worker whose link "
+            "is a virtual one (veth, tap)",
+        )  # fmt: skip
     return Finding(
         "packets", f"UDP port {port} of the switch does not answer", "bad",
         f"packets have been sent there for {_SOON.total_seconds():g} s, and none was answered",

@@ -82,6 +82,14 @@ def test_packets_that_do_not_come_through(monkeypatch: pytest.MonkeyPatch) -> No
     assert "loss" not in found
 
 
+def test_checksums_that_are_wrong() -> None:
+    found = switch_doctor.word_packets(7000, False, 12)
+    assert found.level == "bad"
+    assert "12 datagrams" in found.reason
+    assert "tx off" in found.remedy
+    assert switch_doctor.word_packets(7000, True, 12).level == "ok", "others may be damaged"
+
+
 @pytest.mark.parametrize(
     ("bad", "level", "says"),
     [
