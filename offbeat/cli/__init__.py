@@ -7,13 +7,13 @@ TOML: `part_syntax` reads them.
   threads each gets, `shards` looks after their servers, `live_table` shows how they train, `join_target` finds the job
   that others join
 * `serve` - one shard of a parameter server by itself; `shard_main` - the process of a shard, whoever starts it
-* `switch` - a switch that sums gradients, and what its operator sees
+* `switch` - a switch that sums gradients, and what its operator sees; `switch_doctor` - the path to it, tested
 * `top` - look at a job: `status_client` asks it, `top_view` draws the answer; `job_address` - where a job is
 * `swap` - have another policy decide; `plan` - write, read and compare plans
 * `operator_client` - one request to a job's coordinator
 * `simulate`, `lab` - predict and measure a scenario
 * `report`, `verify_run` - what a run's records and history say
-* `bench` - how fast parts of offbeat are here: `wire_benchmark` measures, with the calls of `rpc`
+* `bench` - how fast parts of offbeat are here: `wire_benchmark` measures, with the calls of `rpc`; `switch_benchmark`
 * `doctor` - what works on this machine; `certs` - certificates for development
 * `timeout` - the option of that name of several commands
 """

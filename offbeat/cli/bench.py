@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,10 +12,20 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from offbeat.errors import NetworkError
+from offbeat.errors import NetworkError, PlanError
 
 if TYPE_CHECKING:
+    from offbeat.cli.switch_benchmark import SwitchFigure
     from offbeat.cli.wire_benchmark import WireFigure
+
+
+class BenchTargetName(enum.Enum):
+    """The targets of a switch that can be measured."""
+
+    udp = "udp"
+    ebpf = "ebpf"
+    all = "all"
+
 
 app = typer.Typer(help="Measure how fast parts of offbeat are on this machine.", no_args_is_help=True)
 
@@ -34,8 +45,7 @@ def wire(
     """Measure links between two processes on loopback: throughput against bare sockets, requests, memory."""
     from offbeat.cli.wire_benchmark import measure
 
-    if json is not None and not json.parent.is_dir():
-        raise NetworkError(f"Cannot write {json}: there is no folder {json.parent}. Make it, or choose another.")
+    _check_folder(json)
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory() as folder, console.status("") as status:
         certificates = _make_certificates(Path(folder)) if tls else ""
@@ -43,6 +53,115 @@ def wire(
     if json is not None:
         _write(json, rows, seconds, repeats)
     _show(rows)
+
+
+@app.command()
+def switch(
+    target: Annotated[BenchTargetName, typer.Option(help="Which switch.")] = BenchTargetName.all,
+    workers: Annotated[str, typer.Option(metavar="N,N", help="How many workers.")] = "2,4",
+    values: Annotated[
+        str, typer.Option(metavar="N,N", help="int32 in a packet; above 352 with jumbo frames, at the kernel's switch.")
+    ] = "64,256,352,2048",
+    loss: Annotated[str, typer.Option(metavar="P,P", help="Percent of the packets lost, each way.")] = "0,1,5",
+    seconds: Annotated[float, typer.Option(min=0.05, help="Seconds that each turn takes.")] = 3.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each row, interleaved.")] = 5,
+    json: Annotated[Path | None, typer.Option(help="File for the raw records.")] = None,
+) -> None:
+    """Measure switches with workers in network namespaces: sums, of which each is checked, and barriers. Needs root."""
+    from offbeat.cli.switch_benchmark import TARGETS, cells_of, measure_switch
+
+    _check_folder(json)
+    targets = TARGETS if target is BenchTargetName.all else (target.value,)
+    counts, sizes = ([int(one) for one in _numbers(text)] for text in (workers, values))
+    cells = cells_of(targets, counts, sizes, _numbers(loss))
+    with Console(stderr=True).status("") as status:
+        figures = measure_switch(cells, seconds=seconds, repeats=repeats, tell=status.update)
+    if json is not None:
+        _write_switch(json, figures, seconds, repeats)
+    _show_switch(figures)
+
+
+def _check_folder(file: Path | None) -> None:
+    if file is not None and not file.parent.is_dir():
+        raise NetworkError(f"Cannot write {file}: there is no folder {file.parent}. Make it, or choose another.")
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(one) for one in text.split(",")]
+    except ValueError as error:
+        raise PlanError(f"Cannot read {text!r}: name numbers with commas between them, as in 2,4.") from error
+
+
+def _write_switch(path: Path, figures: list[SwitchFigure], seconds: float, repeats: int) -> None:
+    """Write what was measured, and with what."""
+    from dataclasses import asdict
+
+    import msgspec
+
+    from offbeat.cli import switch_benchmark
+    from offbeat.lab import hardware, switch_load
+
+    rows = []
+    for one in figures:
+        figure = asdict(one)
+        rows.append(figure.pop("cell") | figure | {"median": one.median, "gb_per_s": one.gb_per_s})
+    report: dict[str, Any] = {
+        "format": 1,
+        "name": "switch",
+        "command": hardware.command_line(),
+        "date": hardware.date(),
+        "versions": {**hardware.versions(), **switch_benchmark.versions()},
+        "hardware": hardware.hardware(),
+        "settings": {
+            "seconds": seconds,
+            "repeats": repeats,
+            "window": switch_load.WINDOW,
+            "slots": switch_load.SLOTS,
+            "chunks_of_an_exchange": switch_load.CHUNKS,
+            "exchanges_under_way": switch_load.UNDER_WAY,
+        },
+        "legend": switch_benchmark.LEGEND,
+        "rows": rows,
+    }
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+
+
+def _show_switch(figures: list[SwitchFigure]) -> None:
+    from offbeat.cli.switch_benchmark import LEGEND
+
+    console = Console(width=max(110, Console().width))
+    for what, legend in LEGEND.items():
+        rows = [_cells_of(one) for one in figures if one.cell.what == what]
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        headings = [name for name in (rows[0] if rows else {}) if any(row[name] for row in rows)]
+        for heading in headings:
+            table.add_column(heading, justify="left" if heading == "target" else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*(row[heading] for heading in headings))
+        console.print(f"{what}: {legend}", soft_wrap=True)
+        console.print(table, crop=False)
+    for one in figures:
+        for error in one.errors:
+            console.print(f"{one.cell.words}: {error}", markup=False)
+
+
+def _cells_of(one: SwitchFigure) -> dict[str, str]:
+    """A row of the table, by heading; "" for what says nothing."""
+    cell, (least, most) = one.cell, one.range
+    return {
+        "target": cell.target,
+        "workers": str(cell.workers),
+        "values": str(cell.values) if cell.values else "",
+        "ahead": "" if cell.values else str(cell.slack),
+        "% lost": f"{cell.loss_percent:g}" if cell.target else "",
+        "median/s": f"{one.median:,.0f}",
+        "least": f"{least:,.0f}",
+        "most": f"{most:,.0f}",
+        "GB/s": f"{one.gb_per_s:.3f}" if cell.values else "",
+        "wrong": f"{one.wrong:,} of {one.checked:,}" if one.checked else "",
+        "sent again": f"{one.resent / one.sent:.1%}" if one.sent else "",
+    }
 
 
 def _make_certificates(folder: Path) -> str:

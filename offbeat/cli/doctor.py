@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from offbeat.diagnosis.finding import Finding
 from offbeat.wire.interfaces import interface_addresses, is_loopback, resolve_hostname
 
 if TYPE_CHECKING:
@@ -41,35 +42,11 @@ _SLOW_GBPS = 1.0
 _OLDEST_TORCH = (2, 9)
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at.
-
-    Args:
-        level: "ok"; "note" if something optional cannot work; "bad" if training cannot.
-        reason, remedy: for what cannot work.
-    """
-
-    name: str
-    value: str
-    level: str = "ok"
-    reason: str = ""
-    remedy: str = ""
-
-
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Look at this machine: what works, and what to do about the rest. Exit code 1 if training cannot work."""
-    found = list(examine())
-    if json:
-        import msgspec
-
-        typer.echo(msgspec.json.encode([asdict(finding) for finding in found]).decode())
-    else:
-        _show(found)
-    if any(finding.level == "bad" for finding in found):
-        raise typer.Exit(1)
+    report(list(examine()), json=json)
 
 
 def examine() -> Iterator[Finding]:
@@ -278,6 +255,22 @@ def check_lab(user: int, build: Callable[[], None]) -> Finding:
         reason = f"the kernel refused a part of a network: {error}"
         return Finding("lab", "no", "note", reason, "use a kernel with veth, bridge and sch_tbf")
     return Finding("lab", "namespaces, veth, bridge and tbf work")
+
+
+def report(found: list[Finding], *, json: bool) -> None:
+    """Print findings, as JSON or as a table.
+
+    Raises:
+        Exit: with code 1, if one of them is bad.
+    """
+    if json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode([asdict(finding) for finding in found]).decode())
+    else:
+        _show(found)
+    if any(finding.level == "bad" for finding in found):
+        raise typer.Exit(1)
 
 
 def _show(found: list[Finding]) -> None:

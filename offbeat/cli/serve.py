@@ -6,13 +6,16 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from offbeat.cli.timeout import check_timeout
 from offbeat.errors import NetworkError
 from offbeat.wire import busy_poll
+
+if TYPE_CHECKING:
+    from offbeat.wire.credentials import Token
 
 TokenFile = Annotated[
     Path | None, typer.Option(help="A secret that the workers know, too; that of OFFBEAT_TOKEN if left out.")
@@ -96,3 +99,15 @@ def read_token(path: Path) -> str:
     if not token:
         raise NetworkError(f"Cannot use the token in {path}: the file is empty. Write one: openssl rand -hex 32.")
     return token
+
+
+def token_of(file: Path | None) -> Token | None:
+    """The token in a file, or that of OFFBEAT_TOKEN; None if there is neither.
+
+    Raises:
+        NetworkError: if the file cannot be used.
+    """
+    from offbeat.wire.credentials import Token
+
+    text = os.environ.get("OFFBEAT_TOKEN", "") if file is None else read_token(file)
+    return Token(text.encode()) if text else None

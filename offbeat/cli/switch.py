@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import os
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated
@@ -14,14 +13,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from offbeat.cli.serve import TokenFile, read_token
+from offbeat.cli.serve import TokenFile, token_of
+from offbeat.cli.switch_doctor import doctor
 from offbeat.cli.timeout import check_timeout
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from offbeat.protocol.switch_control import SwitchStatus
-    from offbeat.wire.credentials import Token
 
 
 class SwitchTargetName(enum.Enum):
@@ -32,6 +29,9 @@ class SwitchTargetName(enum.Enum):
 
 
 app = typer.Typer(help="Sum gradients in the network.", no_args_is_help=True)
+
+
+app.command()(doctor)
 
 
 @app.callback()
@@ -78,7 +78,7 @@ def serve(
         sys.stdout.write(f"summing at {address}: offbeat run --fabric 'Switch(\"{address}\")'; it ends with Ctrl-C\n")
         sys.stdout.flush()
 
-    busy_poll.run(serve_switch(bind, port, _token(token_file), timedelta(seconds=timeout), say, ports))
+    busy_poll.run(serve_switch(bind, port, token_of(token_file), timedelta(seconds=timeout), say, ports))
 
 
 @app.command()
@@ -99,7 +99,7 @@ def ctl(
     from offbeat.errors import PlanError
     from offbeat.switch.control_client import ControlClient
 
-    client = ControlClient(address, role="operator", credentials=_token(token_file), patience=timedelta(seconds=3))
+    client = ControlClient(address, role="operator", credentials=token_of(token_file), patience=timedelta(seconds=3))
     try:
         for one in evict or []:
             job, _, rank = one.rpartition(":")
@@ -114,13 +114,6 @@ def ctl(
             _show(client.status())
     finally:
         client.close()
-
-
-def _token(file: Path | None) -> Token | None:
-    from offbeat.wire.credentials import Token
-
-    text = os.environ.get("OFFBEAT_TOKEN", "") if file is None else read_token(file)
-    return Token(text.encode()) if text else None
 
 
 def _show(status: SwitchStatus) -> None:

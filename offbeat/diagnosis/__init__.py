@@ -8,6 +8,7 @@
 * `process_state` - what the kernel knows about a process
 * `hub` - where the last words of all workers come together, in rank 0's sentinel; `hub_client` - the others' way to it
 * `explain` - from the last words of all workers to a verdict
+* `finding` - what `offbeat doctor` finds where it looks
 
 A sentinel starts in a few milliseconds beside every worker: nothing that it imports may load torch.
 """

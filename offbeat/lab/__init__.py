@@ -28,6 +28,11 @@ A run:
 * `recorder` - what a worker measures, as JSON lines; `link_sampler` - how busy each link is
 * `hardware` - the machine it was measured on
 
+Switches by themselves:
+
+* `packet_loss` - datagrams that are lost at a host's interface, by a program in the kernel
+* `switch_load` - one worker that sums as fast as it can (a program by itself); `load_workers` - one in each host
+
 What comes of it:
 
 * `results` - the records of a result file; `run_result` - what one run of one row amounts to

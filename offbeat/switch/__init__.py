@@ -18,6 +18,8 @@ keeps it until it is read (`table`). Everything but sockets is without I/O.
 * `udp_socket` - batches of datagrams, one system call each
 * `control_server`, `control_client` - who takes part, by which policy, over authenticated links
 * `serve` - a switch as a process
+* `switch_doctor` - what works between this machine and a switch: `trial_job` sums by itself, `sending_rate` is how fast
+  a worker's own side is, `offloads` what an interface does with packets
 
 Nothing here loads torch. After SwitchML (Sapio et al., "Scaling distributed machine learning with in-network
 aggregation", NSDI 2021) for the stream, and Serene (Nunes et al., "No worker left (too far) behind", Int. J. of Network

@@ -7,7 +7,7 @@
 
 Whether it may go on the worker finds by itself from what the switch broadcasts: how far all are, and the windows. If it
 may at once, it reads without a `CLOCK`, which a `READ` implies. What is not answered in time is sent again; all of it
-may come twice.
+may come twice. A table without rows is a barrier: there is nothing to push or to pull, only clocks.
 """
 
 from __future__ import annotations
@@ -256,6 +256,8 @@ class TableClient:
         if self.phase != "computing":
             self.spent_s[self.phase] += self._now_s - self._began_s
         self._began_s = self._now_s if self.phase != "computing" else -1.0
+        if not self.shape.rows and phase in ("push", "pull"):  # a barrier alone
+            phase = "clock" if phase == "push" else "computing"
         self.phase = phase
         self._timer.restart()
         self._was_resent[:] = False

@@ -32,8 +32,10 @@ _MESSAGE = np.dtype(
 )  # fmt: skip
 _ADDRESS = np.dtype([("family", "u2"), ("port", ">u2"), ("host", ">u4"), ("_", "u8")])  # struct sockaddr_in
 _AT_ONCE = 256  # datagrams of one call; the kernel takes up to 1,024
-_BUFFER_BYTES = 8 << 20
+BUFFER_BYTES = 8 << 20  # that a socket asks for, in each direction; net.core.rmem_max and wmem_max may allow less
 _SO_NO_CHECK = 11
+# Errors of datagrams that were sent before: nobody listens there, or a network on the way takes no such long ones.
+_OF_OTHERS = (errno.ECONNREFUSED, errno.EMSGSIZE, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 class UdpSocket:
@@ -48,11 +50,11 @@ class UdpSocket:
 
     def __init__(self, host: str = "0.0.0.0", port: int = 0) -> None:
         self._sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        # A switch in the kernel changes packets and does not sum them anew. With a sum that was left to a device to finish,
-        # as between virtual ones, the next one would finish it wrongly.
+        # A switch in the kernel changes packets, and does not compute their checksums anew. One that was left to a
+        # device to finish, as virtual ones do, would be finished wrongly by the next.
         self._sock.setsockopt(socket.SOL_SOCKET, _SO_NO_CHECK, 1)
         for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
-            self._sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+            self._sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
         try:
             self._sock.bind((host, port))
         except OSError as error:
@@ -107,7 +109,7 @@ class UdpSocket:
         count = _libc.recvmmsg(self._sock.fileno(), ctypes.c_void_p(self._messages.ctypes.data), most, flags, None)
         if count < 0:
             # Errors of datagrams that were sent come back here: nobody listens there any more, or not yet.
-            if (code := ctypes.get_errno()) not in (errno.EAGAIN, errno.EINTR, errno.ECONNREFUSED):
+            if (code := ctypes.get_errno()) not in (errno.EAGAIN, errno.EINTR, *_OF_OTHERS):
                 raise NetworkError(f"Cannot receive datagrams: {os.strerror(code)}.")
             count = 0
         batch = batch.first(count)
@@ -144,7 +146,10 @@ class UdpSocket:
                 sent += done
                 continue
             code = ctypes.get_errno()
-            if code == errno.ECONNREFUSED:  # of one that was sent before: it is told once
+            if code == errno.EMSGSIZE:  # it may be this one's own
+                sent, self.dropped = sent + 1, self.dropped + 1
+                continue
+            if code in _OF_OTHERS:  # each is told once
                 continue
             if code not in (errno.EAGAIN, errno.EINTR, errno.ENOBUFS):
                 raise NetworkError(f"Cannot send datagrams: {os.strerror(code)}.")

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from offbeat.cli import doctor
+from offbeat.diagnosis.finding import Finding
 from offbeat.wire import interfaces
 from tests.cli.commands import offbeat
 
@@ -103,7 +104,7 @@ def test_the_lab_without_root_or_kernel() -> None:
 def test_a_bad_finding_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import typer
 
-    monkeypatch.setattr(doctor, "examine", lambda: iter([doctor.Finding("torch", "missing", "bad", "why", "how")]))
+    monkeypatch.setattr(doctor, "examine", lambda: iter([Finding("torch", "missing", "bad", "why", "how")]))
     with pytest.raises(typer.Exit) as stop:
         doctor.doctor(json=False)
     assert stop.value.exit_code == 1

@@ -28,6 +28,7 @@ COMMANDS = {
     ],
     "switch ctl": ["ADDRESS", "--token-file", "--evict", "--show-rules"],
     "switch serve": ["--bind", "--port", "--token-file", "--trusted-network", "--timeout", "--target", "--interfaces"],
+    "switch doctor": ["ADDRESS", "--token-file", "--json"],
     "serve": [
         "--bind",
         "--port",
@@ -67,6 +68,7 @@ COMMANDS = {
     "lab show": ["SCENARIO"],
     "lab clean": ["--force"],
     "bench wire": ["--json", "--seconds", "--repeats", "--tls"],
+    "bench switch": ["--target", "--workers", "--values", "--loss", "--seconds", "--repeats", "--json"],
     "certs": ["FOLDER", "--host"],
 }
 

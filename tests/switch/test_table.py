@@ -273,6 +273,27 @@ def test_one_worker_may_be_allowed_more() -> None:
     assert [send.packet.kind for send in state.handle(clock, 0)] == [PacketKind.GRANT]
 
 
+def test_a_table_without_rows_is_a_barrier() -> None:
+    shape = JobShape(7, 2, values=VALUES, ring=32)
+    state = JobState(shape, Strategy("table", window=0))
+    clients = [TableClient(shape, worker, 100 + worker) for worker in range(2)]
+    for worker in range(2):
+        state.admit(worker, 100 + worker)
+        state.members[worker].port = worker
+    for step in range(1, 4):
+        for worker, client in enumerate(clients):
+            assert client.phase == "computing"
+            client.push(np.zeros(0, np.float32))
+            for data in client.packets(float(step)).datagrams():
+                assert decode(data).kind == PacketKind.CLOCK
+                for port, packet in state.handle(decode(data), worker):
+                    assert isinstance(port, int)
+                    clients[port].receive(PacketBatch.of([packet], VALUES), float(step))
+            if worker == 0:
+                assert not client.may_go_on, "it waits for the other"
+        assert [client.low for client in clients] == [step, step]
+
+
 def test_who_is_lost_holds_nobody_up() -> None:
     state = clocked(0, 1)
     assert state.handle(Packet(PacketKind.CLOCK, 7, 0, clock=1), 0) == []

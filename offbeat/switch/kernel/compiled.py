@@ -17,12 +17,13 @@ SOURCE = Path(__file__).with_name("switch.bpf.c")
 _SAID_BYTES = 2000
 
 
-def compiled(sizes: dict[str, int], cache: Path | None = None) -> Path:
+def compiled(sizes: dict[str, int], cache: Path | None = None, source: Path = SOURCE) -> Path:
     """The object file of the program for jobs of these sizes.
 
     Args:
         sizes: what is defined when it is compiled; see `switch.bpf.c`.
         cache: a folder for object files; None for `offbeat` in the user's cache.
+        source: of the program.
 
     Raises:
         NetworkError: if this machine cannot compile it; says what is missing.
@@ -39,14 +40,14 @@ def compiled(sizes: dict[str, int], cache: Path | None = None) -> Path:
         "-O2", "-g", "-Wall", "-Wno-parentheses", "-target", "bpf", "-mcpu=v3",
         f"-I/usr/include/{platform.machine()}-linux-gnu", *(f"-D{name}={size}" for name, size in sizes.items()),
     ]  # fmt: skip
-    source = SOURCE.read_bytes()
-    digest = hashlib.sha256(source + " ".join([clang, *flags]).encode()).hexdigest()[:16]
+    text = source.read_bytes()
+    digest = hashlib.sha256(text + " ".join([clang, *flags]).encode()).hexdigest()[:16]
     folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offbeat"
-    found = folder / f"switch-{digest}.o"
+    found = folder / f"{source.name.partition('.')[0]}-{digest}.o"
     if found.exists():
         return found
     folder.mkdir(parents=True, exist_ok=True)
-    made = subprocess.run([clang, *flags, "-c", "-x", "c", "-", "-o", "-"], input=source, capture_output=True)
+    made = subprocess.run([clang, *flags, "-c", "-x", "c", "-", "-o", "-"], input=text, capture_output=True)
     if made.returncode:
         said = made.stderr.decode(errors="replace")
         if "bpf/bpf_helpers.h" in said or "bpf/bpf_endian.h" in said or "linux/" in said:

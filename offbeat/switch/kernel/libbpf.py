@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _LOCKED = 4  # BPF_F_LOCK: the whole value at once, under its spin lock
-_INGRESS, _BOTH_WAYS = 1, 3
+_INGRESS, _EGRESS, _BOTH_WAYS = 1, 2, 3
 _REPLACE = 1
 _SIOCGIFMTU = 0x8921
 _HANDLE, _PRIORITY = 1, 0x0FFB  # by which a filter of ours is known, and replaced
@@ -147,8 +147,8 @@ class KernelObject:
         _check(self._library.bpf_prog_test_run_opts(self._program(program), ctypes.byref(run)), "call")
         return int(run.duration)
 
-    def attach(self, program: str, interfaces: Sequence[str]) -> None:
-        """Have a program see all that comes in at these interfaces, until `close`.
+    def attach(self, program: str, interfaces: Sequence[str], *, is_egress: bool = False) -> None:
+        """Have a program see all that comes in at these interfaces, or all that goes out, until `close`.
 
         Raises:
             NetworkError: if there is no such interface, or it cannot be attached.
@@ -158,7 +158,7 @@ class KernelObject:
                 index = socket.if_nametoindex(name)
             except OSError as error:
                 raise NetworkError(_no_such([name])) from error
-            hook = _Hook(sz=ctypes.sizeof(_Hook), ifindex=index, attach_point=_INGRESS)
+            hook = _Hook(sz=ctypes.sizeof(_Hook), ifindex=index, attach_point=_EGRESS if is_egress else _INGRESS)
             made = self._library.bpf_tc_hook_create(ctypes.byref(hook))
             if made and made != -errno.EEXIST:
                 raise NetworkError(

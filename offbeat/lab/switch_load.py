@@ -1,0 +1,286 @@
+"""Load for a switch: one worker of a benchmark, which sums or counts clocks as fast as it can (a program by itself).
+
+It reads a `LoadTask` per line, joins, says so, waits for "go", and says what came of it:
+
+    benchmark                     worker
+      | -- LoadTask ----------------> |   joins the job
+      | <----------------- "ready" -- |   when all are, all go
+      | -- "go" --------------------> |
+      | <-------------- LoadResult -- |
+      | -- "end" -------------------> |   when all have answered: leaves the job
+      | <----------------- "ended" -- |
+
+Every sum is checked, each value of it. What is summed are integers of 20 bits, which floats and fixed point hold
+exactly, and other ones for each exchange, so that a sum that belongs to an earlier one is seen to be wrong. The first
+value is no number but a show of hands: workers end after the same exchange, the first that one of them wants to be the
+last.
+"""
+
+from __future__ import annotations
+
+import functools
+import select
+import sys
+import time
+from collections import deque
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from offbeat.errors import NetworkError, OffbeatError
+from offbeat.protocol.switch_control import JoinSwitchJob, Strategy, SwitchJobJoined
+from offbeat.switch.client_thread import ClientThread
+from offbeat.switch.control_client import ControlClient
+from offbeat.switch.job_shape import JobShape
+from offbeat.switch.packet import Packet, PacketKind
+from offbeat.switch.packet_batch import PacketBatch
+from offbeat.switch.stream_client import StreamClient
+from offbeat.switch.table_client import TableClient
+from offbeat.switch.udp_socket import UdpSocket
+from offbeat.wire.credentials import Token
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from offbeat.switch.stream_client import StreamExchange
+
+SLOTS, WINDOW, CHUNKS = 512, 64, 512  # of a job; packets under way; chunks of an exchange
+UNDER_WAY = 2  # exchanges
+_RING = 64
+_RTO_S = 0.01
+_EXACT = 1 << 20
+_OFFSETS = 251  # vectors that differ
+_WARM = 2  # exchanges that do not count
+_WARM_S = 0.1  # for clocks
+_STALLED = timedelta(seconds=20)
+
+
+class LoadTask(msgspec.Struct, frozen=True):
+    """The task of one worker.
+
+    Args:
+        address, token, job: of the switch's control, and of the job.
+        rank, workers: who this is, of how many.
+        values: int32 in a packet; 0 to count clocks instead.
+        slack: steps that a worker may be ahead, for clocks.
+        seconds: for how long to measure.
+    """
+
+    address: str
+    token: str
+    job: str
+    rank: int
+    workers: int
+    values: int
+    slack: int
+    seconds: float
+
+
+class LoadResult(msgspec.Struct, frozen=True):
+    """The result of one worker.
+
+    Args:
+        done: chunks with values whose sums came, or clocks, in `seconds`.
+        checked, wrong: chunks that were compared with the sum of all workers' values, and those that were not that.
+        sent, resent: packets that were sent, and of them those that were sent again.
+        error: what ended it early; "" if nothing did.
+    """
+
+    done: int = 0
+    seconds: float = 0.0
+    checked: int = 0
+    wrong: int = 0
+    sent: int = 0
+    resent: int = 0
+    error: str = ""
+
+    @property
+    def rate(self) -> float:
+        """Chunks or clocks per second; 0 for what ended early."""
+        return 0.0 if self.error or not self.seconds else self.done / self.seconds
+
+
+class KnownVectors:
+    """The vectors of all workers, so that each knows every sum.
+
+    Args:
+        rank, workers: who this is, of how many.
+        values: int32 in a packet.
+    """
+
+    def __init__(self, rank: int, workers: int, values: int) -> None:
+        self.values, self._workers = values, workers
+        size = CHUNKS * values + _OFFSETS
+        mine = np.zeros(0, np.float32)
+        self._totals = np.zeros(size, np.float32)
+        for worker in range(workers):
+            numbers = np.random.default_rng(worker).integers(1 - _EXACT, _EXACT, size).astype(np.float32)
+            self._totals += numbers
+            mine = numbers if worker == rank else mine
+        self._mine = mine
+
+    def vector(self, exchange: int, *, is_last: bool) -> NDArray[np.float32]:
+        """[D] of this worker's, for an exchange; copy it before the next one is asked for.
+
+        Args:
+            is_last: whether this worker wants no further exchange.
+        """
+        vector = self._slice(self._mine, exchange).copy()
+        vector[0] = is_last
+        return vector
+
+    def wrong_chunks(self, exchange: int, total: NDArray[np.float32], contributors: int) -> int:
+        """The chunks of a sum that are not what they have to be; all if a worker is missing."""
+        if contributors != (1 << self._workers) - 1:
+            return CHUNKS
+        differs = total != self._slice(self._totals, exchange)
+        differs[0] = not 0 <= total[0] <= self._workers
+        return int(differs.reshape(CHUNKS, self.values).any(axis=1).sum())
+
+    def _slice(self, numbers: NDArray[np.float32], exchange: int) -> NDArray[np.float32]:
+        offset = exchange % _OFFSETS
+        return numbers[offset : offset + CHUNKS * self.values]
+
+
+def sum_all_the_time(thread: ClientThread, client: StreamClient, known: KnownVectors, seconds: float) -> LoadResult:
+    """Sum one exchange after the other; all workers end after the same one."""
+    under_way: deque[tuple[int, StreamExchange]] = deque()
+    end_s, begun = float("inf"), 0
+
+    def begin() -> None:
+        nonlocal begun
+        vector = known.vector(begun, is_last=time.monotonic() >= end_s)
+        under_way.append((begun, thread.do(lambda: client.begin(vector))))
+        begun += 1
+
+    for _ in range(UNDER_WAY):
+        begin()
+    wrong, began_s, is_ending, sent, resent = 0, 0.0, False, 0, 0
+    while under_way:
+        number, exchange = under_way.popleft()
+        if not thread.wait(functools.partial(getattr, exchange, "is_done"), _STALLED):
+            return LoadResult(error=f"an exchange was not done after {_STALLED.total_seconds():g} s. {thread.trouble}")
+        wrong += known.wrong_chunks(number, exchange.total, exchange.contributors)
+        if number == _WARM - 1:
+            began_s = time.monotonic()
+            end_s, sent, resent = began_s + seconds, client.sent, client.resent
+        is_ending = is_ending or exchange.total[0] > 0
+        if not is_ending:
+            begin()
+    return LoadResult(
+        done=(begun - _WARM) * CHUNKS,
+        seconds=time.monotonic() - began_s,
+        checked=begun * CHUNKS,
+        wrong=wrong,
+        sent=client.sent - sent,
+        resent=client.resent - resent,
+    )
+
+
+def count_clocks(client: TableClient, sock: UdpSocket, switch: int, seconds: float) -> LoadResult:
+    """Finish one step after the other, with nothing to compute, to push or to pull."""
+    batch, to = PacketBatch(64, client.shape.values), np.full(1, switch, np.uint64)
+    nothing = np.zeros(0, np.float32)
+    poll = select.poll()
+    poll.register(sock.fileno(), select.POLLIN)
+    steps = sent = counted_from = sent_before = resent_before = 0
+    began_s = time.monotonic()
+    warm_s, end_s = began_s + _WARM_S, began_s + _WARM_S + seconds
+    while (now_s := time.monotonic()) < end_s:
+        if not counted_from and now_s >= warm_s:
+            counted_from, began_s, sent_before, resent_before = steps, now_s, sent, client.resent
+        if client.phase == "computing":
+            steps += 1
+            client.push(nothing)
+        due = client.packets(now_s)
+        if len(due):
+            sock.send(due, to)
+            sent += len(due)
+        if poll.poll(_RTO_S * 1000):
+            received, _ = sock.recv(batch)
+            client.receive(received, time.monotonic())
+        if client.refusal is not None:
+            return LoadResult(error=f"the switch refuses this worker: {client.refusal.text}")
+    return LoadResult(
+        done=steps - counted_from,
+        seconds=time.monotonic() - began_s,
+        sent=sent - sent_before,
+        resent=client.resent - resent_before,
+    )
+
+
+def run(task: LoadTask) -> None:
+    """Carry a task out, and talk about it on stdin and stdout."""
+    control = ControlClient(task.address, rank=task.rank, credentials=Token(task.token.encode()))
+    strategy = Strategy() if task.values else Strategy("table", window=task.slack)
+    values = task.values or 16
+    joined = control.ask(
+        lambda number: JoinSwitchJob(
+            request=number, job=task.job, worker=task.rank, workers=task.workers, values=values, slots=SLOTS,
+            ring=_RING, strategy=strategy,
+        )
+    )  # fmt: skip
+    assert isinstance(joined, SwitchJobJoined)
+    shape = JobShape(joined.number, task.workers, values, SLOTS, _RING)
+    sock = UdpSocket()
+    switch = sock.connect(control.host, joined.port)
+    if task.values:
+        client = StreamClient(shape, task.rank, joined.cookie, window=WINDOW, rto_s=_RTO_S)
+        known = KnownVectors(task.rank, task.workers, values)
+        thread = ClientThread(client, sock, switch)
+        _say_and_hear("ready", "go")
+        result = sum_all_the_time(thread, client, known, task.seconds)
+    else:
+        _join(Packet(PacketKind.JOIN, shape.number, task.rank, cookie=joined.cookie), sock, switch)
+        table = TableClient(shape, task.rank, joined.cookie, rto_s=_RTO_S)
+        _say_and_hear("ready", "go")
+        result = count_clocks(table, sock, switch, task.seconds)
+    _say_and_hear(msgspec.json.encode(result).decode(), "end")
+    if task.values:
+        thread.close()
+    else:
+        sock.close()
+    control.close()
+
+
+def _join(packet: Packet, sock: UdpSocket, switch: int) -> None:
+    """Have the switch learn where packets come from.
+
+    Raises:
+        NetworkError: if it does not answer.
+    """
+    batch = PacketBatch(64, 16)
+    end_s = time.monotonic() + _STALLED.total_seconds()
+    while time.monotonic() < end_s:
+        sock.send(PacketBatch.of([packet], 16), np.full(1, switch, np.uint64))
+        if select.select([sock], [], [], _RTO_S)[0]:
+            received, _ = sock.recv(batch)
+            if (received.header["kind"] == PacketKind.JOIN_OK).any():
+                return
+    raise NetworkError("Cannot join the switch: it does not answer.")
+
+
+def _say_and_hear(word: str, answer: str) -> None:
+    sys.stdout.write(word + "\n")
+    sys.stdout.flush()
+    if sys.stdin.readline().strip() != answer:
+        sys.exit(1)  # the benchmark is gone
+
+
+def main() -> None:
+    """Carry out tasks until there are no more."""
+    for line in iter(sys.stdin.readline, ""):
+        try:
+            run(msgspec.json.decode(line, type=LoadTask))
+        except OffbeatError as error:
+            sys.stdout.write(msgspec.json.encode(LoadResult(error=str(error))).decode() + "\n")
+            sys.stdout.flush()
+            sys.exit(1)
+        sys.stdout.write("ended\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
