@@ -149,9 +149,9 @@ class UdpSocket:
             if code == errno.EMSGSIZE:  # it may be this one's own
                 sent, self.dropped = sent + 1, self.dropped + 1
                 continue
-            if code in _OF_OTHERS:  # each is told once
+            if code == errno.ECONNREFUSED:  # of one that was sent before: it is told once
                 continue
-            if code not in (errno.EAGAIN, errno.EINTR, errno.ENOBUFS):
+            if code not in (errno.EAGAIN, errno.EINTR, errno.ENOBUFS, *_OF_OTHERS):
                 raise NetworkError(f"Cannot send datagrams: {os.strerror(code)}.")
             self.dropped += count - sent
             return
