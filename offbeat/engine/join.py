@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _LOOK_S = 1.0  # of the first worker, for newcomers
 _ASK_S = 1.0  # of a newcomer, whether anybody trains
 _MOST_BYTES = 256 << 20  # of what one says
-_AWAY = "Cannot join: the job has moved to a server meanwhile. Start this worker again."
+_AWAY = "Cannot join: the job goes by another plan meanwhile, which lets nobody come in here. Start this worker again."
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
 _Text = Annotated[str, msgspec.Meta(max_length=64 << 20)]
