@@ -8,9 +8,10 @@ or M if that is less:
     result   the largest of those        the sums, and the largest exponents
 
 So the packet that carries chunk j is due when the result P numbers before it is here, which has the exponent that all
-use. Results clock what is sent: no more than `window` packets are under way. What is not answered in time, or has been
-overtaken by three results, is taken for lost, and sent again; what in time is says a `ResendTimer`. Whenever one comes
-too late fewer packets are under way until results come again: a switch that has too much to do is not given more.
+use. Results clock what is sent: no more than `window` packets with values are under way. What is not answered in time,
+or has been overtaken by three results, is taken for lost, and sent again; what in time is says a `ResendTimer`. Whenever
+one comes too late fewer packets are under way until results come again: a switch that has too much to do is not given
+more.
 
 Call order: `begin` for each exchange, in the same order on all workers; `packets` and `receive` until the exchange
 `is_done`; both may be called at any time.
@@ -138,7 +139,7 @@ class StreamClient:
         self._was_resent = np.zeros(slots, np.bool_)
         self._is_received = np.zeros(slots, np.bool_)  # of chunks from `_acked` on
         self._overtaken = np.zeros(slots, np.int16)
-        self._in_flight = 0
+        self._only_primes = np.zeros(slots, np.bool_)  # what carries exponents alone
         self._batch = PacketBatch(2 * self.window, shape.values)
         self.has_joined = False
         self.refusal: Reason | None = None
@@ -180,9 +181,14 @@ class StreamClient:
         """Whether no exchange is under way."""
         return not self._exchanges
 
+    @property
+    def _in_flight(self) -> int:
+        """Packets with values that are under way; the others are small, and take no room."""
+        return int((self._is_under_way & ~self._only_primes).sum())
+
     def wake_s(self) -> float:
         """The time when `packets` has something to send again if nothing is received; infinite for never."""
-        if not self._in_flight:
+        if not self._is_under_way.any():
             return float("inf")
         return float(self._sent_s[self._is_under_way].min()) + self.rto_s
 
@@ -191,19 +197,20 @@ class StreamClient:
     def packets(self, now_s: float) -> PacketBatch:
         """The packets to send now; the batch is used again by the next call."""
         self._note_late(now_s)
-        room = max(0, int(self._allowed) - self._in_flight)
-        if self._in_flight and room < self._allowed / _BURSTS:
+        in_flight = self._in_flight
+        room = max(0, int(self._allowed) - in_flight)
+        if in_flight and room < self._allowed / _BURSTS:
             room = 0  # a packet for each result would cost a system call each, here and at the switch
         again = self._to_send_again(room)
-        numbers = np.concatenate([again, self._to_send_first(room - len(again))])
+        first = self._to_send_first(room - len(again), len(self._batch) - len(again))
+        numbers = np.concatenate([again, first])
         batch = self._batch.first(len(numbers))
         if not len(numbers):
             return batch
         slots = numbers % self.shape.slots
         self._sent_s[slots], self._is_under_way[slots], self._overtaken[slots] = now_s, True, 0
         self._was_resent[slots] = numbers < self._cursor - (len(numbers) - len(again))
-        self._is_lost[slots] = False
-        self._in_flight += len(numbers)
+        self._is_lost[slots], self._only_primes[slots] = False, False
         header = batch.header
         header["magic"], header["kind"], header["job"] = MAGIC, PacketKind.DATA, self.shape.number
         header["worker"], header["cookie"] = self.worker, self.cookie
@@ -212,13 +219,14 @@ class StreamClient:
         for exchange in self._exchanges:
             mine = (numbers >= exchange.first) & (numbers < exchange.end)
             if mine.any():
+                self._only_primes[slots[mine]] = numbers[mine] < exchange.first + exchange.primes
                 self._fill(batch, np.flatnonzero(mine), numbers[mine] - exchange.first, exchange)
         self.sent += len(numbers)
         return batch
 
     def _note_late(self, now_s: float) -> None:
         """Take for lost what was not answered in time, or has been overtaken."""
-        if not self._in_flight:
+        if not self._is_under_way.any():
             return
         late = self._is_under_way & (self._sent_s + self.rto_s <= now_s)
         if late.any():
@@ -229,7 +237,6 @@ class StreamClient:
     def _lose(self, slots: NDArray[np.bool_]) -> None:
         self._is_lost |= slots
         self._is_under_way &= ~slots
-        self._in_flight -= int(slots.sum())
 
     def _to_send_again(self, room: int) -> NDArray[np.int64]:
         slots = np.flatnonzero(self._is_lost)
@@ -237,18 +244,28 @@ class StreamClient:
         self.resent += len(numbers)
         return numbers
 
-    def _to_send_first(self, room: int) -> NDArray[np.int64]:
-        """Find what was never sent, and is due: as far as there is room, and slots and exponents allow."""
-        end = min(self._next, self._acked + self.shape.span, self._cursor + room)
-        start, cursor = self._cursor, self._cursor
+    def _to_send_first(self, room: int, most: int) -> NDArray[np.int64]:
+        """Find what was never sent, and is due: as far as there is room, and slots and exponents allow.
+
+        What only primes takes no room: a bucket's exponents are on their way while the last one's values are, so that
+        these do not have to wait.
+
+        Args:
+            room: packets with values.
+            most: packets.
+        """
+        end, cursor = min(self._next, self._acked + self.shape.span), self._cursor
         for exchange in self._exchanges:
-            if exchange.end <= cursor or exchange.first >= end:
+            if exchange.end <= cursor:
                 continue
-            cursor = self._due(exchange, cursor, end)
-            if cursor < min(exchange.end, end):
+            cursor = max(cursor, min(exchange.first + exchange.primes, end))
+            due = self._due(exchange, cursor, min(end, cursor + room))
+            room, cursor = room - (due - cursor), due
+            if cursor < min(exchange.end, end) or cursor >= end:
                 break
-        self._cursor = cursor
-        return np.arange(start, cursor, dtype=np.int64)
+        start = self._cursor
+        self._cursor = min(cursor, start + most)
+        return np.arange(start, self._cursor, dtype=np.int64)
 
     @staticmethod
     def _due(exchange: StreamExchange, cursor: int, end: int) -> int:
@@ -374,7 +391,6 @@ class StreamClient:
                 exchange.sums[chunk[full]] = sums
         exchange.missing -= len(which)
         slots = (exchange.first + index) % self.shape.slots
-        self._in_flight -= int(self._is_under_way[slots].sum())
         self._is_received[slots], self._is_under_way[slots], self._is_lost[slots] = True, False, False
         self.held_up_by = None
 
