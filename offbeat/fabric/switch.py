@@ -238,7 +238,9 @@ class SwitchStream:
 
     def begin(self, tensor: torch.Tensor) -> StreamExchange:
         """Begin to sum a tensor."""
-        return self._thread.do(lambda: self._client.begin(tensor.numpy()))
+        exchange = self._client.next_exchange(tensor.numpy())
+        self._thread.do(lambda: self._client.enqueue(exchange))
+        return exchange
 
     def wait(self, exchange: StreamExchange, timeout: timedelta) -> bool:
         """Wait until a sum is there; whether it is. Raises as `ClientThread.wait`."""

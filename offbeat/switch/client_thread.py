@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _AT_ONCE = 256
-_LEAST_PAUSE_S = 0.0002  # less than that is not worth a sleep
+# Between two looks when much is under way: no less than is worth a sleep, and twice as long as it takes to look.
+_LEAST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.005
 _LONGEST_S = 0.1  # between two looks, when nothing is under way
 
 
@@ -83,6 +84,7 @@ class ClientThread:
         self._changed = threading.Condition()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._is_closed = False
+        self._took_s = 0.0  # to take in what came last, and answer it
         self._error: OffbeatError | None = None
         self._thread = threading.Thread(target=self._run, name="offbeat-switch", daemon=True)
         self._thread.start()
@@ -140,28 +142,26 @@ class ClientThread:
                 if any(descriptor == self._wake for descriptor, _ in poll.poll(max(0.0, wait_s) * 1000)):
                     os.eventfd_read(self._wake)
                 elif (pause_s := self._client.pause_s) > _LEAST_PAUSE_S:
-                    time.sleep(pause_s)
+                    time.sleep(min(_LONGEST_PAUSE_S, max(pause_s, 2 * self._took_s)))
         except OffbeatError as error:
             self._fail(error)
 
     def _turn(self) -> float:
         """Take in what is here, and send what is due; for how many seconds nothing is due then."""
         client = self._client
-        while True:
-            received, _ = self._socket.recv(self._batch)
-            now_s = time.monotonic()
-            with self._changed:
-                if len(received):
-                    client.receive(received, now_s)
-                    self._changed.notify_all()
-                if client.refusal is not None:
-                    raise NetworkError(f"The switch refuses this worker: {client.refusal.text}.")
-                due = self._join() if not client.has_joined else client.packets(now_s)
-                wake_s = client.wake_s()
-            if len(due):
-                self._socket.send(due, self._switch[: len(due)])
-            if not len(received):
-                break
+        received, _ = self._socket.recv(self._batch)
+        now_s = time.monotonic()
+        with self._changed:
+            if len(received):
+                client.receive(received, now_s)
+                self._changed.notify_all()
+            if client.refusal is not None:
+                raise NetworkError(f"The switch refuses this worker: {client.refusal.text}.")
+            due = self._join() if not client.has_joined else client.packets(now_s)
+            wake_s = client.wake_s()
+        if len(due):
+            self._socket.send(due, self._switch[: len(due)])
+        self._took_s = time.monotonic() - now_s
         return min(_LONGEST_S, wake_s - now_s) if client.has_joined else client.rto_s
 
     def _join(self) -> PacketBatch:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 _LONGEST = 64  # times the shortest
 _LOOKS = 8  # in a round trip, when much is under way
-_LONGEST_PAUSE_S = 0.005
 
 
 class ResendTimer:
@@ -28,7 +27,7 @@ class ResendTimer:
     @property
     def pause_s(self) -> float:
         """Seconds in which to let answers gather when much is under way: to take in each by itself costs far more."""
-        return min(self._rtt_s / _LOOKS, _LONGEST_PAUSE_S)
+        return self._rtt_s / _LOOKS
 
     def measure(self, took_s: float) -> None:
         """Learn how long an answer took to a packet that was sent once."""

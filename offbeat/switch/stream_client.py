@@ -9,9 +9,9 @@ or M if that is less:
 
 So the packet that carries chunk j is due when the result P numbers before it is here, which has the exponent that all
 use. Results clock what is sent: no more than `window` packets with values are under way. What is not answered in time,
-or has been overtaken by three results, is taken for lost, and sent again; what in time is says a `ResendTimer`. Whenever
-one comes too late fewer packets are under way until results come again: a switch that has too much to do is not given
-more.
+or has been overtaken by three results, is taken for lost, and sent again; what in time is says a `ResendTimer`.
+Whenever one comes too late fewer packets are under way until results come again: a switch that has too much to do is
+not given more.
 
 Call order: `begin` for each exchange, in the same order on all workers; `packets` and `receive` until the exchange
 `is_done`; both may be called at any time.
@@ -154,10 +154,21 @@ class StreamClient:
         Raises:
             NumericsError: if a value is NaN, infinite or too large.
         """
-        exchange = StreamExchange(values, self.shape, self._next, self._clock, self.window)
+        exchange = self.next_exchange(values)
+        self.enqueue(exchange)
+        return exchange
+
+    def next_exchange(self, values: NDArray[np.float32]) -> StreamExchange:
+        """The exchange that comes next, which is to be enqueued before there is another; raises as `begin`.
+
+        Most of what `begin` does; nobody else has to wait for it.
+        """
+        return StreamExchange(values, self.shape, self._next, self._clock, self.window)
+
+    def enqueue(self, exchange: StreamExchange) -> None:
+        """Begin an exchange that `next_exchange` has made."""
         self._next, self._clock = exchange.end, self._clock + 1
         self._exchanges.append(exchange)
-        return exchange
 
     @property
     def rto_s(self) -> float:
@@ -352,6 +363,8 @@ class StreamClient:
         """Learn from answers how long they take, but for those of packets that were sent more than once."""
         self._allowed = min(self.window, self._allowed + len(slots))
         once = slots[self._is_under_way[slots] & ~self._was_resent[slots]]
+        if not (full := self._only_primes[once]).all():
+            once = once[~full]  # small ones overtake nothing, but say less
         if not len(once):
             return
         self._timer.measure(now_s - float(self._sent_s[once].mean()))
