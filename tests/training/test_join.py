@@ -377,7 +377,7 @@ def test_who_waits_while_the_others_go_over_to_a_server_is_told() -> None:
     come(3)
     server.reject_pending(looks=True)
     for key in ("0/entry", "1/entry", "2/answer", "3/answer"):
-        assert "moved to a server" in json.loads(newcomers.get(key))["refusal"]
+        assert "by another plan" in json.loads(newcomers.get(key))["refusal"]
     assert not look(), "nobody is left that is ready"
 
 

@@ -84,7 +84,7 @@ def test_a_wrong_token_is_refused() -> None:
         (lambda: offbeat.Switch("127.0.0.1:1", values=100), "multiple of 16"),
         (lambda: offbeat.Switch("127.0.0.1:1", slots=100), "power of two"),
         (lambda: offbeat.Switch("127.0.0.1:1", window=300), "twice as many"),
-        (lambda: offbeat.Plan(sync=offbeat.RoundRobin(), fabric=offbeat.Switch("127.0.0.1:1")), "own pace"),
+        (lambda: offbeat.Plan(sync=offbeat.RoundRobin(), fabric=offbeat.Switch("127.0.0.1:1")), "gives no turns"),
     ],
 )
 def test_what_cannot_work_is_refused_when_the_plan_is_made(make: object, says: str) -> None:
