@@ -25,7 +25,7 @@ from offbeat.fabric.fabric import BindContext, Offers
 from offbeat.fabric.in_memory import InMemory
 from offbeat.fabric.switch_table import SwitchTable
 from offbeat.payload import Gather, Sum, Total
-from offbeat.protocol.switch_control import JoinSwitchJob, Strategy, SwitchJobJoined
+from offbeat.protocol.switch_control import Strategy
 from offbeat.switch.client_thread import ClientThread
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from offbeat.fabric.fabric import Fabric
     from offbeat.payload import Payload, Reply
     from offbeat.pending import Pending
+    from offbeat.protocol.switch_control import SwitchJobJoined
+    from offbeat.switch.client_thread import PacketClient
     from offbeat.switch.stream_client import StreamExchange
 
 MEMORY = "memory://"
@@ -147,27 +149,19 @@ class Switch:
                 f"{why} Start the switch with `offbeat switch serve`, or name another - at `plan.fabric.address`."
             ) from error
         try:
-            joined = control.ask(
-                lambda number: JoinSwitchJob(
-                    request=number,
-                    job=job,
-                    worker=context.rank,
-                    workers=context.world,
-                    values=self.values,
-                    slots=self.slots,
-                    ring=_RING,
-                )
-            )
-            assert isinstance(joined, SwitchJobJoined)
-            shape = JobShape(joined.number, context.world, self.values, self.slots, _RING)
+            shape, joined = control.join(job, JobShape(0, context.world, self.values, self.slots, _RING))
             client = StreamClient(shape, context.rank, joined.cookie, window=self.window, rto_s=_RTO_S)
-            sock = UdpSocket()
-            thread = ClientThread(client, sock, sock.connect(control.host, joined.port))
-            _same_for_all(companion, "", deadline_s)  # from here on all are members
+            thread = _kept_going(client, control, joined)
         except BaseException:
             control.close()
             raise
-        return SwitchStream(client, thread, self.values, control, job)
+        stream = SwitchStream(client, thread, self.values, control, job)
+        try:
+            _same_for_all(companion, "", deadline_s)  # from here on all are members
+        except BaseException:
+            stream.close()
+            raise
+        return stream
 
 
 class SwitchStream:
@@ -199,27 +193,12 @@ class SwitchStream:
                 "Cannot have workers go on at their own pace on memory://: it is for one that is alone. Use BSP(), or "
                 "start a switch with `offbeat switch serve` - at `plan.sync`."
             )
-        control, worker, rows, job = self.control, self._client.worker, -(-size // shape.values), f"{self.job}-{number}"
-        joined = control.ask(
-            lambda request: JoinSwitchJob(
-                request=request,
-                job=job,
-                worker=worker,
-                workers=shape.workers,
-                values=shape.values,
-                slots=_LEAST_SLOTS,
-                ring=_RING,
-                rows=rows,
-                strategy=strategy,
-                exponent=exponent,
-            )
-        )
-        assert isinstance(joined, SwitchJobJoined)
-        own = JobShape(joined.number, shape.workers, shape.values, _LEAST_SLOTS, _RING, rows)
+        control, worker, job = self.control, self._client.worker, f"{self.job}-{number}"
+        rows = -(-size // shape.values)
+        wanted = JobShape(0, shape.workers, shape.values, _LEAST_SLOTS, _RING, rows)
+        own, joined = control.join(job, wanted, strategy, exponent=exponent)
         client = TableClient(own, worker, joined.cookie, exponent=exponent, window=window, rto_s=_RTO_S)
-        sock = UdpSocket()
-        thread = ClientThread(client, sock, sock.connect(control.host, joined.port))
-        return SwitchTable(client, thread, control, job)
+        return SwitchTable(client, _kept_going(client, control, joined), control, job)
 
     @classmethod
     def in_memory(cls, switch: MemorySwitch, spec: Switch, worker: int, workers: int) -> SwitchStream:
@@ -343,6 +322,12 @@ class SwitchPending:
         assert isinstance(reply, Total)
         self._payload.tensor.copy_(torch.from_numpy(mean_of(self._exchange)).view_as(self._payload.tensor))
         return Total(self._payload.tensor, reply.weight, None if self._payload.tail is None else reply.tensor)
+
+
+def _kept_going(client: PacketClient, control: ControlClient, joined: SwitchJobJoined) -> ClientThread:
+    """The thread that keeps a worker's end of a job going, over a socket of its own."""
+    sock = UdpSocket()
+    return ClientThread(client, sock, sock.connect(control.host, joined.port))
 
 
 def _same_for_all(companion: Fabric, text: str, deadline_s: float) -> str:

@@ -10,6 +10,7 @@ from offbeat.errors import NumericsError
 from offbeat.payload import Total
 from offbeat.protocol.switch_control import GetSwitchPlan, SetSwitchStrategy, SwitchPlan, SwitchStrategySet
 from offbeat.switch.packet import is_newer
+from offbeat.switch.table_client import too_far
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -97,11 +98,7 @@ class SwitchTable:
             NumericsError: if a value has grown beyond what its integers can say.
         """
         if self._client.is_saturated:
-            raise NumericsError(
-                "Cannot go on with the table at the switch: a parameter has moved further than its integers reach "
-                f"(2^{self._client.exponent}). Lower the learning rate, or use BSP() or ParameterServer() - at "
-                "`plan.sync`."
-            )
+            raise NumericsError(too_far(self._client.exponent))
         return self._client.values(size)
 
     def leave(self) -> None:

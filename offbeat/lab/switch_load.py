@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 
 from offbeat.errors import NetworkError, OffbeatError
-from offbeat.protocol.switch_control import JoinSwitchJob, Strategy, SwitchJobJoined
+from offbeat.protocol.switch_control import Strategy
 from offbeat.switch.client_thread import ClientThread
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
@@ -216,14 +216,7 @@ def run(task: LoadTask) -> None:
     control = ControlClient(task.address, rank=task.rank, credentials=Token(task.token.encode()))
     strategy = Strategy() if task.values else Strategy("table", window=task.slack)
     values = task.values or 16
-    joined = control.ask(
-        lambda number: JoinSwitchJob(
-            request=number, job=task.job, worker=task.rank, workers=task.workers, values=values, slots=SLOTS,
-            ring=_RING, strategy=strategy,
-        )
-    )  # fmt: skip
-    assert isinstance(joined, SwitchJobJoined)
-    shape = JobShape(joined.number, task.workers, values, SLOTS, _RING)
+    shape, joined = control.join(task.job, JobShape(0, task.workers, values, SLOTS, _RING), strategy)
     sock = UdpSocket()
     switch = sock.connect(control.host, joined.port)
     if task.values:
@@ -275,9 +268,7 @@ def main() -> None:
         try:
             run(msgspec.json.decode(line, type=LoadTask))
         except OffbeatError as error:
-            sys.stdout.write(msgspec.json.encode(LoadResult(error=str(error))).decode() + "\n")
-            sys.stdout.flush()
-            sys.exit(1)
+            sys.exit(str(error))  # on stderr; the benchmark hears nothing more, and looks there
         sys.stdout.write("ended\n")
         sys.stdout.flush()
 

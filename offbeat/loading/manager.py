@@ -137,7 +137,10 @@ class LoaderManager:
         self._goes_alone = alone
         for loader in self.loaders:
             if isinstance(loader, ShardedLoader):
-                loader.go_alone() if alone else loader.go_together()
+                if alone:
+                    loader.go_alone()
+                else:
+                    loader.go_together()
 
     def stepped(self) -> None:
         """A prepared optimizer is about to step."""

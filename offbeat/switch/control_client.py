@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from concurrent.futures import Future
 from datetime import timedelta
@@ -12,6 +13,9 @@ from offbeat.protocol.switch_control import (
     EvictFromSwitchJob,
     FromSwitch,
     GetSwitchStatus,
+    JoinSwitchJob,
+    Strategy,
+    SwitchJobJoined,
     SwitchRefused,
     SwitchStatus,
     ToSwitch,
@@ -25,6 +29,7 @@ from offbeat.wire.tcp import connect
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from offbeat.switch.job_shape import JobShape
     from offbeat.wire.credentials import Credentials
     from offbeat.wire.messages import Role
 
@@ -56,7 +61,7 @@ class ControlClient:
         timeout: timedelta = timedelta(seconds=5),
         patience: timedelta = timedelta(seconds=20),
     ) -> None:
-        self._address, self._timeout = address, timeout
+        self._address, self._rank, self._timeout = address, rank, timeout
         self._requests = itertools.count(1)
         self._answers: dict[int, Future[FromSwitch]] = {}
         self._error: OffbeatError | None = None
@@ -111,6 +116,42 @@ class ControlClient:
         if isinstance(told, SwitchRefused):
             raise PlanError(told.reason)
         return told
+
+    def join(
+        self, job: str, shape: JobShape, strategy: Strategy | None = None, *, exponent: int = 0
+    ) -> tuple[JobShape, SwitchJobJoined]:
+        """Take part in a job, as the rank that this link has; the first worker creates it.
+
+        Args:
+            job: its name.
+            shape: that it has, or is to have; whatever number it says.
+            strategy: that it begins with; None for that of a stream of all workers.
+            exponent: of all values in its table.
+
+        Returns:
+            The shape with the job's number, and what else this worker is told.
+
+        Raises:
+            PlanError: if the switch refuses it.
+            NetworkError: if it is lost, or does not answer.
+        """
+        joined = self.ask(
+            lambda request: JoinSwitchJob(
+                request=request,
+                job=job,
+                worker=self._rank,
+                workers=shape.workers,
+                values=shape.values,
+                slots=shape.slots,
+                ring=shape.ring,
+                rows=shape.rows,
+                strategy=strategy or Strategy(),
+                exponent=exponent,
+            )
+        )
+        if not isinstance(joined, SwitchJobJoined):
+            raise NetworkError(f"The switch at {self._address} has answered something else: {type(joined).__name__}.")
+        return dataclasses.replace(shape, number=joined.number), joined
 
     def status(self) -> SwitchStatus:
         """Ask what the switch knows of its jobs.

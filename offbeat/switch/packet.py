@@ -34,6 +34,7 @@ from offbeat.errors import PeerError
 MAGIC = 0x0FFB
 VERSION = 1
 HEADER_BYTES = 32
+HEADERS_BYTES = 20 + 8 + HEADER_BYTES  # of IP, UDP and ours: what a frame carries beside the payload
 VALUES_STEP = 16  # a payload is a multiple of so many int32
 MOST_VALUES = 2048
 MOST_WORKERS = 64

@@ -33,7 +33,7 @@ class ResendTimer:
         """Learn how long an answer took to a packet that was sent once."""
         self._deviation_s += (abs(took_s - self._rtt_s) - self._deviation_s) / 4
         self._rtt_s += (took_s - self._rtt_s) / 8
-        self.rto_s = min(max(self._least_s, self._rtt_s + 4 * self._deviation_s), _LONGEST * self._least_s)
+        self.restart()
 
     def expired(self) -> None:
         """Wait twice as long: an answer came too late."""

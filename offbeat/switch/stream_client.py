@@ -363,8 +363,8 @@ class StreamClient:
         """Learn from answers how long they take, but for those of packets that were sent more than once."""
         self._allowed = min(self.window, self._allowed + len(slots))
         once = slots[self._is_under_way[slots] & ~self._was_resent[slots]]
-        if not (full := self._only_primes[once]).all():
-            once = once[~full]  # small ones overtake nothing, but say less
+        if not (primes := self._only_primes[once]).all():
+            once = once[~primes]  # what only primes is small, and says little of how long values take
         if not len(once):
             return
         self._timer.measure(now_s - float(self._sent_s[once].mean()))

@@ -16,7 +16,7 @@ from offbeat.diagnosis.finding import Finding
 from offbeat.errors import NetworkError, OffbeatError, PeerError, PlanError
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.offloads import interface_towards, offloads_of
-from offbeat.switch.packet import HEADER_BYTES, Reason
+from offbeat.switch.packet import HEADERS_BYTES, Reason
 from offbeat.switch.sending_rate import sending_rate
 from offbeat.switch.trial_job import TrialJob
 from offbeat.switch.udp_socket import BUFFER_BYTES
@@ -36,7 +36,6 @@ _IN_ALL = timedelta(seconds=10)  # for thousands of them
 SIZES = (64, 256, 352, 2048)  # int32 in a packet
 _USUAL = 256
 _ROUND_TRIPS, _PACKETS = 300, 4000
-_HEADERS_BYTES = 20 + 8 + HEADER_BYTES  # of IP, UDP and ours
 _LONG_SILENCE_S = 5.0
 _ENOUGH_BYTES = 64 * 16384  # for a window of the largest packets, as the kernel counts them
 _WORTH_A_NOTE = 0.001  # part of the packets that may be lost without one
@@ -190,7 +189,7 @@ def word_sizes(outcomes: Sequence[SizeOutcome], frame_bytes: int) -> Finding:
             "packet size", "none works", "bad", f"with {outcomes[0].values} values {outcomes[0].why}",
             "look at the switch's own output, and for a firewall between",
         )  # fmt: skip
-    value = f"{max(good)} values ({_HEADERS_BYTES + 4 * max(good):,} bytes); {frames}"
+    value = f"{max(good)} values ({HEADERS_BYTES + 4 * max(good):,} bytes); {frames}"
     bad = next((one for one in outcomes if one.why and one.values > max(good)), None)
     between = next((one for one in outcomes if one.why and one.values < max(good)), None)
     if between is not None:
@@ -205,7 +204,7 @@ def word_sizes(outcomes: Sequence[SizeOutcome], frame_bytes: int) -> Finding:
     return Finding(
         "packet size", value, "ok", f"{bad.values} values: {bad.why}",
         f"Switch(values={max(good)}) is the most here; {bad.values} take frames of "
-        f"{_HEADERS_BYTES + 4 * bad.values:,} bytes (MTU) on every link",
+        f"{HEADERS_BYTES + 4 * bad.values:,} bytes (MTU) on every link",
     )  # fmt: skip
 
 

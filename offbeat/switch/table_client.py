@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
+from offbeat.errors import NumericsError
 from offbeat.switch.clocks import Windows
 from offbeat.switch.fixed_point import to_floats, to_integers
 from offbeat.switch.packet import (
@@ -39,6 +40,14 @@ if TYPE_CHECKING:
 
 Phase = Literal["computing", "push", "clock", "pull", "rest"]
 _EPOCHS = 1 << 16
+
+
+def too_far(exponent: int) -> str:
+    """The sentence about a value that a table with this exponent cannot hold."""
+    return (
+        "Cannot go on with the table at the switch: a parameter has moved further than its integers reach "
+        f"(2^{exponent}). Lower the learning rate, or use BSP() or ParameterServer() - at `plan.sync`."
+    )
 
 
 class StepGrant(NamedTuple):
@@ -117,9 +126,19 @@ class TableClient:
     # -- a step --------------------------------------------------------------------------------------------------
 
     def push(self, update: NDArray[np.float32]) -> None:
-        """Finish a step: add its update [D] to the table, and read the table as soon as the next step may begin."""
+        """Finish a step: add its update [D] to the table, and read the table as soon as the next step may begin.
+
+        Raises:
+            NumericsError: if a value is NaN, infinite, or larger than the table's integers can say; then nothing is
+                sent.
+        """
         assert self.phase == "computing", self.phase
         exponent = np.full(self.shape.rows, self.exponent, np.int8)
+        most = max(float(update.max(initial=0)), -float(update.min(initial=0)))
+        if not np.isfinite(most):
+            raise NumericsError("Cannot add a change that holds NaN or Inf to a switch's table: it adds up integers.")
+        if most >= 2.0**self.exponent / 2:  # what rounding has left out before is small beside that
+            raise NumericsError(too_far(self.exponent))
         self._residual.reshape(-1)[: len(update)] += update
         self._update = to_integers(self._residual, exponent, 1)
         self._residual -= to_floats(self._update, exponent, 1)
@@ -174,8 +193,8 @@ class TableClient:
             return float("inf")
         if self.phase in ("clock", "rest"):
             return max(0.0, self._clock_sent_s) + self.rto_s
-        sent_s = self._sent_s[self._owed]
-        return float(max(0.0, sent_s.min())) + self.rto_s
+        sent_s = self._sent_s[self._owed & (self._sent_s > -np.inf)]  # what was not sent yet waits for an answer
+        return float(sent_s.min()) + self.rto_s if len(sent_s) else 0.0
 
     def packets(self, now_s: float) -> PacketBatch:
         """The packets to send now; the batch is used again by the next call."""

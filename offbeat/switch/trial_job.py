@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from offbeat.errors import NetworkError
-from offbeat.protocol.switch_control import JoinSwitchJob, SwitchJobJoined
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.packet import Packet, PacketKind
@@ -85,12 +84,7 @@ class TrialJob:
         self._name = f"doctor-{secrets.token_hex(4)}"
         self.control = ControlClient(address, credentials=credentials, timeout=patience, patience=patience)
         try:
-            joined = self.control.ask(
-                lambda number: JoinSwitchJob(
-                    request=number, job=self._name, worker=0, workers=1, values=values, slots=_SLOTS, ring=_RING
-                )
-            )
-            assert isinstance(joined, SwitchJobJoined)
+            shape, joined = self.control.join(self._name, JobShape(0, 1, values, _SLOTS, _RING))
             self.port = joined.port
             self._socket = UdpSocket()
             self._switch = np.full(_SLOTS, self._socket.connect(self.control.host, joined.port), np.uint64)
@@ -99,7 +93,6 @@ class TrialJob:
         except BaseException:
             self.control.close()
             raise
-        shape = JobShape(joined.number, 1, values, _SLOTS, _RING)
         self.client = StreamClient(shape, 0, joined.cookie, window=window, rto_s=_RTO_S)
         self._batch = PacketBatch(_SLOTS, values)
         self._poll = select.poll()

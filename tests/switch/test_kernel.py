@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import socket
+import subprocess
 import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -13,12 +14,12 @@ import numpy as np
 import pytest
 
 from offbeat.errors import NetworkError
-from offbeat.protocol.switch_control import JoinSwitchJob, SwitchJobJoined
+from offbeat.protocol.switch_control import JoinSwitchJob, Strategy, SwitchJobJoined
 from offbeat.switch.client_thread import ClientThread
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.kernel.kernel_switch import KernelSwitch
-from offbeat.switch.packet import Flag, Packet, PacketKind, encode
+from offbeat.switch.packet import Flag, Packet, PacketKind, decode, encode
 from offbeat.switch.stream_client import StreamClient
 from offbeat.switch.udp_socket import UdpSocket
 from tests.switch.kernel_replay import KernelReplay, NotedState, in_a_network_of_its_own, why_not
@@ -163,6 +164,51 @@ def test_garbage_stops_no_honest_worker() -> None:
     assert totals == [expected] * 2
     assert dropped["foreign"] > 50
     assert dropped["unknown job"] > 20
+
+
+def test_who_says_good_bye_is_not_waited_for_any_more() -> None:
+    def play() -> list[tuple[PacketKind, int]]:
+        kernel, number = KernelReplay(2), 7
+        try:
+            kernel.switch.plane.create_job(JobShape(number, 2, values=16, slots=4, ring=4), Strategy())
+            for worker, sock in enumerate(kernel.sockets):
+                kernel.switch.plane.admit(number, worker, 100 + worker)
+                sock.send(encode(Packet(PacketKind.JOIN, number, worker, cookie=100 + worker)))
+                assert decode(sock.recv(9000)).kind == PacketKind.JOIN_OK
+            first, second = kernel.sockets
+            first.send(encode(Packet(PacketKind.DATA, number, 0, cookie=100, flags=Flag.FIRST | Flag.PRIME)))
+            for cookie in (5, 101):  # the first is forged
+                second.send(encode(Packet(PacketKind.LEAVE, number, 1, cookie=cookie)))
+                kernel.switch.receive()
+            refused, gone, told = decode(second.recv(9000)), decode(second.recv(9000)), decode(first.recv(9000))
+            assert list(kernel.switch.plane.stats(number, 0.0).members) == [0]
+            return [(one.kind, one.bitmap) for one in (refused, gone, told)]
+        finally:
+            kernel.close()
+
+    told = in_a_network_of_its_own(play)
+    assert told == [(PacketKind.NACK, 0), (PacketKind.LEAVE_OK, 0), (PacketKind.RESULT, 1)]
+
+
+def test_fragments_of_others_go_their_way() -> None:
+    def play() -> tuple[int, int]:
+        subprocess.run(["ip", "link", "set", "lo", "mtu", "1500"], check=True)
+        kernel = KernelReplay(1)
+        try:
+            with (
+                socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as service,
+                socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other,
+            ):
+                service.bind(("127.0.0.1", 0))
+                service.settimeout(2)
+                other.sendto(bytes(6000), service.getsockname())
+                received = len(service.recv(9000))
+            kernel.sockets[0].send(bytes(6000))
+            return received, kernel.switch.plane.dropped["fragments"]
+        finally:
+            kernel.close()
+
+    assert in_a_network_of_its_own(play) == (6000, 1)
 
 
 def test_an_interface_that_is_not_there_is_named() -> None:

@@ -8,7 +8,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from offbeat.errors import PlanError
+from offbeat.errors import NumericsError, PlanError
 from offbeat.protocol.switch_control import Strategy
 from offbeat.switch.clocks import Windows
 from offbeat.switch.job_shape import JobShape
@@ -322,3 +322,25 @@ def test_a_value_that_does_not_fit_is_flagged() -> None:
         ]
         flags.append(bool(answer.flags))
     assert flags == [False, True]
+
+
+def test_who_has_more_rows_than_may_be_under_way_waits_for_answers() -> None:
+    shape = JobShape(7, 1, values=VALUES, ring=8, rows=10)
+    client = TableClient(shape, 0, 100, exponent=4, window=4, rto_s=0.01)
+    client.push(np.ones(10 * VALUES, np.float32))
+    assert client.wake_s() <= 5.0, "something is to be sent at once"
+    assert len(client.packets(5.0)) == 4
+    assert client.wake_s() == pytest.approx(5.01), "not before an answer, or the time to send again"
+    assert len(client.packets(5.005)) == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "says"), [(float("nan"), "NaN or Inf"), (float("-inf"), "NaN or Inf"), (-9.0, r"\(2\^4\)")]
+)
+def test_what_a_table_cannot_hold_is_never_sent(value: float, says: str) -> None:
+    client = TableClient(JobShape(7, 1, values=VALUES, ring=8, rows=1), 0, 100, exponent=4)
+    with pytest.raises(NumericsError, match=says):
+        client.push(np.array([1, value], np.float32))
+    assert len(client.packets(0.0)) == 0
+    client.push(np.array([1, 2], np.float32))
+    assert client.packets(1.0).values[0, :3].tolist() == [1 << 27, 1 << 28, 0]

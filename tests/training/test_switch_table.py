@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import math
 import os
 import signal
 import time
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 import offbeat
-from offbeat.errors import PlanError
+from offbeat.errors import NumericsError, PlanError
 from tests.switch.served import served_switch
 from tests.workers import run_workers
 
@@ -87,6 +88,31 @@ def test_one_that_makes_more_steps_is_not_held_up_by_those_that_are_through() ->
         plan = offbeat.Plan(sync=offbeat.SSP(1), fabric=offbeat.Switch(address))
         results = run_workers(2, train, plan, None, None, 6)
     assert len({digest for digest, *_ in results}) == 1
+
+
+def ruined(plan: offbeat.Plan) -> str:
+    """Train, with NaN in the gradient of rank 1's third step; what it ends with."""
+    run = offbeat.init(plan, timeout=timedelta(seconds=4))
+    model = nn.Linear(300, 2, bias=False)
+    prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    try:
+        for step in range(STEPS):
+            (prepared(torch.ones(1, 300)).sum() * (math.nan if run.rank == 1 and step == 2 else 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except NumericsError as error:
+        return str(error)
+    assert bool(torch.isfinite(model.weight).all())
+    run.close()
+    return ""
+
+
+def test_nan_is_raised_where_it_is_and_reaches_nobody() -> None:
+    with served_switch() as address:
+        plan = offbeat.Plan(sync=offbeat.ASP(), fabric=offbeat.Switch(address))
+        first, second = run_workers(2, ruined, plan)
+    assert first == ""
+    assert "NaN or Inf" in second
 
 
 def test_the_others_go_on_without_a_worker_that_is_killed() -> None:

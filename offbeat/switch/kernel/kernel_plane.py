@@ -22,7 +22,7 @@ from offbeat.switch.packet_batch import PacketBatch
 from offbeat.switch.strategy import check_window
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from offbeat.protocol.switch_control import Strategy
     from offbeat.switch.job_shape import JobShape
@@ -36,8 +36,7 @@ class _Operation(enum.IntEnum):
     ADMIT = 1
     EVICT = 2
     SET_STRATEGY = 3
-    ALLOW = 4
-    COMPLETE = 5
+    COMPLETE = 4
 
 
 @dataclass
@@ -154,6 +153,20 @@ class KernelPlane:
             if slot["is_used"] and not slot["is_complete"] and self._do(job, _Operation.COMPLETE, number=index):
                 self._tell_result(job, index)
 
+    def leave(self, packet: Packet, port: int) -> None:
+        """Go on without a member that says good-bye from its own port; from elsewhere it changes nothing.
+
+        Args:
+            port: where the packet came from; see `udp_socket.address_of`.
+        """
+        job = self._jobs.get(packet.job)
+        if job is None or packet.worker >= MOST_WORKERS:
+            return
+        member = self._members[job.index * MOST_WORKERS + packet.worker]
+        if member["is_bound"] and member["cookie"] == packet.cookie and _port_of(member) == port:
+            self.evict(packet.job, packet.worker)
+            self._send_to(job, Packet(PacketKind.LEAVE_OK, packet.job, packet.worker), [port])
+
     def set_strategy(self, number: int, strategy: Strategy) -> Windows | None:
         job = self._jobs[number]
         ring = job.shape.ring
@@ -219,10 +232,16 @@ class KernelPlane:
             self._members[job.index * MOST_WORKERS + worker]
             for worker in _workers(int(self._state[job.index]["members"]))
         ]
-        ports = [int(one["ip"]) << 16 | int(one["port"]) for one in members if one["is_bound"]]
+        self._send_to(job, packet, [_port_of(one) for one in members if one["is_bound"]])
+
+    def _send_to(self, job: _KernelJob, packet: Packet, ports: Sequence[int]) -> None:
         if ports:
             batch = PacketBatch.of([packet], job.shape.values)
             self._send(batch, np.array(ports, np.uint64), np.zeros(len(ports), np.int64))
+
+
+def _port_of(member: Any) -> int:
+    return int(member["ip"]) << 16 | int(member["port"])
 
 
 def _workers(bits: int) -> list[int]:

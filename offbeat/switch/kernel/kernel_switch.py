@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from offbeat.errors import PeerError
 from offbeat.switch.kernel.compiled import compiled
 from offbeat.switch.kernel.kernel_plane import KernelPlane
 from offbeat.switch.kernel.layout import SETTINGS
 from offbeat.switch.kernel.libbpf import KernelObject
-from offbeat.switch.packet import HEADER_BYTES, MOST_VALUES, VALUES_STEP, PacketKind
+from offbeat.switch.packet import HEADER_BYTES, HEADERS_BYTES, MOST_VALUES, VALUES_STEP, PacketKind, decode
 from offbeat.switch.packet_batch import PacketBatch
 from offbeat.switch.udp_socket import UdpSocket, address_of
 
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offbeat")
 _AT_ONCE = 64
-_HEADERS_BYTES = 20 + 8 + HEADER_BYTES  # of IP, UDP and ours
 _SLOT_BYTES = 32 << 20  # of all jobs' slots, and as much again of their rows
 _JOBS = 16
 
@@ -40,7 +41,7 @@ class KernelSwitch:
     target = "ebpf"
 
     def __init__(self, host: str, interfaces: Sequence[str], *, port: int = 0) -> None:
-        room = (KernelObject.frame_bytes(interfaces) - _HEADERS_BYTES) // (4 * VALUES_STEP) * VALUES_STEP
+        room = (KernelObject.frame_bytes(interfaces) - HEADERS_BYTES) // (4 * VALUES_STEP) * VALUES_STEP
         values = max(VALUES_STEP, min(MOST_VALUES, room))
         places = 1 << (_SLOT_BYTES // (4 * values)).bit_length() - 1
         sizes = {"MOST_VALUES": values, "MOST_SLOTS": places, "MOST_ROWS": places, "MOST_JOBS": _JOBS}
@@ -67,12 +68,16 @@ class KernelSwitch:
         loop.add_reader(self._socket.fileno(), self.receive)
 
     def receive(self) -> None:
-        """Say once if packets come in that the program has not seen: they came by another interface."""
+        """Take good-byes, and say once if other packets come in: the program has not seen them at its interfaces."""
         batch, ports = self._socket.recv(self._batch)
-        known = batch.header["kind"][batch.sizes >= HEADER_BYTES]
-        if not self._has_said and (known != PacketKind.LEAVE).any():
+        whole = batch.sizes >= HEADER_BYTES
+        for at in np.flatnonzero(whole & (batch.header["kind"] == PacketKind.LEAVE)):
+            with contextlib.suppress(PeerError):
+                self.plane.leave(decode(batch.rows[at, : batch.sizes[at]].tobytes()), int(ports[at]))
+        others = np.flatnonzero(whole & (batch.header["kind"] != PacketKind.LEAVE))
+        if not self._has_said and len(others):
             self._has_said = True
-            host = ".".join(str(int(ports[0]) >> 16 + shift & 255) for shift in (24, 16, 8, 0))
+            host = ".".join(str(int(ports[others[0]]) >> 16 + shift & 255) for shift in (24, 16, 8, 0))
             _log.warning("Packets from %s come in at an interface that is not named by --interfaces.", host)
 
     def close(self) -> None:

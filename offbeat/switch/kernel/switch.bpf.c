@@ -783,12 +783,12 @@ int take_packet(struct __sk_buff *skb)
 		return TC_ACT_OK;
 	if (f->ip.ihl != 5 || f->ip.protocol != IPPROTO_UDP || f->ip.daddr != setting->ip)
 		return TC_ACT_OK;
-	if (f->ip.frag_off & bpf_htons(0x3fff)) { /* of a packet that is longer than the path's frames */
+	if (f->ip.frag_off & bpf_htons(0x1fff) || f->udp.dest != setting->port) /* a later fragment says no port */
+		return TC_ACT_OK;
+	if (f->ip.frag_off & bpf_htons(0x2000)) { /* the first of a packet that is longer than the path's frames */
 		count(FRAGMENTS);
 		return TC_ACT_SHOT;
 	}
-	if (f->udp.dest != setting->port)
-		return TC_ACT_OK;
 	size = bpf_ntohs(f->udp.len) - sizeof(f->udp);
 	if (size < sizeof(f->h) || size > 65535 || skb->len < FRAME_BYTES + size ||
 	    bpf_skb_load_bytes(skb, FRAME_BYTES, &f->h, sizeof(f->h)) || !is_ours(f, size)) {
@@ -823,7 +823,7 @@ int take_packet(struct __sk_buff *skb)
 	case CLOCK:
 		return on_clock(skb, s, job, worker);
 	case LEAVE:
-		return TC_ACT_OK; /* control takes it */
+		return TC_ACT_OK; /* to control's socket: an eviction looks at all slots */
 	default:
 		return on_look(skb, s, job, worker, f->h.kind == JOIN ? JOIN_OK : PROBE_OK);
 	}
@@ -831,10 +831,10 @@ int take_packet(struct __sk_buff *skb)
 
 /* -- control: called with a command by test-run, so that it holds the same locks as packets ------------------------- */
 
-enum operation { ADMIT = 1, EVICT, SET_STRATEGY, ALLOW, COMPLETE };
+enum operation { ADMIT = 1, EVICT, SET_STRATEGY, COMPLETE };
 
 struct command {
-	__u32 operation, job, worker, number; /* chunk (ADMIT), slot (COMPLETE), clock (ALLOW) */
+	__u32 operation, job, worker, number; /* chunk (ADMIT), slot (COMPLETE) */
 	__u32 window, slack, quorum, is_done;
 };
 
@@ -953,15 +953,6 @@ int take_command(struct __sk_buff *skb)
 			job->effective = job->low + c.slack + 1;
 			job->epoch = (job->epoch + 1) & 0xffff;
 			job->quorum = c.quorum;
-		}
-		bpf_spin_unlock(&job->lock);
-	} else if (c.operation == ALLOW) {
-		bpf_spin_lock(&job->lock);
-		if (distance(job->effective - 1, job->low) > 0) {
-			c.is_done = 0;
-		} else {
-			__u32 most = job->low + c.slack + 1;
-			job->until[worker] = distance(c.number, most) > 0 ? most : c.number;
 		}
 		bpf_spin_unlock(&job->lock);
 	} else {
