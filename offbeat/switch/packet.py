@@ -177,7 +177,8 @@ def decode(data: bytes | memoryview) -> Packet:
     """
     if len(data) < HEADER_BYTES:
         raise PeerError(f"it has {len(data)} bytes, a header has {HEADER_BYTES}")
-    (magic, flags, kind, job, worker, count, cookie, clock, chunk, slot, epoch, bitmap, exponent, old, new) = _LAYOUT.unpack_from(data)  # fmt: skip
+    (magic, flags, kind, job, worker, count, cookie, clock, chunk, slot, epoch, bitmap, exponent, old,
+     new) = _LAYOUT.unpack_from(data)  # fmt: skip
     if magic != MAGIC:
         raise PeerError(f"it begins with {magic:#06x}, packets of this protocol with {MAGIC:#06x}")
     if flags >> 4 != VERSION:

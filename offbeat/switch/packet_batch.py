@@ -30,7 +30,9 @@ HEADER = np.dtype(
     ]
 )  # fmt: skip
 assert HEADER.itemsize == HEADER_BYTES
-_BEGINNING = np.dtype("<u8")  # of a header, up to `count`; and what of it says which job's and what kind of packet it is
+_BEGINNING = np.dtype(
+    "<u8"
+)  # of a header, up to `count`; and what of it says which job's and what kind of packet it is
 _WHAT = np.uint64(0x0000_FFFF_FFF0_FFFF)
 
 
@@ -54,7 +56,7 @@ class PacketBatch:
     def _hold(self, rows: NDArray[np.uint8], sizes: NDArray[np.int64]) -> None:
         self.rows, self.sizes = rows, sizes
         self.header = rows[:, :HEADER_BYTES].view(HEADER)[:, 0]
-        self._beginning = rows[:, :_BEGINNING.itemsize].view(_BEGINNING)[:, 0]
+        self._beginning = rows[:, : _BEGINNING.itemsize].view(_BEGINNING)[:, 0]
         self.values = rows[:, HEADER_BYTES:].view("<i4")
 
     def __len__(self) -> int:

@@ -7,11 +7,11 @@ P = ceil(M / V):
     carries  the exponents of V chunks each   a chunk each, as integers by the exponent that all use
     result   the largest of each              their sums
 
-So a chunk is due when the result is here that has its exponent. Exponents go ahead of the values of the exchange before,
-and take no room, so that nothing waits for them but the first exchange. Results clock what is sent: no more than `window`
-packets with values are under way. What is not answered in time, or has been overtaken by three results, is taken for
-lost, and sent again; what in time is says a `ResendTimer`. Whenever one comes too late fewer packets are under way until
-results come again: a switch that has too much to do is not given more.
+So a chunk is due when the result is here that has its exponent. Exponents go ahead of the values of the exchange
+before, and take no room, so that nothing but the first exchange waits for them. Results clock what is sent: no more than
+`window` packets with values are under way. What is not answered in time, or has been overtaken by three results, is
+taken for lost, and sent again; what in time is says a `ResendTimer`. Whenever one comes too late fewer packets are under
+way until results come again: a switch that has too much to do is not given more.
 
 Call order: `begin` for each exchange, in the same order on all workers; `packets` and `receive` until the exchange
 `is_done`; both may be called at any time.
@@ -283,7 +283,7 @@ class StreamClient:
         return batch
 
     def _write(self, start: int, stop: int, row: int) -> None:
-        """Write the packets of numbers from `start` to `stop` into the batch, from a row on; they are under way then."""
+        """Write the packets of some numbers into the batch, from a row on; they are under way then."""
         for exchange in self._exchanges:
             one, end = max(start, exchange.first), min(stop, exchange.end)
             if one < end:
