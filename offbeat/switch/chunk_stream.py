@@ -6,9 +6,9 @@
     that lost it, and that is refused as long as a member lacks the result.
 
 An exchange is a bucket's chunks: first `PRIME` ones, of whose values, the exponents of what follows, the largest are
-kept instead of sums; then those with values. Its first chunk settles who contributes: all members, or the first `quorum`
-of them. Who is not in it gets results only. A chunk in which a value did not fit is flagged, and summed again in the
-same slot: a further attempt.
+kept instead of sums; then those with values. Its first chunk settles who contributes: all members, or the first
+`quorum` of them. Who is not in it gets results only. A chunk in which a value did not fit is flagged, and summed again
+in the same slot: a further attempt.
 
 It is written to be read, not to be fast; `vector_stream` does the same to whole batches, and tests hold one against the
 other.

@@ -56,7 +56,6 @@ class PacketBatch:
     def _hold(self, rows: NDArray[np.uint8], sizes: NDArray[np.int64]) -> None:
         self.rows, self.sizes = rows, sizes
         self.header = rows[:, :HEADER_BYTES].view(HEADER)[:, 0]
-        self._beginning = rows[:, : _BEGINNING.itemsize].view(_BEGINNING)[:, 0]
         self.values = rows[:, HEADER_BYTES:].view("<i4")
 
     def __len__(self) -> int:
@@ -64,14 +63,16 @@ class PacketBatch:
 
     def first(self, packets: int) -> PacketBatch:
         """The first so many, in the same memory."""
-        batch = object.__new__(PacketBatch)
-        batch._hold(self.rows[:packets], self.sizes[:packets])
-        return batch
+        return self._part(slice(packets))
 
     def behind(self, packets: int) -> PacketBatch:
         """Those behind the first so many, in the same memory."""
+        return self._part(slice(packets, None))
+
+    def _part(self, which: slice) -> PacketBatch:
         batch = object.__new__(PacketBatch)
-        batch._hold(self.rows[packets:], self.sizes[packets:])
+        batch.rows, batch.sizes = self.rows[which], self.sizes[which]
+        batch.header, batch.values = self.header[which], self.values[which]
         return batch
 
     def among(self, which: NDArray[np.bool_] | NDArray[np.int64]) -> PacketBatch:
@@ -102,7 +103,8 @@ class PacketBatch:
     def are_all(self, kind: PacketKind, job: int) -> bool:
         """Whether all are whole packets of one kind, of this job, without looking at each by itself."""
         wanted = MAGIC | VERSION << 20 | kind << 24 | job << 32
-        if ((self._beginning & _WHAT) != wanted).any():
+        beginning = self.rows[:, : _BEGINNING.itemsize].view(_BEGINNING)[:, 0]
+        if ((beginning & _WHAT) != wanted).any():
             return False
         sizes = self.sizes
         is_whole = sizes == HEADER_BYTES + 4 * VALUES_STEP * self.header["count"].astype(np.int64)

@@ -8,10 +8,10 @@ P = ceil(M / V):
     result   the largest of each              their sums
 
 So a chunk is due when the result is here that has its exponent. Exponents go ahead of the values of the exchange
-before, and take no room, so that nothing but the first exchange waits for them. Results clock what is sent: no more than
-`window` packets with values are under way. What is not answered in time, or has been overtaken by three results, is
-taken for lost, and sent again; what in time is says a `ResendTimer`. Whenever one comes too late fewer packets are under
-way until results come again: a switch that has too much to do is not given more.
+before, and take no room, so that nothing but the first exchange waits for them. Results clock what is sent: no more
+than `window` packets with values are under way. What is not answered in time, or has been overtaken by three results,
+is taken for lost, and sent again; what in time is says a `ResendTimer`. Whenever one comes too late fewer packets are
+under way until results come again: a switch that has too much to do is not given more.
 
 Call order: `begin` for each exchange, in the same order on all workers; `packets` and `receive` until the exchange
 `is_done`; both may be called at any time.
@@ -381,14 +381,13 @@ class StreamClient:
         if not batch.are_all(PacketKind.RESULT, self.shape.number):
             batch = self._results_among(batch)
         numbers = self._unwrapped(batch.header["chunk"])
-        slots = numbers % self.shape.slots
-        if not (self._are_consecutive(numbers) and self._are_awaited(numbers, slots).all()):
+        if not self._is_awaited_run(numbers):
             _, which = np.unique(numbers, return_index=True)
-            which = which[self._are_awaited(numbers[which], slots[which])]
-            batch, numbers, slots = batch.among(which), numbers[which], slots[which]
+            which = which[self._are_awaited(numbers[which])]
+            batch, numbers = batch.among(which), numbers[which]
         if not len(numbers):
             return
-        self._measure(slots, now_s)
+        self._measure(self._slots_of(numbers), now_s)
         for exchange in self._exchanges:
             first, last = np.searchsorted(numbers, (exchange.first, exchange.end)).tolist()
             if first < last:
@@ -406,19 +405,28 @@ class StreamClient:
             self._refused(header[(header["kind"] == PacketKind.NACK) & ours])
         return batch.among(ours & (header["kind"] == PacketKind.RESULT))
 
-    @staticmethod
-    def _are_consecutive(numbers: NDArray[np.int64]) -> bool:
-        return len(numbers) > 0 and bool((numbers[1:] == numbers[:-1] + 1).all())
+    def _is_awaited_run(self, numbers: NDArray[np.int64]) -> bool:
+        """Whether numbers follow one another, and no result of them is here: so it is as long as nothing is lost."""
+        if not len(numbers) or numbers[0] < self._acked or numbers[-1] >= self._cursor or not _are_a_run(numbers):
+            return False
+        return not self._early or not self._is_received[self._slots_of(numbers)].any()
 
-    def _are_awaited(self, numbers: NDArray[np.int64], slots: NDArray[np.int64]) -> NDArray[np.bool_]:
-        awaited: NDArray[np.bool_] = (numbers >= self._acked) & (numbers < self._cursor) & ~self._is_received[slots]
+    def _are_awaited(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
+        is_received = self._is_received[numbers % self.shape.slots]
+        awaited: NDArray[np.bool_] = (numbers >= self._acked) & (numbers < self._cursor) & ~is_received
         return awaited
 
-    def _measure(self, slots: NDArray[np.int64], now_s: float) -> None:
+    def _slots_of(self, numbers: NDArray[np.int64]) -> slice | NDArray[np.int64]:
+        """The slots of numbers that grow."""
+        first, last = int(numbers[0]), int(numbers[-1])
+        return self._slots(first, last + 1) if last - first + 1 == len(numbers) else numbers % self.shape.slots
+
+    def _measure(self, slots: slice | NDArray[np.int64], now_s: float) -> None:
         """Learn from answers how long they take, but for those of packets that were sent more than once."""
-        self._allowed = min(self.window, self._allowed + len(slots))
-        # What only primes is small, or goes ahead of others, and says little of how long values take.
-        once = self._sent_s[slots[self._has_values[slots] & ~self._was_resent[slots]]]
+        sent_s = self._sent_s[slots]
+        self._allowed = min(self.window, self._allowed + len(sent_s))
+        # What only primes goes ahead of others, and says little of how long values take.
+        once = sent_s[self._has_values[slots] & ~self._was_resent[slots]]
         once = once[once < np.inf]
         if len(once):
             self._timer.measure(now_s - float(once.mean()))
@@ -426,7 +434,8 @@ class StreamClient:
     def _take(self, batch: PacketBatch, numbers: NDArray[np.int64], exchange: StreamExchange) -> None:
         """Take in results of one exchange, ordered by their numbers."""
         header = batch.header
-        fits = np.isin(header["count"], (0, self.shape.values // VALUES_STEP))
+        count = header["count"]
+        fits = (count == self.shape.values // VALUES_STEP) | (count == 0)
         primes = int(np.searchsorted(numbers, exchange.data))
         if header["epoch"].any() or exchange.has_retries:
             chunk = numbers[primes:] - exchange.data
@@ -450,14 +459,14 @@ class StreamClient:
         if primes < len(numbers):
             self._take_sums(batch.behind(primes), numbers[primes:] - exchange.data, exchange)
         exchange.missing -= len(numbers)
-        self._have_received(numbers % self.shape.slots)
+        if len(numbers):
+            self._have_received(self._slots_of(numbers), len(numbers))
 
     def _take_sums(self, batch: PacketBatch, chunk: NDArray[np.int64], exchange: StreamExchange) -> None:
         header = batch.header
+        at: slice | NDArray[np.int64] = chunk
         if len(chunk) == chunk[-1] - chunk[0] + 1:
-            at: slice | NDArray[np.int64] = slice(int(chunk[0]), int(chunk[-1]) + 1)
-        else:
-            at = chunk
+            at = slice(int(chunk[0]), int(chunk[-1]) + 1)
         exchange.included[at] = header["bitmap"] | header["cookie"].astype(np.uint64) << np.uint64(32)
         if not header["count"].all():  # chunks of zeros
             full = header["count"] > 0
@@ -469,15 +478,15 @@ class StreamClient:
         else:
             exchange.sums[at] = batch.values.astype(np.float32) * exchange.unit[at, None]
 
-    def _have_received(self, slots: NDArray[np.int64]) -> None:
-        """Note that the results of some slots are here."""
+    def _have_received(self, slots: slice | NDArray[np.int64], results: int) -> None:
+        """Note that the results of so many slots are here."""
         self._in_flight -= int((self._is_under_way[slots] & self._has_values[slots]).sum())
         self._is_received[slots], self._is_under_way[slots], self._was_resent[slots] = True, False, False
         self._sent_s[slots], self._overtaken[slots] = np.inf, 0
         if self._losses:
             self._is_lost[slots] = False
             self._losses = int(self._is_lost.sum())
-        self._early += len(slots)
+        self._early += results
         self.held_up_by = None
 
     def _sum_again(self, exchange: StreamExchange, chunk: NDArray[np.int64], exponent: NDArray[np.int8]) -> None:
@@ -511,10 +520,9 @@ class StreamClient:
 
     def _advance(self) -> None:
         """Pass over chunks whose results are here, and exchanges that are done."""
-        ahead = np.arange(self._acked, self._acked + min(self._early + 1, self.shape.slots)) % self.shape.slots
-        received = self._is_received[ahead]
-        done = int(np.argmin(received)) if not received.all() else len(received)
-        self._is_received[ahead[:done]] = False
+        received = self._is_received[self._slots(self._acked, self._acked + self._early)]
+        done = self._early if received.all() else int(np.argmin(received))
+        self._is_received[self._slots(self._acked, self._acked + done)] = False
         self._acked, self._early = self._acked + done, self._early - done
         while self._exchanges and self._exchanges[0].is_done:
             self._exchanges.popleft()
@@ -537,6 +545,10 @@ class StreamClient:
         """Numbers as they are counted here, of those in packets, which wrap around."""
         ahead = (chunk.astype(np.int64) - self._acked + (1 << 31)) % (1 << 32) - (1 << 31)
         return self._acked + ahead
+
+
+def _are_a_run(numbers: NDArray[np.int64]) -> bool:
+    return bool((numbers[1:] == numbers[:-1] + 1).all())
 
 
 def mean_of(exchange: StreamExchange) -> NDArray[np.float32]:
