@@ -66,7 +66,7 @@ class PacketBatch:
         return self._part(slice(packets))
 
     def behind(self, packets: int) -> PacketBatch:
-        """Those behind the first so many, in the same memory."""
+        """Leave out the first so many, in the same memory."""
         return self._part(slice(packets, None))
 
     def _part(self, which: slice) -> PacketBatch:

@@ -39,7 +39,7 @@ _OF_OTHERS = (errno.ECONNREFUSED, errno.EMSGSIZE, errno.EHOSTUNREACH, errno.ENET
 
 
 class _Messages:
-    """What one system call is told of many datagrams: where their rows lie, their sizes, and their addresses."""
+    """The arguments of a system call for many datagrams: where their rows lie, their sizes, and their addresses."""
 
     def __init__(self) -> None:
         messages, iovecs = np.zeros(_AT_ONCE, _MESSAGE), np.zeros(_AT_ONCE, _IOVEC)
