@@ -250,7 +250,7 @@ class Plan:
 
     def _check_swap(self, new: Plan) -> None:
         for name, (here, there) in self.diff(new).items():
-            if name == "fabric" and here.offers.holds != there.offers.holds:
+            if name == "fabric" and self.is_served != new.is_served:
                 self._check_crossing(here, there)
             elif name not in ("sync", "controller"):
                 raise PlanError(
@@ -279,7 +279,7 @@ class Plan:
     @property
     def is_tabled(self) -> bool:
         """Whether workers go on at their own pace, each by its own optimizer, and a switch sums their changes."""
-        return self.fabric.offers.in_network and not self.sync.replicated
+        return self.fabric.offers.holds == "switch" and not self.sync.replicated
 
     @property
     def steps_locally(self) -> bool:

@@ -76,6 +76,11 @@ class SwitchAverager:
         self._change = np.zeros_like(self._base)
         self._table: SwitchTable | None = None
 
+    @property
+    def table(self) -> SwitchAverager:
+        """This one: the switch decides by which plan all go."""
+        return self
+
     def begin(self) -> None:
         """Anchor here, and join the table. Collective."""
         for anchor, base in zip(self._anchors, self._parts(self._base), strict=True):

@@ -153,13 +153,13 @@ class ControlClient:
             raise NetworkError(f"The switch at {self._address} has answered something else: {type(joined).__name__}.")
         return dataclasses.replace(shape, number=joined.number), joined
 
-    def status(self) -> SwitchStatus:
-        """Ask what the switch knows of its jobs.
+    def status(self, job: str = "") -> SwitchStatus:
+        """Ask what the switch knows of its jobs, or of one.
 
         Raises:
             NetworkError: if it is lost, or does not answer.
         """
-        told = self.ask(GetSwitchStatus)
+        told = self.ask(lambda request: GetSwitchStatus(request, job))
         if not isinstance(told, SwitchStatus):
             raise NetworkError(f"The switch at {self._address} has answered something else: {type(told).__name__}.")
         return told

@@ -58,12 +58,14 @@ class StepGrant(NamedTuple):
         low: the newest step that all had.
         window: steps that it may be ahead of that.
         epoch: of the windows.
+        until: it may begin steps before this clock by name.
     """
 
     clock: int
     low: int
     window: int
     epoch: int
+    until: int
 
 
 class TableClient:
@@ -249,7 +251,8 @@ class TableClient:
             self._table[header["chunk"][owed]] = batch.values[owed]
             self._note(header[owed])
         if self.phase == "clock" and self.may_go_on:
-            self.grant = StepGrant(self.clock, self.low, self.windows.of(self.clock), self.windows.epoch)
+            window, epoch = self.windows.of(self.clock), self.windows.epoch
+            self.grant = StepGrant(self.clock, self.low, window, epoch, self.until)
             self._begin("pull")
 
     def _note_resent(self, packets: int) -> None:
