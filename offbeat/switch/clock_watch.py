@@ -25,6 +25,7 @@ class WatchedClock:
     Args:
         finished: its last step that is over.
         brought: steps that it is ahead of the slowest.
+        held: whether its step was over, and the next one not begun, before this look.
         waits: whether it may not begin the next.
         waited_s: for how long it has waited so, in all.
         last_ready_s: when its last step was over; None before the first.
@@ -34,6 +35,7 @@ class WatchedClock:
 
     finished: int
     brought: int = 0
+    held: bool = False
     waits: bool = False
     waited_s: float = 0.0
     last_ready_s: float | None = None
@@ -43,7 +45,7 @@ class WatchedClock:
     @property
     def pace(self) -> int:
         """The step it is at, as workers are compared."""
-        return self.brought - self.waits
+        return self.brought - self.held
 
 
 class ClockWatch:
@@ -70,12 +72,14 @@ class ClockWatch:
             one.finished, one.brought = clocks.finished[worker], distance(clocks.finished[worker], clocks.low)
             one.waited_s += past_s * one.waits
             may_go_on = clocks.windows.grants(one.finished, clocks.low) or is_newer(clocks.until[worker], one.finished)
-            is_within = (steps > 0 or one.waits) and one.brought <= clocks.windows.of(one.finished)
+            one.held = steps > 0 or one.waits
             one.waits = not may_go_on and one.brought <= most  # who rests says that it is further
             if steps > 0:
                 one.interval_s = None if one.last_ready_s is None else (now_s - one.last_ready_s) / steps
                 one.last_ready_s = now_s
-            if is_within or clocks.windows.epoch != self._epoch:
+            # What is foretold holds until it is within the window again; what is allowed is not taken back.
+            is_within = one.held and one.brought <= clocks.windows.of(one.finished)
+            if (is_within and not is_newer(clocks.until[worker], one.finished)) or clocks.windows.epoch != self._epoch:
                 one.until = None
         self._epoch = clocks.windows.epoch
         return self._allowances(strategy) if clocks.windows.are_in_effect(clocks.low) else {}
@@ -85,8 +89,10 @@ class ClockWatch:
             return {}
         policy, allowed = DSSP(strategy.window, strategy.most), {}
         for worker, one in self.workers.items():
-            if one.waits and one.until is None and (extra := policy.extra(self.workers, worker)) is not None:
+            if not one.waits or one.until is not None or one.brought > strategy.most:
+                continue
+            if (extra := policy.extra(self.workers, worker)) is not None:
                 one.until = wrapped(one.finished + extra)
                 if extra:
-                    allowed[worker] = one.until
+                    allowed[worker], one.waits = one.until, False
         return allowed
