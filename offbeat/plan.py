@@ -177,7 +177,6 @@ class Plan:
         for name, part, why in (
             ("codec", None if self.codec == Dense() else self.codec, "the table adds whole changes: use Dense()"),
             ("tuning", self.tuning, "each worker has a part of the data of its own: use None, or ParameterServer()"),
-            ("controller", self.controller, "policies of a table are not swapped yet: use None"),
         ):
             if part is not None:
                 raise PlanError(f"Cannot use {part!r} with {self.sync!r} on {self.fabric!r}: {why} - at `plan.{name}`.")
@@ -188,7 +187,11 @@ class Plan:
                 f"Cannot use {controller!r} as a controller: use WaitThreshold(), ByProgress(...), or None "
                 "- at `plan.controller`."
             )
-        alone = [] if self.is_served else [policy for policy in controller.policies if not policy.replicated]
+        alone = (
+            []
+            if self.fabric.offers.holds != "workers"
+            else [policy for policy in controller.policies if not policy.replicated]
+        )
         if alone:
             raise PlanError(
                 f"Cannot use {controller!r} on {self.fabric!r}: with {alone[0]!r}, which it may choose, each "

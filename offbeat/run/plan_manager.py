@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.control import RoundController, swap_sentence
 from offbeat.engine import PlanVote, addresses_of, connect, start_beside
-from offbeat.errors import OffbeatError, PlanError
+from offbeat.errors import NetworkError, OffbeatError, PlanError
 from offbeat.fabric import Served
 from offbeat.run.fabric_migration import FabricMigration
 from offbeat.short_name import short_name
+from offbeat.switch.packet import distance
 from offbeat.sync import ASP
 
 if TYPE_CHECKING:
@@ -25,10 +26,12 @@ if TYPE_CHECKING:
     from offbeat.engine.model_registry import ModelRegistry
     from offbeat.engine.server_session import ServerSession
     from offbeat.engine.worker_context import WorkerContext
+    from offbeat.fabric.switch_table import SwitchTable
     from offbeat.loading.manager import LoaderManager
     from offbeat.plan import Plan
 
 _log = logging.getLogger("offbeat")
+_LOOK_S = 1.0  # between two looks at who is on the table
 
 
 class PlanManager:
@@ -63,6 +66,8 @@ class PlanManager:
         self._migration = FabricMigration(context, models, data, factory)
         self._vote = PlanVote(context.control, context.clock.now_s, context.run_dir, self._check)
         self._controller = RoundController(context.clock.now_s())
+        self._leads_table = context.is_first  # of those on a table: it looks for wishes, and asks the controller
+        self._looked_s = 0.0  # who that is
 
     # -- the server ----------------------------------------------------------------------------------------------
 
@@ -171,6 +176,8 @@ class PlanManager:
         """Go by it from now on. Collective where exchanges are: see `SwitchableSync.adopt`."""
         if plan.controller != self.plan.controller:
             self._controller.replaced()
+        if plan.is_tabled != self.plan.is_tabled:
+            self._controller.begin_anew()
         if plan.sync != self.plan.sync:
             self._controller.swapped(self.plan.sync, self._context.clock.now_s(), by_controller=by_controller)
         self.plan = plan
@@ -234,8 +241,7 @@ class PlanManager:
     def at_sync_point(self) -> None:
         """Migrate here to a server, or away from it, if that is due, or go by the policy that a table has meanwhile."""
         if self.plan.is_tabled:
-            self._vote.is_wanted(self.plan, looks=self._context.is_first)
-            self._swap_table()
+            self._steer_table()
             self._take_table_plan()
         elif self._migration.due is not None:
             self._go_over()
@@ -244,27 +250,62 @@ class PlanManager:
             if self.server.plans.sync_point.reached(self._waiter, pushed):
                 self._leave_server(self.server)
 
+    def _steer_table(self) -> None:
+        """Have the policy hold that people or the controller want; behind a step, and while this worker waits."""
+        one = next(iter(self._models.synchronizers), None)
+        table = None if one is None or one.table is None else one.table.opened
+        if one is not None and table is not None:
+            table.while_waiting = self._steer_table
+            try:
+                self._look_at_table(table, one.step)
+            except NetworkError as error:  # who goes on with the table finds out that the switch is gone
+                _log.debug("Cannot ask the switch how far all are: %s", error)
+        self._vote.is_wanted(self.plan, looks=self._leads_table)
+        self._swap_table()
+
+    def _look_at_table(self, table: SwitchTable, step: int) -> None:
+        """See who is the first worker, which the others find out nowhere else while they exchange nothing, and ask the
+        plan's controller by what the switch knows, if this is the one.
+        """
+        now_s, controller = self._clock.now_s(), self.plan.controller if self._leads_table else None
+        asks = controller is not None and not self._vote.is_due and self._controller.is_due(controller, now_s)
+        if (not asks and now_s - self._looked_s < _LOOK_S) or (known := table.status()) is None:
+            return
+        self._looked_s = now_s
+        self._leads_table = min((member.worker for member in known.members), default=-1) == self._context.rank
+        if controller is None or not asks:
+            return
+        ahead = {member.worker: distance(member.finished, table.clock) for member in known.members}
+        steps = {rank: step + lead for rank, lead in ahead.items() if abs(lead) < known.ring - 2}  # the others rest
+        waited_s = {member.worker: member.waited_s for member in known.members if member.worker in steps}
+        self._controller.read(controller, now_s, steps, waited_s, self._context.metrics.last_samples)
+        decision = None if table.is_changing else self._controller.ask(controller, self.plan.sync)
+        if decision is not None:
+            self._vote.propose(self.plan.controlled(decision.sync), decision.reason)
+
     def _swap_table(self) -> None:
         """Have the policy hold that this worker wants, if it does, as soon as the last one is in effect for all."""
         if not self._vote.is_due or not self.plan.is_tabled:
             return
-        wanted = self._vote.withdraw(self.plan)
+        wanted, _, reason = self._vote.withdraw(self.plan)
         try:
             self._check(wanted)
-            are_set = [one.table.swap(wanted) for one in self._models.synchronizers if one.table is not None]
+            are_set = [one.table.swap(wanted, reason) for one in self._models.synchronizers if one.table is not None]
         except OffbeatError as error:
             self._tell(f"The plan stays as it is. {error}")
             self._vote.answer("", str(error))
+            if reason:
+                self._controller.refused(self.plan.controller)
             return
         if not are_set or not all(are_set):  # of several models' tables some may be asked twice, which changes nothing
-            self._vote.propose(wanted)
+            self._vote.propose(wanted, reason)
 
     def _take_table_plan(self) -> None:
         """Go by the plan whose policy has come to hold at the switch."""
         for one in self._models.synchronizers:
-            text = "" if one.table is None else one.table.new_plan()
+            text, reason = ("", "") if one.table is None else one.table.new_plan()
             if text and (plan := self.plan.swapped(text, whole=True)) != self.plan:
-                self._vote.answer(self._take(self.plan, plan, self._clock.now_s()), "")
+                self._vote.answer(self._take(self.plan, plan, self._clock.now_s(), reason), "")
 
     def close(self) -> None:
         """The run is over."""

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from offbeat.switch.job_shape import JobShape
 
 Phase = Literal["computing", "push", "clock", "pull", "rest"]
-_EPOCHS = 1 << 16
+EPOCHS = 1 << 16
 
 
 def too_far(exponent: int) -> str:
@@ -290,7 +290,7 @@ class TableClient:
         low, epoch = int(one["clock"]), int(one["epoch"])
         if is_newer(low, self.low):
             self.low = low
-        if (epoch - self.windows.epoch) % _EPOCHS < _EPOCHS // 2:
+        if (epoch - self.windows.epoch) % EPOCHS < EPOCHS // 2:
             self.windows = Windows(int(one["window_old"]), int(one["window_new"]), int(one["bitmap"]), epoch)
         if one["worker"] == self.worker and is_newer(int(one["cookie"]), self.until):
             self.until = int(one["cookie"])
