@@ -163,6 +163,7 @@ class LocalSGDSync:
                 model=self._model.number,
                 barrier_s=found.barrier_s,
                 resent=found.resent,
+                lead=found.lead,
             )
             self._context.waiter.witness.exchanged(self.accounting.stamp)
             self._spans = []

@@ -125,6 +125,7 @@ class SwitchAverager:
             spans=((issued_s, metrics.now_s()),),
             barrier_s=table.spent_s["clock"] - barrier_s,
             resent=table.resent - resent,
+            lead=None if table.grant is None else table.grant.lead,
         )
 
     def _settle(self, step: int) -> None:

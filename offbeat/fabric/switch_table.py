@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +13,10 @@ from offbeat.protocol.switch_control import GetSwitchPlan, SetSwitchStrategy, Sw
 from offbeat.switch.packet import is_newer
 from offbeat.switch.table_client import EPOCHS, too_far
 
+_SOON = timedelta(seconds=1)
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from datetime import timedelta
 
     import numpy as np
     from numpy.typing import NDArray
@@ -142,9 +144,9 @@ class SwitchTable:
         """What the switch knows of all workers' clocks; None if the table is gone.
 
         Raises:
-            NetworkError: if the switch is.
+            NetworkError: if the switch is, or does not answer at once.
         """
-        return next(iter(self._control.status(self._job).jobs), None)
+        return next(iter(self._control.status(self._job, _SOON).jobs), None)
 
     def new_plan(self) -> tuple[str, str]:
         """The plan whose policy has come to hold for this worker since the last call, as TOML, and the reason of the

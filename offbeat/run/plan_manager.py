@@ -6,6 +6,7 @@ from one to the other at the same place of the script (`offbeat.run.fabric_migra
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from offbeat.control import RoundController, swap_sentence
 from offbeat.engine import PlanVote, addresses_of, connect, start_beside
 from offbeat.errors import NetworkError, OffbeatError, PlanError
 from offbeat.fabric import Served
+from offbeat.protocol.worker_status import TableClock
 from offbeat.run.fabric_migration import FabricMigration
 from offbeat.short_name import short_name
 from offbeat.switch.packet import distance
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offbeat")
 _LOOK_S = 1.0  # between two looks at who is on the table
+_SILENT_S = 3.0  # then another one looks instead
 
 
 class PlanManager:
@@ -252,16 +255,32 @@ class PlanManager:
 
     def _steer_table(self) -> None:
         """Have the policy hold that people or the controller want; behind a step, and while this worker waits."""
-        one = next(iter(self._models.synchronizers), None)
-        table = None if one is None or one.table is None else one.table.opened
-        if one is not None and table is not None:
+        if (table := self._table) is not None:
             table.while_waiting = self._steer_table
             try:
-                self._look_at_table(table, one.step)
-            except NetworkError as error:  # who goes on with the table finds out that the switch is gone
+                self._look_at_table(table, self._models.synchronizers[0].step)
+            except NetworkError as error:  # its own wait says so, if it stays away
                 _log.debug("Cannot ask the switch how far all are: %s", error)
         self._vote.is_wanted(self.plan, looks=self._leads_table)
         self._swap_table()
+
+    @property
+    def _table(self) -> SwitchTable | None:
+        """The first model's table, once it is open; None if there is none."""
+        one = self._models.synchronizers[0].table if len(self._models) else None
+        return None if one is None else one.opened
+
+    def clocks(self) -> tuple[TableClock, ...]:
+        """The clocks of all workers on the first model's table, if this is the worker that looks; on any thread."""
+        table = self._table if self.plan.is_tabled and self._leads_table else None
+        known = None
+        with contextlib.suppress(NetworkError):  # whoever waits for the table says so
+            known = None if table is None else table.status()
+        return (
+            ()
+            if known is None
+            else tuple(TableClock(one.worker, one.lag, one.waited_s, one.silent_s) for one in known.members)
+        )
 
     def _look_at_table(self, table: SwitchTable, step: int) -> None:
         """See who is the first worker, which the others find out nowhere else while they exchange nothing, and ask the
@@ -272,7 +291,9 @@ class PlanManager:
         if (not asks and now_s - self._looked_s < _LOOK_S) or (known := table.status()) is None:
             return
         self._looked_s = now_s
-        self._leads_table = min((member.worker for member in known.members), default=-1) == self._context.rank
+        rank = self._context.rank
+        there = [one.worker for one in known.members if one.worker == rank or (one.silent_s or 0.0) < _SILENT_S]
+        self._leads_table = min(there, default=-1) == rank
         if controller is None or not asks:
             return
         ahead = {member.worker: distance(member.finished, table.clock) for member in known.members}

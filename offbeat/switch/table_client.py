@@ -27,6 +27,7 @@ from offbeat.switch.packet import (
     Flag,
     PacketKind,
     Reason,
+    distance,
     is_newer,
     wrapped,
 )
@@ -66,6 +67,11 @@ class StepGrant(NamedTuple):
     window: int
     epoch: int
     until: int
+
+    @property
+    def lead(self) -> int:
+        """Steps that it was ahead of the slowest, as far as it knew."""
+        return max(0, distance(self.clock, self.low))
 
 
 class TableClient:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import itertools
+import json
 import math
 import os
 import signal
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import offbeat
+from offbeat.cli.status_client import JobOnlooker
+from offbeat.cli.top_view import TopView
 from offbeat.errors import NumericsError, PlanError
 from tests.switch.served import served_switch
 from tests.workers import run_workers
@@ -88,6 +93,49 @@ def test_one_that_makes_more_steps_is_not_held_up_by_those_that_are_through() ->
         plan = offbeat.Plan(sync=offbeat.SSP(1), fabric=offbeat.Switch(address))
         results = run_workers(2, train, plan, None, None, 6)
     assert len({digest for digest, *_ in results}) == 1
+
+
+def looked_at(plan: offbeat.Plan, folder: Path) -> dict[str, Any]:
+    """Train, rank 1 more slowly; what a look at the job shows in the middle."""
+    run = offbeat.init(plan, timeout=timedelta(seconds=4), run_dir=folder)
+    model = nn.Linear(300, 2, bias=False)
+    prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    found: dict[str, Any] = {}
+    for step in range(40):
+        time.sleep(0.1 if run.rank else 0.01)
+        (prepared(torch.ones(1, 300)).sum() / 64).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 30 and run.rank == 0:
+            with JobOnlooker(str(folder), {}) as looker:
+                (status,) = looker.look(5.0) or ()
+            console = Console(width=200, file=io.StringIO())
+            view = TopView()
+            view.add((status,))
+            console.print(view)
+            assert isinstance(console.file, io.StringIO)
+            found = {"clocks": [seen.table for seen in status.workers], "screen": console.file.getvalue()}
+    run.settle()
+    run.close()
+    return found
+
+
+def test_lag_and_waiting_are_seen_without_an_exchange(tmp_path: Path) -> None:
+    with served_switch() as address:
+        plan = offbeat.Plan(sync=offbeat.SSP(3), fabric=offbeat.Switch(address))
+        found, _ = run_workers(2, looked_at, plan, tmp_path)
+    fast, slow = found["clocks"]
+    assert fast.lag == 0
+    assert 1 <= slow.lag <= 4
+    assert fast.waited_s > 1.0, "rank 0 waits for nine tenths of each step of rank 1"
+    assert slow.waited_s < 0.2
+    assert 0 <= fast.silent_s < 1.5
+    assert "lag" in found["screen"]
+    assert "barrier" in found["screen"]
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    leads = {rank: [one["lead"] for one in records if one["kind"] == "step" and one["rank"] == rank] for rank in (0, 1)}
+    assert max(leads[0]) == 3
+    assert max(leads[1]) <= 1
 
 
 def ruined(plan: offbeat.Plan) -> str:
