@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from offbeat.control import RoundController, swap_sentence
 from offbeat.engine import PlanVote, addresses_of, connect, start_beside
 from offbeat.errors import NetworkError, OffbeatError, PlanError
-from offbeat.fabric import Served
+from offbeat.fabric import ProcessGroup, Served
 from offbeat.protocol.worker_status import TableClock
 from offbeat.run.fabric_migration import FabricMigration
 from offbeat.short_name import short_name
 from offbeat.switch.packet import distance
-from offbeat.sync import ASP
+from offbeat.sync import ASP, BSP
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from offbeat.engine.model_registry import ModelRegistry
     from offbeat.engine.server_session import ServerSession
     from offbeat.engine.worker_context import WorkerContext
+    from offbeat.fabric import FabricSpec
     from offbeat.fabric.switch_table import SwitchTable
     from offbeat.loading.manager import LoaderManager
     from offbeat.plan import Plan
@@ -61,6 +62,7 @@ class PlanManager:
         factory: SynchronizerFactory,
     ) -> None:
         self.plan = plan
+        self._met_for: FabricSpec = ProcessGroup() if plan.is_served else plan.fabric
         self.server: ServerSession | None = None
         self._had_server = False
         self._leaving: Plan | None = None  # the plan at the server, once another without it is agreed on
@@ -110,8 +112,10 @@ class PlanManager:
         """The reason why this worker could not leave the server to go by another plan, or ""."""
         if not self._takes_part:
             return "It has joined the job later."
-        if plan.has_elastic_group != (self._context.group is not None):
-            here = "ProcessGroup()" if self._context.group is None else "Elastic()"
+        has_switch = "switch" in (self._met_for.offers.holds, plan.fabric.offers.holds)
+        is_other = has_switch and plan.fabric != self._met_for
+        if is_other or plan.has_elastic_group != (self._context.group is not None):
+            here = short_name(self._met_for)
             return (
                 f"Cannot leave the server for {short_name(plan.fabric)}: the workers have met for {here}. Go on with "
                 f"fabric={here}, or begin with {short_name(plan.fabric)} - at `plan.fabric`."
@@ -130,7 +134,7 @@ class PlanManager:
             OffbeatError: if it cannot.
         """
         self._migration.check(plan)
-        if plan.is_tabled == self.plan.is_tabled or plan.is_served or self._control.world == 1:
+        if plan.is_tabled == self.plan.is_tabled or self._control.world == 1:
             return
         here, there = short_name(self.plan.sync), short_name(plan.sync)
         if self._data.leased:
@@ -325,7 +329,16 @@ class PlanManager:
         """Go by the plan whose policy has come to hold at the switch."""
         for one in self._models.synchronizers:
             text, reason = ("", "") if one.table is None else one.table.new_plan()
-            if text and (plan := self.plan.swapped(text, whole=True)) != self.plan:
+            if not text or (plan := self.plan.swapped(text, whole=True)) == self.plan:
+                continue
+            if plan.is_served:  # all are at the same step, and exchange gradients until they are at the server
+                self._take(self.plan, dataclasses.replace(self.plan, sync=BSP(), controller=None), self._clock.now_s())
+                told, refusal = self._expect_server(plan), ""
+                if self._migration.is_due():
+                    told, refusal = self._go_over()
+                if self._migration.due is None:
+                    self._vote.answer(told, refusal)
+            else:
                 self._vote.answer(self._take(self.plan, plan, self._clock.now_s(), reason), "")
 
     def close(self) -> None:

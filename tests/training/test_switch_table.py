@@ -279,6 +279,80 @@ def test_a_job_may_begin_with_the_table() -> None:
     assert results[0][0][-1] == "SSP"
 
 
+def to_a_server_and_back(plan: offbeat.Plan) -> tuple[list[tuple[str, bool]], list[str], float]:
+    """Train, and have rank 0 swap the fabric twice; by which plan all went, and whether there was a server; what was
+    said of that; and the sum of the parameters at the end.
+    """
+    run = offbeat.init(plan, timeout=timedelta(seconds=6))
+    torch.manual_seed(0)
+    model = nn.Linear(300, 2, bias=False)
+    prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5))
+    seen: list[tuple[str, bool]] = []
+    said: dict[str, None] = {}
+    step = 0
+    while not (len(dict.fromkeys(seen)) > 3 and len(seen) - seen.index(seen[-1]) > 5):
+        time.sleep(0.02)
+        (prepared(torch.ones(2, 300)).sum() * (run.rank + 1) / 640).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if run.rank == 0 and step == 5:
+            run.swap(sync=offbeat.SSP(2), fabric=offbeat.ParameterServer())
+        if run.rank == 0 and run.plan.is_served and len(seen) - seen.index(seen[-1]) == 20:
+            run.swap(sync=offbeat.SSP(1), fabric=plan.fabric)
+        said |= {text: None for _, text in run._session.context.metrics.events}
+        if run.plan.sync != offbeat.ASP():  # on its way from the server
+            seen.append((f"{run.plan.sync!r} on {type(run.plan.fabric).__name__}", run._session.server is not None))
+        step += 1
+    run.settle()
+    total = float(model.weight.detach().double().sum())
+    run.close()
+    return list(dict.fromkeys(seen)), list(said), total
+
+
+def test_a_job_goes_from_the_table_to_a_server_and_back_and_says_whose_momentum_it_is() -> None:
+    with served_switch() as address:
+        plan = offbeat.Plan(sync=offbeat.SSP(2), fabric=offbeat.Switch(address))
+        (seen, said, one), (others, _, other) = run_workers(2, to_a_server_and_back, plan)
+    assert (
+        seen
+        == others
+        == [
+            ("SSP(bound=2) on Switch", False),
+            ("BSP() on Switch", False),
+            ("SSP(bound=2) on ParameterServer", True),
+            ("SSP(bound=1) on Switch", False),
+        ]
+    )
+    assert one == other
+    assert any("momentum is that of all workers' gradients again" in text for text in said)
+    back = [text for text in said if "SSP(bound=1) decides" in text and "From step" in text]
+    assert "its momentum is that of its own gradients" in back[0]
+
+
+def leave_for_another_fabric(plan: offbeat.Plan) -> str:
+    """Leave the server for a switch that the workers have not met for; the refusal."""
+    run = offbeat.init(plan, timeout=timedelta(seconds=6))
+    model = nn.Linear(300, 2, bias=False)
+    prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    refusal = ""
+    for step in range(6):
+        prepared(torch.ones(2, 300)).sum().backward()
+        optimizer.step()
+        if run.rank == 0 and step == 2:
+            try:
+                run.swap(fabric=offbeat.Switch("127.0.0.1:1"))
+            except PlanError as error:
+                refusal = str(error)
+    run.close()
+    return refusal
+
+
+def test_a_switch_that_the_workers_have_not_met_for_is_refused() -> None:
+    plan = offbeat.Plan(sync=offbeat.BSP(), fabric=offbeat.ParameterServer())
+    refusal, _ = run_workers(2, leave_for_another_fabric, plan)
+    assert "the workers have met for ProcessGroup()" in refusal
+
+
 def resumed(plan: offbeat.Plan, folder: Path, steps: int, loads: bool) -> tuple[str, str]:
     """Train with momentum; digests of the parameters at the beginning and at the end."""
     run = offbeat.init(plan, timeout=timedelta(seconds=4))
