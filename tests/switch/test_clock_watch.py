@@ -23,12 +23,17 @@ def decided(
     """Before which clock workers may begin steps by name, as the policy decides at a server that knows the same."""
     members = {}
     for worker, one in workers.items():
-        times = {"last_ready_s": one.last_ready_s, "interval_s": one.interval_s}
-        if worker in waiting:
-            ready = {"ready_s": one.last_ready_s, "granted_s": one.last_ready_s, "arrived": True, "weight": 1.0}
-            members[worker] = Member(step=one.finished - 1, clock=one.finished, **ready, **times)  # type: ignore[arg-type]
-        else:
-            members[worker] = Member(step=one.finished, clock=one.finished, **times)
+        is_held = worker in waiting
+        members[worker] = Member(
+            step=one.finished - is_held,
+            clock=one.finished,
+            ready_s=one.last_ready_s if is_held else None,
+            granted_s=one.last_ready_s if is_held else None,
+            arrived=is_held,
+            weight=1.0,
+            last_ready_s=one.last_ready_s,
+            interval_s=one.interval_s,
+        )
     memory = Allowance(tuple(sorted((worker, clock - 1) for worker, clock in before.items())))
     kept = [one.memory for one in policy.decide(State(members, memory=memory)) if isinstance(one, Remember)]
     return {worker: step + 1 for worker, step in (kept[-1] if kept else memory).until}
