@@ -177,7 +177,6 @@ class Plan:
         for name, part, why in (
             ("codec", None if self.codec == Dense() else self.codec, "the table adds whole changes: use Dense()"),
             ("tuning", self.tuning, "each worker has a part of the data of its own: use None, or ParameterServer()"),
-            ("controller", self.controller, "policies of a table are not swapped yet: use None"),
         ):
             if part is not None:
                 raise PlanError(f"Cannot use {part!r} with {self.sync!r} on {self.fabric!r}: {why} - at `plan.{name}`.")
@@ -188,7 +187,11 @@ class Plan:
                 f"Cannot use {controller!r} as a controller: use WaitThreshold(), ByProgress(...), or None "
                 "- at `plan.controller`."
             )
-        alone = [] if self.is_served else [policy for policy in controller.policies if not policy.replicated]
+        alone = (
+            []
+            if self.fabric.offers.holds != "workers"
+            else [policy for policy in controller.policies if not policy.replicated]
+        )
         if alone:
             raise PlanError(
                 f"Cannot use {controller!r} on {self.fabric!r}: with {alone[0]!r}, which it may choose, each "
@@ -250,7 +253,7 @@ class Plan:
 
     def _check_swap(self, new: Plan) -> None:
         for name, (here, there) in self.diff(new).items():
-            if name == "fabric" and here.offers.holds != there.offers.holds:
+            if name == "fabric" and self.is_served != new.is_served:
                 self._check_crossing(here, there)
             elif name not in ("sync", "controller"):
                 raise PlanError(
@@ -279,7 +282,7 @@ class Plan:
     @property
     def is_tabled(self) -> bool:
         """Whether workers go on at their own pace, each by its own optimizer, and a switch sums their changes."""
-        return self.fabric.offers.in_network and not self.sync.replicated
+        return self.fabric.offers.holds == "switch" and not self.sync.replicated
 
     @property
     def steps_locally(self) -> bool:

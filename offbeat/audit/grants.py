@@ -1,8 +1,9 @@
 """Law 3 where a switch's table lets workers go on: by how much each was ahead, and by which window that was decided.
 
 A step that not all have finished is granted by one window, whoever asks: the change of a policy holds from a step on
-that nobody can have been granted before. Whether what a worker knew of the others was true is seen, too: nobody can
-have known that all had finished a step which one of them never came to.
+that nobody can have been granted before. Beyond the window a worker may have been allowed steps by name, within what
+the policy promises. Whether what a worker knew of the others was true is seen, too: nobody can have known that all had
+finished a step which one of them never came to.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ _RING = 64  # a worker that rests says that it has finished steps of the ring's 
 
 def check_grants(histories: list[WorkerHistory], result: AuditResult) -> None:
     """Look at every step behind which a worker went on."""
-    granted = [(history, one) for history in histories for one in history.granted]
+    granted = [(history, index, one) for history in histories for index, one in enumerate(history.granted)]
     if not granted:
         return
     result.checked.add(3)
     windows: dict[tuple[int, int], dict[int, str]] = defaultdict(dict)
-    for history, one in granted:
+    for history, index, one in granted:
         result.releases += 1
         lead = one.clock - one.low
-        result.lead, result.bound = max(result.lead, lead), max(result.bound or 0, one.window)
-        if lead > one.window:
+        most = one.window if lead <= one.window or one.until <= one.clock else _allowed(history, index, one)
+        result.lead, result.bound = max(result.lead, lead), max(result.bound or 0, most)
+        if lead > most:
             result.violated(
                 3,
                 f"Rank {history.rank} went on behind step {one.clock}, {lead} ahead of step {one.low}, which all had "
-                f"finished: it may be {one.window} ahead.",
+                f"finished: it may be {most} ahead.",
                 (_told(history, one),),
             )
         if lead > 0:  # else any window grants it
@@ -42,6 +44,18 @@ def check_grants(histories: list[WorkerHistory], result: AuditResult) -> None:
         if len(by) > 1:
             result.violated(3, f"Step {clock} was granted by two windows, {min(by)} and {max(by)}.", tuple(by.values()))
     _check_known(histories, result)
+
+
+def _allowed(history: WorkerHistory, index: int, one: StepGranted) -> int:
+    """Steps that a worker may be ahead by name: as many as the policy promises that it went by.
+
+    That is the last one recorded before, or the next: a worker has gone on behind the first step that a policy decides
+    about when it records that this one holds.
+    """
+    before = [policy for count, policy in history.decided if count <= index][-1:]
+    after = [policy for count, policy in history.decided if count == index + 1]
+    bounds = (policy.bound for policy in (*before, *after) if policy is not None)
+    return max((bound for bound in bounds if bound is not None), default=one.window)
 
 
 def _check_known(histories: list[WorkerHistory], result: AuditResult) -> None:

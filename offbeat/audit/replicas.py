@@ -47,6 +47,7 @@ class WorkerHistory:
         swaps: how many of these were recorded before each other policy that came to hold without a server.
         admitted: ranks that joined while it trained, without a server.
         granted: by what a switch's table let it go on, in order.
+        decided: how many of these were recorded before each policy came to hold, in order.
         crosses: where its stretch of the run borders on others.
         is_whole: nothing is missing at its end.
     """
@@ -59,6 +60,7 @@ class WorkerHistory:
     swaps: list[tuple[int, Policy | None]] = field(default_factory=list)
     admitted: set[int] = field(default_factory=set)
     granted: list[StepGranted] = field(default_factory=list)
+    decided: list[tuple[int, Policy | None]] = field(default_factory=list)
     crosses: list[FabricMigrated] = field(default_factory=list)
     world: int = 0
     is_whole: bool = False
@@ -89,8 +91,10 @@ def read_worker(log: HistoryLog) -> WorkerHistory:
         if isinstance(record, ModelPrepared):
             history.world = max(history.world, record.world)
             history.plans[record.model] = _policy(record.plan)
+            history.decided.append((len(history.granted), history.plans[record.model]))
         elif isinstance(record, PlanAdopted):
             history.swaps.append((len(history.has), _policy(record.plan)))
+            history.decided.append((len(history.granted), history.swaps[-1][1]))
         elif isinstance(record, ParametersAfter):
             history.has.append(record)
         elif isinstance(record, WorkersAdmitted):

@@ -297,6 +297,7 @@ def _columns(model_status: ModelStatus, workers: Sequence[WorkerStatus]) -> list
         column(3, "ahead", ["" if w.gone or model_status.fabric else str(model_status.ahead(w)) for w in workers]),
         column(3, "stale", [f"{w.staleness:.1f}" if w.applied else "" for w in workers]),
         column(5, "worst", [str(w.worst) if w.applied else "" for w in workers]),
+        *_on_table(workers),
         column(4, "waits", ["" if w.gone else f"{model_status.waiting_share(w):.0%}" for w in workers]),
         column(7, "batch", [f"{w.samples:.6g}" if w.samples and not w.gone else "" for w in workers]),
         column(8, "applied", ["" if model_status.fabric else str(w.applied) for w in workers]),
@@ -309,6 +310,17 @@ def _columns(model_status: ModelStatus, workers: Sequence[WorkerStatus]) -> list
     if any(w.lost for w in model_status.workers):
         columns.append(column(6, "lost", [str(w.lost) for w in workers]))
     return columns
+
+
+def _on_table(workers: Sequence[WorkerStatus]) -> list[_TopColumn]:
+    """The columns of what a switch knows of the workers on its table; empty columns if there is none."""
+    known = [None if w.gone else w.table for w in workers]
+    silent = [None if at is None else at.silent_s for at in known]
+    return [
+        _TopColumn(3, "lag", tuple("" if at is None else str(at.lag) for at in known)),
+        _TopColumn(4, "barrier", tuple("" if at is None else lasting(at.waited_s) for at in known)),
+        _TopColumn(5, "silent", tuple("" if s is None else lasting(s) for s in silent)),
+    ]
 
 
 def _said(model_status: ModelStatus, workers: Sequence[WorkerStatus]) -> list[_TopColumn]:

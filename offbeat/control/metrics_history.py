@@ -43,6 +43,10 @@ class MetricsHistory:
         if not readings or now.at_s - readings[-1].at_s >= looks_back_s / _READINGS:
             readings.append(now)
 
+    def begin_anew(self) -> None:
+        """Forget the readings: the next ones are not to be compared with them."""
+        self._readings.clear()
+
     def brought(self, per_s: float) -> None:
         """Each worker brings so many samples per second now, on average."""
         self._per_s = max(self._per_s, per_s)

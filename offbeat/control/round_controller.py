@@ -2,6 +2,9 @@
 
 All workers learn the same with their exchanges, and keep the same metrics; the first one asks the controller, and
 proposes what it decides with the next exchange. When that worker is lost, the next one continues from its own metrics.
+Where workers go on at their own pace by a switch's table, nobody exchanges: the first worker reads from the switch how
+far all are and how long they have waited, and has the switch carry out what the controller decides. The next one begins
+to read when that worker is lost; since when the policy decides, and when it was swapped, it knows already.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from offbeat.control.controller import Swap
+from offbeat.control.controller import Reading, Swap
 from offbeat.control.round_metrics import RoundMetrics
 from offbeat.short_name import short_name
 
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from offbeat.sync import Policy
 
 _log = logging.getLogger("offbeat")
+_READ_S = 0.05
+_READINGS = 50  # in the time that a controller looks back
 
 
 class RoundController:
@@ -54,6 +59,23 @@ class RoundController:
             self._samples = 0.0
         return True
 
+    def is_due(self, controller: Controller, at_s: float) -> bool:
+        """Whether it is time to read the clocks of a table again."""
+        return at_s - self._metrics.at_s >= max(_READ_S, controller.looks_back_s / _READINGS)
+
+    def read(
+        self, controller: Controller, at_s: float, steps: Mapping[int, int], waited_s: Mapping[int, float], batch: float
+    ) -> None:
+        """Take in what a switch knows of the workers on its table.
+
+        Args:
+            steps, waited_s: as of a `Reading`.
+            batch: samples of a step.
+        """
+        self._step, self._samples = max(steps.values(), default=self._step), 0.0
+        reading = Reading(at_s, steps, waited_s)
+        self._metrics.read(reading, batch=batch, looks_back_s=controller.looks_back_s)
+
     def ask(self, controller: Controller, sync: Policy) -> Swap | None:
         """Ask the controller for another policy than `sync`; None also for what was refused before."""
         decision = controller.decide(self._metrics.metrics(sync, self._step))
@@ -73,6 +95,10 @@ class RoundController:
     def replaced(self) -> None:
         """Forget what was refused: another controller is asked from now on."""
         self._refused.clear()
+
+    def begin_anew(self) -> None:
+        """Forget the readings: another part of the job tells of the workers from now on."""
+        self._metrics.begin_anew()
 
     def swapped(self, before: Policy, at_s: float, *, by_controller: bool) -> None:
         """Another policy than `before` decides from now on."""

@@ -3,6 +3,8 @@
 Whoever comes to an exchange first waits for the last one there: for as long as that one has computed longer since the
 exchange before. What is on its way then is nobody's waiting. So no two clocks have to agree.
 
+On a switch's table nobody meets: what the switch knows of all workers is read from it instead.
+
 With steps of the workers' own luck evens out: they wait less than if they met in every step. What they would wait then
 is kept beside what they do.
 """
@@ -28,7 +30,7 @@ _LATEST = 0.1  # part that the last step has in the average of what a worker com
 
 
 class RoundMetrics:
-    """The metrics of one model. Call order: `hear` behind every exchange; `metrics` now and then.
+    """The metrics of one model. Call order: `hear` behind every exchange, or `read` now and then; `metrics`.
 
     Args:
         at_s: when the first policy began to decide.
@@ -46,6 +48,7 @@ class RoundMetrics:
         self._would_s: dict[int, float] = {}
         self._computing_s: dict[int, float] = {}
         self._past, self._last = MetricsHistory(at_s), Reading(at_s)
+        self._made = 0.0  # steps of each worker since the pace was looked at
         self._brought: collections.deque[tuple[float, float]] = collections.deque(maxlen=_PACED + 1)
 
     def hear(self, at_s: float, times: Mapping[int, Sequence[float]], *, samples: float, looks_back_s: float) -> None:
@@ -71,6 +74,41 @@ class RoundMetrics:
         self._last = Reading(at_s, {}, dict(self._waited_s), dict(self._would_s))
         self._past.note(self._last, looks_back_s)
 
+    @property
+    def at_s(self) -> float:
+        """When the last reading was."""
+        return self._last.at_s
+
+    def read(self, reading: Reading, *, batch: float, looks_back_s: float) -> None:
+        """Somebody else has measured how far workers are, and how long each has waited.
+
+        Args:
+            batch: samples of a step.
+            looks_back_s: as of `hear`.
+        """
+        before, self._last = self._last, reading
+        past_s = reading.at_s - before.at_s
+        for rank in reading.steps.keys() & before.steps.keys() & before.waited_s.keys():
+            steps = reading.steps[rank] - before.steps[rank]
+            if steps > 0:
+                each_s = max(0.0, past_s - reading.waited_s[rank] + before.waited_s[rank]) / steps
+                before_s = self._computing_s.get(rank, each_s)
+                self._computing_s[rank] = before_s + _LATEST * (each_s - before_s)
+        self._waited_s = dict(reading.waited_s)
+        here = reading.steps.keys() & before.steps.keys()
+        self._made += add_up(reading.steps[rank] - before.steps[rank] for rank in sorted(here)) / max(1, len(here))
+        if self._made >= 1 or not self._brought:
+            self._look_at_pace(reading.at_s, self._made * batch)
+            self._made = 0.0
+        self._past.note(reading, looks_back_s)
+
+    def begin_anew(self) -> None:
+        """Forget the readings: what is heard or read from now on is not to be compared with them."""
+        self._waited_s, self._would_s, self._made = {}, {}, 0.0
+        self._last = Reading(self._last.at_s)
+        self._brought.clear()
+        self._past.begin_anew()
+
     def swapped(self, before: Policy, at_s: float, *, by_controller: bool) -> None:
         """Another policy than `before` decides from now on."""
         self._past.swapped(before, at_s, by_controller=by_controller)
@@ -83,7 +121,9 @@ class RoundMetrics:
             sync: decides at present.
             step: that each worker has made.
         """
-        now = dataclasses.replace(self._last, steps=dict.fromkeys(self._waited_s or (0,), step))
+        now = self._last
+        if not now.steps:
+            now = dataclasses.replace(now, steps=dict.fromkeys(self._waited_s or (0,), step))
         computing_s = {rank: self._computing_s[rank] for rank in self._waited_s if rank in self._computing_s}
         return self._past.metrics(sync, now, computing_s, {})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from offbeat.short_name import short_name
+from offbeat.sync import StepsLocally
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,6 +21,8 @@ class SwappedParts(Protocol):
     def sync(self) -> Policy: ...
     @property
     def controller(self) -> Controller | None: ...
+    @property
+    def is_tabled(self) -> bool: ...
     @property
     def digest(self) -> str: ...
 
@@ -49,8 +52,21 @@ def swap_sentence(
     text = f"{since}{short_name(new.sync)} decides when workers may go on{until}"
     text += "" if new.sync == old.sync else f", not {short_name(old.sync)} any more"
     text += f"{where}: {reason}" if reason else where
-    text += "".join(f"; {note}" for note in (*notes, *_of_controllers(old.controller, new.controller)))
+    notes = (*notes, *_of_momentum(old, new), *_of_controllers(old.controller, new.controller))
+    text += "".join(f"; {note}" for note in notes)
     return f"{text} ({agreed}plan {new.digest[:12]}, was {old.digest[:12]}{took})."
+
+
+def _of_momentum(old: SwappedParts, new: SwappedParts) -> Iterator[str]:
+    if new.is_tabled and not _steps_by_itself(old):
+        yield "each worker's own optimizer steps from then on, so that its momentum is that of its own gradients"
+    if old.is_tabled and not _steps_by_itself(new):
+        yield "momentum is that of all workers' gradients again"
+
+
+def _steps_by_itself(parts: SwappedParts) -> bool:
+    """Whether each worker's own optimizer steps on its own gradients."""
+    return parts.is_tabled or isinstance(parts.sync, StepsLocally)
 
 
 def _of_controllers(old: Controller | None, new: Controller | None) -> Iterator[str]:

@@ -25,6 +25,7 @@ class DecidingParts(Protocol):
         keeps: what stays as it is when workers come and go, if it is not.
         controller: swaps the policy; None if nobody but people do.
         is_served: whether parameters live at a server.
+        is_tabled: whether each worker's own optimizer steps, and a switch sums their changes.
         has_elastic_group: whether there is no server, and the others go on without a worker that is lost.
         digest: of its TOML.
     """
@@ -39,6 +40,8 @@ class DecidingParts(Protocol):
     def controller(self) -> Controller | None: ...
     @property
     def is_served(self) -> bool: ...
+    @property
+    def is_tabled(self) -> bool: ...
     @property
     def has_elastic_group(self) -> bool: ...
     @property

@@ -24,6 +24,7 @@ class ExchangeResult:
         barrier_s: seconds of it in which this worker waited for the policy to let it go on; None where that is not told
             apart from the transfer.
         resent: packets that were sent again.
+        lead: steps that this worker was ahead of the slowest when it went on; None where nobody tells.
     """
 
     weights: tuple[float, ...] = ()
@@ -34,6 +35,7 @@ class ExchangeResult:
     spans: tuple[tuple[float, float], ...] = ()
     barrier_s: float | None = None
     resent: int = 0
+    lead: int | None = None
 
     def after(self, earlier: ExchangeResult | None) -> ExchangeResult:
         """Make this the result of a step that had an `earlier` exchange, too."""

@@ -23,6 +23,7 @@ from offbeat.errors import ModelError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from offbeat.engine.local_sgd_switch import SwitchAverager
     from offbeat.engine.prepared_model import PreparedModel
     from offbeat.engine.synchronizer import GradientSync
     from offbeat.engine.worker_context import WorkerContext
@@ -34,6 +35,10 @@ class Averager(Protocol):
 
     Call order, by `LocalSGDSync`: `begin` at the first local step, or `load_state_dict`; `average` now and then; `end`.
     """
+
+    @property
+    def table(self) -> SwitchAverager | None:
+        """This one, if a switch decides by which plan all go, so that they need not meet for that; else None."""
 
     def begin(self) -> None:
         """Anchor here, before the first step of a worker's own; the parameters are the same on all workers."""
@@ -158,6 +163,7 @@ class LocalSGDSync:
                 model=self._model.number,
                 barrier_s=found.barrier_s,
                 resent=found.resent,
+                lead=found.lead,
             )
             self._context.waiter.witness.exchanged(self.accounting.stamp)
             self._spans = []

@@ -44,6 +44,8 @@ class AllReduceAverager:
         context: of this worker.
     """
 
+    table = None
+
     def __init__(
         self,
         model: PreparedModel,

@@ -33,6 +33,8 @@ class ServerAverager:
         policy: when deltas are pushed, and how they are applied.
     """
 
+    table = None
+
     def __init__(
         self, gradients: ServerSync, parameters: Mapping[str, torch.nn.Parameter], policy: StepsLocally
     ) -> None:

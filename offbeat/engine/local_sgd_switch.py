@@ -76,6 +76,11 @@ class SwitchAverager:
         self._change = np.zeros_like(self._base)
         self._table: SwitchTable | None = None
 
+    @property
+    def table(self) -> SwitchAverager:
+        """This one: the switch decides by which plan all go."""
+        return self
+
     def begin(self) -> None:
         """Anchor here, and join the table. Collective."""
         for anchor, base in zip(self._anchors, self._parts(self._base), strict=True):
@@ -120,6 +125,7 @@ class SwitchAverager:
             spans=((issued_s, metrics.now_s()),),
             barrier_s=table.spent_s["clock"] - barrier_s,
             resent=table.resent - resent,
+            lead=None if table.grant is None else table.grant.lead,
         )
 
     def _settle(self, step: int) -> None:
@@ -169,17 +175,22 @@ class SwitchAverager:
         if self._table is not None:
             self._table.leave()
 
-    def swap(self, plan: Plan) -> bool:
+    def swap(self, plan: Plan, reason: str = "") -> bool:
         """Have another plan's policy hold for all workers; see `SwitchTable.set_strategy`.
 
         If that needs no table, nobody goes further than the step from which on it holds: there all are equal.
         """
         strategy = compile_policy(plan.sync) if plan.is_tabled else Strategy("table", window=0)
-        return self._table is not None and self._table.set_strategy(strategy, plan.to_toml())
+        return self._table is not None and self._table.set_strategy(strategy, plan.to_toml(), reason)
 
-    def new_plan(self) -> str:
-        """The plan that has come to hold since the last call; see `SwitchTable.new_plan`."""
-        return "" if self._table is None else self._table.new_plan()
+    def new_plan(self) -> tuple[str, str]:
+        """The plan that has come to hold since the last call, and why; see `SwitchTable.new_plan`."""
+        return ("", "") if self._table is None else self._table.new_plan()
+
+    @property
+    def opened(self) -> SwitchTable | None:
+        """The table; None before the first step."""
+        return self._table
 
     def refreshed(self, steps: int) -> None:
         """Do nothing: there is no server."""

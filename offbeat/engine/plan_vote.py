@@ -122,10 +122,10 @@ class PlanVote:
         refusal = next((text for text in refusals.values() if text), "")
         return VoteResult(present if refusal else plan, refusal, reason)
 
-    def withdraw(self, present: Plan) -> Plan:
+    def withdraw(self, present: Plan) -> VoteResult:
         """The plan that this worker wants, which is to hold without a vote."""
         wanted, self._proposal = self._proposal, PlanRequest()
-        return present.swapped(wanted.plan, whole=True)
+        return VoteResult(present.swapped(wanted.plan, whole=True), reason=wanted.reason)
 
     def answer(self, text: str, refusal: str) -> None:
         """Say what became of it to whoever had left a wish."""

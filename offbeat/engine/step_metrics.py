@@ -197,6 +197,7 @@ class StepMetrics:
         dropped: bool = False,
         barrier_s: float | None = None,
         resent: int = 0,
+        lead: int | None = None,
     ) -> None:
         """All exchanges of the step are done.
 
@@ -206,7 +207,7 @@ class StepMetrics:
             staleness: updates between the parameters it was computed on and its own.
             model: which of several prepared, from 0.
             dropped: what was brought is not in the parameters.
-            barrier_s, resent: as of an `ExchangeResult`.
+            barrier_s, resent, lead: as of an `ExchangeResult`.
         """
         now_s, began_s = self._clock.now_s(), self._step_began_s
         early_s = self._waited_before_s - self._waited_at_step_s
@@ -230,7 +231,7 @@ class StepMetrics:
             "buckets": [[issued - began_s, done - began_s] for issued, done in spans],
         }
         if barrier_s is not None:
-            record |= {"barrier_s": barrier_s, "resent": resent}
+            record |= {"barrier_s": barrier_s, "resent": resent, "lead": lead}
         self._file.append(record | {"dropped": True} if dropped else record)
         self._remember(model, self.samples, own_s, self._waiter.waited_s - self._waited_before_s)
         self._remember_own(model, own_s)

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offbeat.engine import state_checks
 from offbeat.engine.local_sgd import LocalSGDSync
-from offbeat.engine.local_sgd_switch import SwitchAverager
 from offbeat.engine.optimizer_state import load_optimizer_state, optimizer_state
 
 if TYPE_CHECKING:
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from offbeat.engine.batch_accounting import BatchAccount
     from offbeat.engine.exchange_result import ExchangeResult
     from offbeat.engine.local_sgd import Averager
+    from offbeat.engine.local_sgd_switch import SwitchAverager
     from offbeat.engine.prepared_model import PreparedModel
     from offbeat.engine.synchronizer import GradientSync, Synchronizer
     from offbeat.engine.worker_context import WorkerContext
@@ -152,8 +152,7 @@ class SwitchableSync:
     @property
     def table(self) -> SwitchAverager | None:
         """The model's table at a switch, which decides by which plan all go; None if it has none."""
-        averager = None if self._local is None else self._local.averager
-        return averager if isinstance(averager, SwitchAverager) else None
+        return None if self._local is None else self._local.averager.table
 
     @property
     def holds_gradient(self) -> bool:

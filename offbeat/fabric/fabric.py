@@ -40,20 +40,21 @@ class Offers:
         carries: kinds of payload.
         ordered: exchanges match by order of issue, so every rank must issue the same ones in the same order.
         exact: a sum of two workers has the bits of a float addition.
-        holds: where parameters and optimizer live. At the "workers", each applies the same update; at a "server",
-            workers push contributions and pull parameters, so that any policy runs.
+        holds: who holds what all have in common. "workers" hold the parameters themselves, and each applies the same
+            update. A "server" holds parameters and optimizer: workers push contributions and pull parameters, so that
+            any policy runs. A "switch" holds sums, and the workers hold the rest: of gradients, made on the way, so
+            that each worker sends its part once and receives the sum once; or of changes, for workers that go on by
+            themselves.
         partial: a reply may be of some workers' contributions only; `Total.weight` says of how many.
         elastic: training goes on without a worker that is lost, and takes newcomers in.
-        in_network: a sum is made on the way: each worker sends its part once, and receives the sum once.
     """
 
     carries: frozenset[type] = frozenset({Sum, Gather})
     ordered: bool = True
     exact: bool = True
-    holds: Literal["workers", "server"] = "workers"
+    holds: Literal["workers", "server", "switch"] = "workers"
     partial: bool = False
     elastic: bool = False
-    in_network: bool = False
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from offbeat.switch.stream_client import StreamExchange
 
 MEMORY = "memory://"
-_OFFERS = Offers(exact=False, partial=True, elastic=True, in_network=True)
+_OFFERS = Offers(exact=False, holds="switch", partial=True, elastic=True)
 _POLL = timedelta(milliseconds=20)
 _RTO_S = 0.01
 _RING = 64

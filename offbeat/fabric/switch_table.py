@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,17 +11,18 @@ from offbeat.errors import NumericsError
 from offbeat.payload import Total
 from offbeat.protocol.switch_control import GetSwitchPlan, SetSwitchStrategy, SwitchPlan, SwitchStrategySet
 from offbeat.switch.packet import is_newer
-from offbeat.switch.table_client import too_far
+from offbeat.switch.table_client import EPOCHS, too_far
+
+_SOON = timedelta(seconds=1)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from datetime import timedelta
+    from collections.abc import Callable, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
 
     from offbeat.payload import Reply
-    from offbeat.protocol.switch_control import Strategy
+    from offbeat.protocol.switch_control import Strategy, SwitchJobStatus
     from offbeat.switch.client_thread import ClientThread
     from offbeat.switch.control_client import ControlClient
     from offbeat.switch.table_client import StepGrant, TableClient
@@ -39,6 +41,8 @@ class SwitchTable:
         self._client, self._thread, self._control, self._job = client, thread, control, job
         self._has_left = False
         self._epoch = 0  # of the policy that this worker's plan has
+        self._set_epoch = 0  # of the last one that it has set
+        self.while_waiting: Callable[[], None] = lambda: None  # called now and then in waits, on the thread that waits
 
     @property
     def size(self) -> int:
@@ -110,11 +114,12 @@ class SwitchTable:
 
     # -- its policy ------------------------------------------------------------------------------------------------
 
-    def set_strategy(self, strategy: Strategy, plan: str) -> bool:
+    def set_strategy(self, strategy: Strategy, plan: str, reason: str = "") -> bool:
         """Have another policy hold for all workers from a clock on that nobody can have been granted yet.
 
         Args:
             plan: of which it is the policy, as TOML.
+            reason: of the controller that wants it; "" if a person does.
 
         Returns:
             Whether it will; not while the change before is not in effect for all: try again.
@@ -123,24 +128,42 @@ class SwitchTable:
             PlanError: if the switch cannot carry it out.
             NetworkError: if it is gone.
         """
-        told = self._control.ask(lambda number: SetSwitchStrategy(number, self._job, strategy, plan))
-        return isinstance(told, SwitchStrategySet) and told.is_set
+        told = self._control.ask(lambda number: SetSwitchStrategy(number, self._job, strategy, plan, reason))
+        if not isinstance(told, SwitchStrategySet) or not told.is_set:
+            return False
+        self._set_epoch = told.epoch
+        return True
 
-    def new_plan(self) -> str:
-        """The plan whose policy has come to hold for this worker since the last call, as TOML; "" for none.
+    @property
+    def is_changing(self) -> bool:
+        """Whether a change of the policy has been set that does not hold for this worker yet."""
+        later = ((epoch - self._epoch) % EPOCHS for epoch in (self._set_epoch, self._client.windows.epoch))
+        return any(0 < changes < EPOCHS // 2 for changes in later)
+
+    def status(self) -> SwitchJobStatus | None:
+        """What the switch knows of all workers' clocks; None if the table is gone.
+
+        Raises:
+            NetworkError: if the switch is, or does not answer at once.
+        """
+        return next(iter(self._control.status(self._job, _SOON).jobs), None)
+
+    def new_plan(self) -> tuple[str, str]:
+        """The plan whose policy has come to hold for this worker since the last call, as TOML, and the reason of the
+        controller that wanted it; "" for none.
 
         Raises:
             NetworkError: if the switch is gone.
         """
         windows = self._client.windows
         if windows.epoch == self._epoch or is_newer(windows.effective, self._client.clock):
-            return ""
+            return "", ""
         told = self._control.ask(lambda number: GetSwitchPlan(number, self._job))
         assert isinstance(told, SwitchPlan)
         if is_newer(told.effective, self._client.clock):  # yet another one, which does not hold here yet
-            return ""
+            return "", ""
         self._epoch = told.epoch
-        return told.plan
+        return told.plan, told.reason
 
 
 class TablePending:
@@ -156,6 +179,7 @@ class TablePending:
         self.sent_bytes = 4 * size
 
     def wait(self, timeout: timedelta) -> bool:
+        self._table.while_waiting()
         return self._table.wait(timeout)
 
     def done(self) -> bool:

@@ -319,6 +319,7 @@ class StepGranted(msgspec.Struct, tag=15, array_like=True, frozen=True):
         low: the newest step that all had finished, as far as it knew.
         window: steps that a worker may be ahead of that behind this one.
         epoch: of the windows, which counts their changes.
+        until: it may begin steps before this one by name, whatever the window is; 0 if nothing is said of that.
     """
 
     model: _Model
@@ -326,6 +327,7 @@ class StepGranted(msgspec.Struct, tag=15, array_like=True, frozen=True):
     low: _Count
     window: _Count
     epoch: _Count
+    until: _Count = 0
 
 
 class HistoryEnded(msgspec.Struct, tag=10, array_like=True, frozen=True):

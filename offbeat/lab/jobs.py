@@ -200,7 +200,7 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> RowJob:
         made.to_toml(),
         tolerance,
         served,
-        switched=made.fabric.offers.in_network,
+        switched=made.fabric.offers.holds == "switch",
         elastic=made.has_elastic_group,
         demand=Demand.of(made, scenario.measured_steps),
         sends_each_gradient=each and not served and made.tuning is None,

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 
 from offbeat.protocol.bounds import Count, Model, Text
-from offbeat.protocol.worker_status import TrainingStatus
+from offbeat.protocol.worker_status import TableClock, TrainingStatus
 
 _Seconds = Annotated[float, msgspec.Meta(gt=-1e15, lt=1e15)]  # refuses NaN as well
 _WAITING = ("held", "pushing", "pushed", "waiting", "exchanging")
@@ -39,6 +39,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
         waited_s: from having a contribution to being released, in all.
         here_s: seconds since it joined; 0 if the server does not say.
         status: what it says itself; None if it has not lately, or cannot be understood.
+        table: its clock on a switch's table; None if there is none.
     """
 
     worker: Count
@@ -59,6 +60,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     waited_s: _Seconds = 0.0
     here_s: _Seconds = 0.0
     status: TrainingStatus | None = None
+    table: TableClock | None = None
 
     @property
     def gone(self) -> bool:

@@ -109,12 +109,14 @@ class SetSwitchStrategy(msgspec.Struct, tag=True, frozen=True):
 
     Args:
         plan: of which it is the policy, as TOML; "" if only the switch is to know.
+        reason: of the controller that wants it; "" if a person does.
     """
 
     request: _Number
     job: _JobName
     strategy: Strategy
     plan: Text = ""
+    reason: Text = ""
 
 
 class SwitchStrategySet(msgspec.Struct, tag=True, frozen=True):
@@ -140,28 +142,31 @@ class GetSwitchPlan(msgspec.Struct, tag=True, frozen=True):
 
 
 class SwitchPlan(msgspec.Struct, tag=True, frozen=True):
-    """The answer; `plan` is "" if none was said, and holds from the clock `effective` on."""
+    """The answer; `plan` is "" if none was said, and holds from the clock `effective` on, for this `reason`."""
 
     request: _Number
     plan: Text
     epoch: _Number
     effective: _Number
+    reason: Text = ""
 
 
 class GetSwitchStatus(msgspec.Struct, tag=True, frozen=True):
-    """A request for what the switch knows of its jobs."""
+    """A request for what the switch knows of a job, or of all."""
 
     request: _Number
+    job: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
 class SwitchMemberStatus(msgspec.Struct, frozen=True):
-    """One worker; `silent_s` is None as long as no packet of it has come."""
+    """One worker; `silent_s` is None as long as no packet of it has come, and `waited_s` it has waited for others."""
 
     worker: _Worker
     finished: _Number
     lag: Count
     silent_s: Seconds | None
     counts: Annotated[dict[str, Count], msgspec.Meta(max_length=64)]
+    waited_s: Seconds = 0.0
 
 
 class SwitchJobStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,6 +30,22 @@ class StatusEvent(msgspec.Struct, frozen=True):
     text: Annotated[str, msgspec.Meta(max_length=MOST_EVENT)]
 
 
+class TableClock(msgspec.Struct, frozen=True):
+    """One worker's clock on the table of a switch, as the switch knows it.
+
+    Args:
+        worker: whose it is.
+        lag: steps that it is behind the furthest.
+        waited_s: for others, in all.
+        silent_s: since its last packet; None before the first.
+    """
+
+    worker: Annotated[int, msgspec.Meta(ge=0, lt=64)]
+    lag: _Count
+    waited_s: _Number
+    silent_s: _Number | None
+
+
 class TrainingStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The training status of one worker.
 
@@ -47,6 +63,7 @@ class TrainingStatus(msgspec.Struct, frozen=True, kw_only=True):
         policy, fabric: of the plan that holds, as Python.
         events: the last ones.
         left: it was asked to leave, and did in order.
+        clocks: of all workers, where they go on by a switch's table, and this is the one that looks.
     """
 
     host: _Name = ""
@@ -72,6 +89,7 @@ class TrainingStatus(msgspec.Struct, frozen=True, kw_only=True):
     fabric: _Text = ""
     events: Annotated[tuple[StatusEvent, ...], msgspec.Meta(max_length=MOST_EVENTS)] = ()
     left: bool = False
+    clocks: Annotated[tuple[TableClock, ...], msgspec.Meta(max_length=64)] = ()
 
     @property
     def left_s(self) -> float | None:

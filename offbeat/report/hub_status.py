@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 from offbeat.protocol.status import ModelStatus, WorkerStatus
 
 if TYPE_CHECKING:
-    from offbeat.protocol.worker_status import TrainingStatus
+    from offbeat.protocol.worker_status import TableClock, TrainingStatus
     from offbeat.wire.messages import Overview, WorkerReport
 
 _MOST_TEXT = 16  # of a phase
+_ENDED = ("finished", "raised", "lost")
 
 
 def model_status_of(overview: Overview) -> ModelStatus:
@@ -18,7 +19,8 @@ def model_status_of(overview: Overview) -> ModelStatus:
 
     A step of all is an update; of several models the steps are those of the first.
     """
-    workers = tuple(_seen(words, overview.statuses.get(words.rank)) for words in overview.words)
+    clocks = _clocks(overview)
+    workers = tuple(_seen(words, overview.statuses.get(words.rank), clocks.get(words.rank)) for words in overview.words)
     said = [seen for seen in workers if seen.status is not None]
     newest = max(said, key=lambda seen: (not seen.gone, seen.made), default=None)
     return ModelStatus(
@@ -33,7 +35,16 @@ def model_status_of(overview: Overview) -> ModelStatus:
     )
 
 
-def _seen(words: WorkerReport, status: TrainingStatus | None) -> WorkerStatus:
+def _clocks(overview: Overview) -> dict[int, TableClock]:
+    """The clocks on a switch's table, by rank, as one who is there says it; empty if there is none."""
+    for words in sorted(overview.words, key=lambda words: (words.process != "running", words.rank)):
+        status = overview.statuses.get(words.rank)
+        if status is not None and status.clocks and words.phase not in _ENDED:
+            return {clock.worker: clock for clock in status.clocks}
+    return {}
+
+
+def _seen(words: WorkerReport, status: TrainingStatus | None, clock: TableClock | None) -> WorkerStatus:
     phase, since_s = _phase(words, status)
     step = max(0, words.step)
     if status is not None:  # older than the words
@@ -49,6 +60,7 @@ def _seen(words: WorkerReport, status: TrainingStatus | None) -> WorkerStatus:
         waited_s=status.waited_s if status is not None else 0.0,
         here_s=status.here_s if status is not None else 0.0,
         status=status,
+        table=clock,
     )
 
 
@@ -57,7 +69,7 @@ def _phase(words: WorkerReport, status: TrainingStatus | None) -> tuple[str, flo
     since_s, state_s = words.since_s + words.age_s, words.state_since_s + words.age_s
     if words.phase == "finished":
         return "left" if status is not None and status.left else "done", since_s
-    if words.phase in ("raised", "lost"):
+    if words.phase in _ENDED:
         return "failed", since_s
     if words.process == "dead":
         return "gone", state_s

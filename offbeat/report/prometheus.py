@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
     from offbeat.protocol.status import ModelStatus, WorkerStatus
-    from offbeat.protocol.worker_status import TrainingStatus
+    from offbeat.protocol.worker_status import TableClock, TrainingStatus
 
 PHASES = (
     "computing", "held", "pushing", "pushed", "pulling", "waiting", "starting", "exchanging", "busy", "paused",
@@ -55,6 +55,13 @@ def _said(
         return None if value is None or value < least else value
 
     return of
+
+
+def _on_table(
+    what: Callable[[TableClock], float | None],
+) -> Callable[[ModelStatus, WorkerStatus], float | None]:
+    """Make a reader of a figure of a worker's clock on a switch's table; None where there is none."""
+    return lambda _, seen: None if seen.table is None else what(seen.table)
 
 
 _FIGURES = (
@@ -107,6 +114,14 @@ _FIGURES = (
         grows=True,
         stays=True,
     ),
+    _Figure("lag_steps", "Steps that it is behind the furthest on a switch's table.", _on_table(lambda at: at.lag)),
+    _Figure(
+        "barrier_seconds",
+        "Time that it has waited for others on a switch's table.",
+        _on_table(lambda at: at.waited_s),
+        grows=True,
+    ),
+    _Figure("silent_seconds", "Time since the switch has heard of it last.", _on_table(lambda at: at.silent_s)),
 )
 
 

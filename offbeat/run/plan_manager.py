@@ -6,17 +6,20 @@ from one to the other at the same place of the script (`offbeat.run.fabric_migra
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
 from offbeat.control import RoundController, swap_sentence
 from offbeat.engine import PlanVote, addresses_of, connect, start_beside
-from offbeat.errors import OffbeatError, PlanError
-from offbeat.fabric import Served
+from offbeat.errors import NetworkError, OffbeatError, PlanError
+from offbeat.fabric import ProcessGroup, Served
+from offbeat.protocol.worker_status import TableClock
 from offbeat.run.fabric_migration import FabricMigration
 from offbeat.short_name import short_name
-from offbeat.sync import ASP
+from offbeat.switch.packet import distance
+from offbeat.sync import ASP, BSP
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,10 +28,14 @@ if TYPE_CHECKING:
     from offbeat.engine.model_registry import ModelRegistry
     from offbeat.engine.server_session import ServerSession
     from offbeat.engine.worker_context import WorkerContext
+    from offbeat.fabric import FabricSpec
+    from offbeat.fabric.switch_table import SwitchTable
     from offbeat.loading.manager import LoaderManager
     from offbeat.plan import Plan
 
 _log = logging.getLogger("offbeat")
+_LOOK_S = 1.0  # between two looks at who is on the table
+_SILENT_S = 3.0  # then another one looks instead
 
 
 class PlanManager:
@@ -55,6 +62,7 @@ class PlanManager:
         factory: SynchronizerFactory,
     ) -> None:
         self.plan = plan
+        self._met_for: FabricSpec = ProcessGroup() if plan.is_served else plan.fabric
         self.server: ServerSession | None = None
         self._had_server = False
         self._leaving: Plan | None = None  # the plan at the server, once another without it is agreed on
@@ -63,6 +71,8 @@ class PlanManager:
         self._migration = FabricMigration(context, models, data, factory)
         self._vote = PlanVote(context.control, context.clock.now_s, context.run_dir, self._check)
         self._controller = RoundController(context.clock.now_s())
+        self._leads_table = context.is_first  # of those on a table: it looks for wishes, and asks the controller
+        self._looked_s = 0.0  # who that is
 
     # -- the server ----------------------------------------------------------------------------------------------
 
@@ -102,8 +112,10 @@ class PlanManager:
         """The reason why this worker could not leave the server to go by another plan, or ""."""
         if not self._takes_part:
             return "It has joined the job later."
-        if plan.has_elastic_group != (self._context.group is not None):
-            here = "ProcessGroup()" if self._context.group is None else "Elastic()"
+        has_switch = "switch" in (self._met_for.offers.holds, plan.fabric.offers.holds)
+        is_other = has_switch and plan.fabric != self._met_for
+        if is_other or plan.has_elastic_group != (self._context.group is not None):
+            here = short_name(self._met_for)
             return (
                 f"Cannot leave the server for {short_name(plan.fabric)}: the workers have met for {here}. Go on with "
                 f"fabric={here}, or begin with {short_name(plan.fabric)} - at `plan.fabric`."
@@ -122,7 +134,7 @@ class PlanManager:
             OffbeatError: if it cannot.
         """
         self._migration.check(plan)
-        if plan.is_tabled == self.plan.is_tabled or plan.is_served or self._control.world == 1:
+        if plan.is_tabled == self.plan.is_tabled or self._control.world == 1:
             return
         here, there = short_name(self.plan.sync), short_name(plan.sync)
         if self._data.leased:
@@ -171,6 +183,8 @@ class PlanManager:
         """Go by it from now on. Collective where exchanges are: see `SwitchableSync.adopt`."""
         if plan.controller != self.plan.controller:
             self._controller.replaced()
+        if plan.is_tabled != self.plan.is_tabled:
+            self._controller.begin_anew()
         if plan.sync != self.plan.sync:
             self._controller.swapped(self.plan.sync, self._context.clock.now_s(), by_controller=by_controller)
         self.plan = plan
@@ -234,8 +248,7 @@ class PlanManager:
     def at_sync_point(self) -> None:
         """Migrate here to a server, or away from it, if that is due, or go by the policy that a table has meanwhile."""
         if self.plan.is_tabled:
-            self._vote.is_wanted(self.plan, looks=self._context.is_first)
-            self._swap_table()
+            self._steer_table()
             self._take_table_plan()
         elif self._migration.due is not None:
             self._go_over()
@@ -244,27 +257,89 @@ class PlanManager:
             if self.server.plans.sync_point.reached(self._waiter, pushed):
                 self._leave_server(self.server)
 
+    def _steer_table(self) -> None:
+        """Have the policy hold that people or the controller want; behind a step, and while this worker waits."""
+        if (table := self._table) is not None:
+            table.while_waiting = self._steer_table
+            try:
+                self._look_at_table(table, self._models.synchronizers[0].step)
+            except NetworkError as error:  # its own wait says so, if it stays away
+                _log.debug("Cannot ask the switch how far all are: %s", error)
+        self._vote.is_wanted(self.plan, looks=self._leads_table)
+        self._swap_table()
+
+    @property
+    def _table(self) -> SwitchTable | None:
+        """The first model's table, once it is open; None if there is none."""
+        one = self._models.synchronizers[0].table if len(self._models) else None
+        return None if one is None else one.opened
+
+    def clocks(self) -> tuple[TableClock, ...]:
+        """The clocks of all workers on the first model's table, if this is the worker that looks; on any thread."""
+        table = self._table if self.plan.is_tabled and self._leads_table else None
+        known = None
+        with contextlib.suppress(NetworkError):  # whoever waits for the table says so
+            known = None if table is None else table.status()
+        return (
+            ()
+            if known is None
+            else tuple(TableClock(one.worker, one.lag, one.waited_s, one.silent_s) for one in known.members)
+        )
+
+    def _look_at_table(self, table: SwitchTable, step: int) -> None:
+        """See who is the first worker, which the others find out nowhere else while they exchange nothing, and ask the
+        plan's controller by what the switch knows, if this is the one.
+        """
+        now_s, controller = self._clock.now_s(), self.plan.controller if self._leads_table else None
+        asks = controller is not None and not self._vote.is_due and self._controller.is_due(controller, now_s)
+        if (not asks and now_s - self._looked_s < _LOOK_S) or (known := table.status()) is None:
+            return
+        self._looked_s = now_s
+        rank = self._context.rank
+        there = [one.worker for one in known.members if one.worker == rank or (one.silent_s or 0.0) < _SILENT_S]
+        self._leads_table = min(there, default=-1) == rank
+        if controller is None or not asks:
+            return
+        ahead = {member.worker: distance(member.finished, table.clock) for member in known.members}
+        steps = {rank: step + lead for rank, lead in ahead.items() if abs(lead) < known.ring - 2}  # the others rest
+        waited_s = {member.worker: member.waited_s for member in known.members if member.worker in steps}
+        self._controller.read(controller, now_s, steps, waited_s, self._context.metrics.last_samples)
+        decision = None if table.is_changing else self._controller.ask(controller, self.plan.sync)
+        if decision is not None:
+            self._vote.propose(self.plan.controlled(decision.sync), decision.reason)
+
     def _swap_table(self) -> None:
         """Have the policy hold that this worker wants, if it does, as soon as the last one is in effect for all."""
         if not self._vote.is_due or not self.plan.is_tabled:
             return
-        wanted = self._vote.withdraw(self.plan)
+        wanted, _, reason = self._vote.withdraw(self.plan)
         try:
             self._check(wanted)
-            are_set = [one.table.swap(wanted) for one in self._models.synchronizers if one.table is not None]
+            are_set = [one.table.swap(wanted, reason) for one in self._models.synchronizers if one.table is not None]
         except OffbeatError as error:
             self._tell(f"The plan stays as it is. {error}")
             self._vote.answer("", str(error))
+            if reason:
+                self._controller.refused(self.plan.controller)
             return
         if not are_set or not all(are_set):  # of several models' tables some may be asked twice, which changes nothing
-            self._vote.propose(wanted)
+            self._vote.propose(wanted, reason)
 
     def _take_table_plan(self) -> None:
         """Go by the plan whose policy has come to hold at the switch."""
         for one in self._models.synchronizers:
-            text = "" if one.table is None else one.table.new_plan()
-            if text and (plan := self.plan.swapped(text, whole=True)) != self.plan:
-                self._vote.answer(self._take(self.plan, plan, self._clock.now_s()), "")
+            text, reason = ("", "") if one.table is None else one.table.new_plan()
+            if not text or (plan := self.plan.swapped(text, whole=True)) == self.plan:
+                continue
+            if plan.is_served:  # all are at the same step, and exchange gradients until they are at the server
+                self._take(self.plan, dataclasses.replace(self.plan, sync=BSP(), controller=None), self._clock.now_s())
+                told, refusal = self._expect_server(plan), ""
+                if self._migration.is_due():
+                    told, refusal = self._go_over()
+                if self._migration.due is None:
+                    self._vote.answer(told, refusal)
+            else:
+                self._vote.answer(self._take(self.plan, plan, self._clock.now_s(), reason), "")
 
     def close(self) -> None:
         """The run is over."""

@@ -78,4 +78,5 @@ class RunStatus:
             fabric=shortened(repr(plan.fabric)),
             events=happenings(tuple(metrics.events)),
             left=self._was_told(),
+            clocks=self._plans.clocks(),
         )

@@ -187,5 +187,5 @@ def _played(
         tune=None if plan is None else plan.tuning,
         faults=faults,
         controller=None if plan is None else plan.controller,
-        in_network=plan is not None and plan.fabric.offers.in_network,
+        in_network=plan is not None and plan.fabric.offers.holds == "switch",
     )

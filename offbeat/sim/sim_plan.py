@@ -24,6 +24,7 @@ class SimPlan:
     keeps: Keeps
     controller: Controller | None
     is_served = True
+    is_tabled = False
     has_elastic_group = False
 
     @classmethod

@@ -44,6 +44,10 @@ class Windows(NamedTuple):
         """W(clock)."""
         return self.old if is_newer(self.effective, clock) else self.new
 
+    def are_in_effect(self, low: int) -> bool:
+        """Whether every step is over that the windows of before the last change decided about."""
+        return not is_newer(wrapped(self.effective - 1), low)
+
     def grants(self, clock: int, low: int) -> bool:
         """Whether who has finished `clock` may begin the next step while all have finished `low`."""
         return distance(clock, low) <= self.of(clock)
@@ -70,8 +74,8 @@ class Clocks:
 
     @property
     def is_in_effect(self) -> bool:
-        """Whether every step is over that the windows of before the last change decided about."""
-        return not is_newer(wrapped(self.windows.effective - 1), self.low)
+        """As `Windows.are_in_effect`."""
+        return self.windows.are_in_effect(self.low)
 
     def set_strategy(self, strategy: Strategy) -> list[Answer] | None:
         """Change the policy from the next clock on that nobody can have been granted yet.

@@ -88,28 +88,28 @@ class ControlClient:
         """The host of the switch, as it was dialled."""
         return self._address.rpartition(":")[0].strip("[]")
 
-    def ask(self, request: Callable[[int], ToSwitch]) -> FromSwitch:
+    def ask(self, request: Callable[[int], ToSwitch], patience: timedelta | None = None) -> FromSwitch:
         """Ask something, and wait for the answer.
 
         Args:
             request: makes the request of the number that it is given.
+            patience: for the answer; None for the timeout.
 
         Raises:
             PlanError: if the switch refuses it.
             NetworkError: if it is lost, or does not answer.
         """
-        number = next(self._requests)
+        number, patience_s = next(self._requests), (patience or self._timeout).total_seconds()
         message = request(number)
         answer = self._answers[number] = Future()
         try:
             if self._error is not None:
                 raise NetworkError(f"The switch at {self._address} is lost: {self._error}") from self._error
             self._loop.call(self._send, message, answer)
-            told = answer.result(self._timeout.total_seconds())
+            told = answer.result(patience_s)
         except TimeoutError as error:
             raise NetworkError(
-                f"The switch at {self._address} has not answered {type(message).__name__} within "
-                f"{self._timeout.total_seconds():g} s."
+                f"The switch at {self._address} has not answered {type(message).__name__} within {patience_s:g} s."
             ) from error
         finally:
             del self._answers[number]
@@ -153,13 +153,16 @@ class ControlClient:
             raise NetworkError(f"The switch at {self._address} has answered something else: {type(joined).__name__}.")
         return dataclasses.replace(shape, number=joined.number), joined
 
-    def status(self) -> SwitchStatus:
-        """Ask what the switch knows of its jobs.
+    def status(self, job: str = "", patience: timedelta | None = None) -> SwitchStatus:
+        """Ask what the switch knows of its jobs, or of one.
+
+        Args:
+            patience: for the answer; None for the timeout.
 
         Raises:
             NetworkError: if it is lost, or does not answer.
         """
-        told = self.ask(GetSwitchStatus)
+        told = self.ask(lambda request: GetSwitchStatus(request, job), patience)
         if not isinstance(told, SwitchStatus):
             raise NetworkError(f"The switch at {self._address} has answered something else: {type(told).__name__}.")
         return told

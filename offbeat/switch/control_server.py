@@ -31,6 +31,7 @@ from offbeat.protocol.switch_control import (
     pack,
     to_switch_of,
 )
+from offbeat.switch.clock_watch import ClockWatch
 from offbeat.switch.clocks import Windows
 from offbeat.switch.job_shape import JobShape
 
@@ -54,7 +55,8 @@ class SwitchJob:
 
     def __init__(self, name: str, shape: JobShape, strategy: Strategy) -> None:
         self.name, self.shape, self.strategy = name, shape, strategy
-        self.plan, self.windows = "", Windows()  # of the last change
+        self.plan, self.reason, self.windows = "", "", Windows()  # of the last change
+        self.watch = ClockWatch()
         self.peers: dict[int, SwitchPeer] = {}  # by rank, those that have joined
 
 
@@ -155,28 +157,38 @@ class ControlServer:
             return SwitchRefused(message.request, str(error))
         if windows is None:
             return SwitchStrategySet(message.request, is_set=False)
-        job.strategy, job.plan, job.windows = strategy, message.plan, windows
+        job.strategy, job.plan, job.reason, job.windows = strategy, message.plan, message.reason, windows
         return SwitchStrategySet(message.request, True, windows.effective, windows.epoch)
 
     def plan(self, peer: SwitchPeer, message: GetSwitchPlan) -> FromSwitch:
         """Tell which plan's policy was set last."""
         if (job := self._known(peer, message.job)) is None:
             return SwitchRefused(message.request, f"Cannot tell the plan of {message.job!r}: there is no such job.")
-        return SwitchPlan(message.request, job.plan, job.windows.epoch, job.windows.effective)
+        return SwitchPlan(message.request, job.plan, job.windows.epoch, job.windows.effective, job.reason)
+
+    def look(self) -> None:
+        """Look at the clocks of all tables, and let those go on who may go further by name."""
+        for job in self._jobs.values():
+            if job.strategy.path == "table":
+                clocks = self._plane.clocks(job.shape.number)
+                for worker, until in job.watch.look(clocks, job.strategy, job.shape.ring, time.monotonic()).items():
+                    self._plane.allow(job.shape.number, worker, until)
 
     def status(self, message: GetSwitchStatus) -> FromSwitch:
-        """Tell what is known of all jobs."""
-        jobs = tuple(self._status_of(job) for job in self._jobs.values())
+        """Tell what is known of all jobs, or of one."""
+        jobs = tuple(self._status_of(job) for job in self._jobs.values() if message.job in ("", job.name))
         return SwitchStatus(message.request, self._target, jobs, dict(self._plane.dropped))
 
     def _status_of(self, job: SwitchJob) -> SwitchJobStatus:
         stats = self._plane.stats(job.shape.number, time.monotonic())
+        waited_s = {worker: one.waited_s for worker, one in job.watch.workers.items()}
         members = tuple(
             SwitchMemberStatus(
-                worker, one.finished, one.lag, None if one.silent_s == float("inf") else one.silent_s, dict(one.counts)
+                worker, one.finished, one.lag, None if one.silent_s == float("inf") else one.silent_s, dict(one.counts),
+                waited_s.get(worker, 0.0),
             )
             for worker, one in stats.members.items()
-        )
+        )  # fmt: skip
         strategy, windows = job.strategy, stats.windows
         return SwitchJobStatus(
             job=job.name, number=job.shape.number, workers=job.shape.workers, values=job.shape.values,

@@ -54,6 +54,22 @@ class JobStats(NamedTuple):
     refused: Mapping[str, int]
 
 
+class JobClocks(NamedTuple):
+    """The clocks of one job, as they are read every few milliseconds.
+
+    Args:
+        low: the newest step that all members have finished.
+        windows: which steps may be begun.
+        finished: by rank, the last step that is over.
+        until: by rank, the clock before which it may begin steps by name.
+    """
+
+    low: int
+    windows: Windows
+    finished: Mapping[int, int]
+    until: Mapping[int, int]
+
+
 class DataPlane(Protocol):
     """The Protocol of where packets are summed."""
 
@@ -83,6 +99,12 @@ class DataPlane(Protocol):
         Raises:
             PlanError: if it does not fit the job's shape.
         """
+
+    def allow(self, number: int, worker: int, until: int) -> None:
+        """Let one worker begin steps before clock `until`, as far as the strategy allows it for single workers."""
+
+    def clocks(self, number: int) -> JobClocks:
+        """Read the clocks of a job."""
 
     def stats(self, number: int, now_s: float) -> JobStats:
         """Return what is known of a job."""

@@ -58,6 +58,9 @@ def check_interfaces(target: str, interfaces: Sequence[str]) -> None:
         )
 
 
+_LOOK_S = 0.005  # at the clocks of tables
+
+
 class SwitchTarget(Protocol):
     """The Protocol of a data plane with a way in for packets: `UdpSwitch`, `KernelSwitch`."""
 
@@ -77,15 +80,18 @@ class SwitchServer:
 
     Args:
         switch: its data plane and socket.
+        control: who takes part in which job.
         listener: of its control.
     """
 
-    def __init__(self, switch: SwitchTarget, listener: Listener) -> None:
+    def __init__(self, switch: SwitchTarget, control: ControlServer, listener: Listener) -> None:
         self._switch, self._listener = switch, listener
         self.address = listener.address
+        self._looking = asyncio.create_task(_look(control))
 
     async def close(self) -> None:
         """Say good-bye to all, and stop."""
+        self._looking.cancel()
         links = self._listener.links
         self._listener.close()
         await asyncio.gather(*(link.close() for link in links))
@@ -114,7 +120,13 @@ async def open_switch(
     except BaseException:
         switch.close()
         raise
-    return SwitchServer(switch, listener)
+    return SwitchServer(switch, control, listener)
+
+
+async def _look(control: ControlServer) -> None:
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        control.look()
 
 
 async def serve(

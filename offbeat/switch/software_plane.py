@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offbeat.switch.data_plane import JobStats, MemberStats
+from offbeat.switch.data_plane import JobClocks, JobStats, MemberStats
 from offbeat.switch.job_state import JobState
 from offbeat.switch.members import ALL, refusal
 from offbeat.switch.packet import MOST_WORKERS, PacketKind, Reason, decode, distance
@@ -94,6 +94,15 @@ class SoftwarePlane:
             return None
         self._send_each(job, sends)
         return job.state.clocks.windows
+
+    def allow(self, number: int, worker: int, until: int) -> None:
+        job = self._jobs[number]
+        self._send_each(job, job.state.allow(worker, until))
+
+    def clocks(self, number: int) -> JobClocks:
+        clocks, members = self._jobs[number].state.clocks, self._jobs[number].state.members
+        finished = {worker: members[worker].finished for worker in members}
+        return JobClocks(clocks.low, clocks.windows, finished, {worker: members[worker].until for worker in members})
 
     def stats(self, number: int, now_s: float) -> JobStats:
         state = self._jobs[number].state

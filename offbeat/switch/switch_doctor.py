@@ -167,10 +167,9 @@ def word_packets(port: int, has_joined: bool, damaged: int) -> Finding:
     if damaged:
         return Finding(
             "packets", f"UDP port {port} of the switch answers, with wrong checksums", "bad",
-            f"{damaged} datagrams came with one and were thrown away: the sender left its checksum to a device, and a "
-            "switch in the kernel sends the packet on by another that does not compute it as the sender meant it",
-            "let the workers' kernels compute checksums themselves: ethtool -K eth0 tx off, at each worker whose link "
-            "is a virtual one (veth, tap)",
+            f"{damaged} datagrams came with one and were thrown away: workers send theirs without a checksum, so "
+            "something between here and the switch writes one into them, and not anew where the switch changes them",
+            "have no address translation, tunnel or proxy between the workers and the switch",
         )  # fmt: skip
     return Finding(
         "packets", f"UDP port {port} of the switch does not answer", "bad",

@@ -27,6 +27,7 @@ from offbeat.switch.packet import (
     Flag,
     PacketKind,
     Reason,
+    distance,
     is_newer,
     wrapped,
 )
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from offbeat.switch.job_shape import JobShape
 
 Phase = Literal["computing", "push", "clock", "pull", "rest"]
-_EPOCHS = 1 << 16
+EPOCHS = 1 << 16
 
 
 def too_far(exponent: int) -> str:
@@ -58,12 +59,19 @@ class StepGrant(NamedTuple):
         low: the newest step that all had.
         window: steps that it may be ahead of that.
         epoch: of the windows.
+        until: it may begin steps before this clock by name.
     """
 
     clock: int
     low: int
     window: int
     epoch: int
+    until: int
+
+    @property
+    def lead(self) -> int:
+        """Steps that it was ahead of the slowest, as far as it knew."""
+        return max(0, distance(self.clock, self.low))
 
 
 class TableClient:
@@ -249,7 +257,8 @@ class TableClient:
             self._table[header["chunk"][owed]] = batch.values[owed]
             self._note(header[owed])
         if self.phase == "clock" and self.may_go_on:
-            self.grant = StepGrant(self.clock, self.low, self.windows.of(self.clock), self.windows.epoch)
+            window, epoch = self.windows.of(self.clock), self.windows.epoch
+            self.grant = StepGrant(self.clock, self.low, window, epoch, self.until)
             self._begin("pull")
 
     def _note_resent(self, packets: int) -> None:
@@ -287,7 +296,7 @@ class TableClient:
         low, epoch = int(one["clock"]), int(one["epoch"])
         if is_newer(low, self.low):
             self.low = low
-        if (epoch - self.windows.epoch) % _EPOCHS < _EPOCHS // 2:
+        if (epoch - self.windows.epoch) % EPOCHS < EPOCHS // 2:
             self.windows = Windows(int(one["window_old"]), int(one["window_new"]), int(one["bitmap"]), epoch)
         if one["worker"] == self.worker and is_newer(int(one["cookie"]), self.until):
             self.until = int(one["cookie"])

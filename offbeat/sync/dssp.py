@@ -6,18 +6,38 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from offbeat.errors import PlanError
 from offbeat.sync.actions import Release, Remember
 from offbeat.sync.asp import apply_each
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from offbeat.sync.actions import Action
     from offbeat.sync.policy import Contributes
     from offbeat.sync.state import State
+
+
+class TimedWorker(Protocol):
+    """A worker whose contributions can be foreseen, such as a `Member`."""
+
+    @property
+    def pace(self) -> int:
+        """The step it is at, as workers are compared."""
+
+    @property
+    def brought(self) -> int:
+        """The number of contributions it has pushed, as workers are compared."""
+
+    @property
+    def last_ready_s(self) -> float | None:
+        """When it had its last contribution."""
+
+    @property
+    def interval_s(self) -> float | None:
+        """The time between its last two."""
 
 
 @dataclass(frozen=True)
@@ -100,16 +120,26 @@ class DSSP:
                 until.pop(worker, None)
                 actions.append(Release(worker))
             elif lead <= self.high:
-                if worker not in until and (extra := self._extra(state, worker)) is not None:
+                if worker not in until and (extra := self.extra(state.members, worker)) is not None:
                     until[worker] = next_step - 1 + extra
                 if until.get(worker, 0) >= next_step:
                     actions.append(Release(worker))
         after = Allowance(tuple(sorted(until.items())))
         return actions if after == before else [*actions, Remember(after)]
 
-    def _extra(self, state: State, worker: int) -> int | None:
-        """Count the steps from now after which the fastest worker waits least; None if that cannot be known."""
-        fast, others = state.members[worker], [m for w, m in sorted(state.members.items()) if w != worker]
+    def extra(self, workers: Mapping[int, TimedWorker], worker: int) -> int | None:
+        """Count the steps from now after which the fastest worker, which would wait at `low`, waits least.
+
+        Args:
+            workers: all that take part.
+            worker: which one is to go on.
+
+        Returns:
+            At most `high` - `low`; None if that cannot be known, or it is not the fastest.
+        """
+        fast, others = workers[worker], [m for w, m in sorted(workers.items()) if w != worker]
+        if not others:
+            return None
         slow = min(others, key=lambda m: m.brought)
         if any(other.pace > fast.pace for other in others):
             return None

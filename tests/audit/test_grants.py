@@ -22,6 +22,49 @@ STEPS = 60
 POLICIES = (offbeat.SSP(0), offbeat.SSP(4), offbeat.ASP(), offbeat.SSP(1))
 
 
+DYNAMIC = (offbeat.DSSP(1, 8), offbeat.SSP(0), offbeat.DSSP(0, 3), offbeat.ASP(), offbeat.DSSP(2, 2))
+
+
+def dynamic(folder: Path, plan: offbeat.Plan, swaps: bool) -> None:
+    """Have rank 0 make its steps five times as fast as the others, with a policy that may let it go further by name."""
+    net = torch.nn.Linear(64, 4)
+    with offbeat.init(plan, history=folder, timeout=timedelta(seconds=5)) as run:
+        model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.01))
+        for step in range(STEPS):
+            time.sleep(0.04 if run.rank else 0.008)
+            (model(torch.ones(2, 64)).sum() / 64).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if swaps and run.rank == 1 and step % 9 == 8:
+                run.swap(sync=DYNAMIC[step // 9 % len(DYNAMIC)])
+        run.settle()
+
+
+def test_one_worker_is_allowed_more_and_no_more_than_the_policy_promises(tmp_path: Path) -> None:
+    with served_switch() as address:
+        run_workers(2, dynamic, tmp_path, offbeat.Plan(sync=offbeat.DSSP(1, 6), fabric=offbeat.Switch(address)), False)
+    result = verify(tmp_path)
+    assert result.holds, result.violations
+    path = next(tmp_path.rglob("worker-0*"))
+    records = list(HistoryLog(path))
+    beyond = [one for one in records if isinstance(one, StepGranted) and one.clock - one.low > one.window]
+    assert beyond, "it was never let further than the lower bound"
+    assert max(one.clock - one.low for one in beyond) <= 6
+    assert all(one.until > one.clock for one in beyond)
+    for change, says in (({"until": 0}, "it may be 1 ahead"), ({"low": beyond[-1].clock - 7}, "it may be 6 ahead")):
+        changed = msgspec.structs.replace(beyond[-1], **change)
+        write_log(path, [changed if one is beyond[-1] else one for one in records])
+        assert any(says in violation.what for violation in verify(tmp_path).violations), says
+
+
+def test_allowances_and_swaps_of_the_policy_together(tmp_path: Path) -> None:
+    with served_switch() as address:
+        run_workers(3, dynamic, tmp_path, offbeat.Plan(sync=offbeat.DSSP(0, 4), fabric=offbeat.Switch(address)), True)
+    result = verify(tmp_path)
+    assert result.holds, result.violations
+    assert result.releases == 3 * STEPS
+
+
 def train(folder: Path, plan: offbeat.Plan) -> int:
     """Make steps of uneven length, and swap the policy again and again; how often it was."""
     torch.manual_seed(0)

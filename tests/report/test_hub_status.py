@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.protocol.worker_status import TrainingStatus
+from offbeat.protocol.worker_status import TableClock, TrainingStatus
 from offbeat.report.hub_status import model_status_of
 from offbeat.report.job_status import pacemaker
 from offbeat.wire.messages import Overview, WorkerReport
@@ -41,6 +41,14 @@ def test_what_a_worker_does(words: dict[str, Any], status: TrainingStatus | None
     (seen,) = model_status_of(overview(words, statuses={} if status is None else {0: status})).workers
     assert (seen.phase, seen.since_s) == (phase, since_s)
     assert seen.gone == (phase in ("gone", "failed", "done", "left"))
+
+
+def test_the_clocks_on_a_table_are_those_that_somebody_there_says() -> None:
+    at = {lag: tuple(TableClock(worker, lag, 1.0, 0.1) for worker in range(3)) for lag in (1, 2)}
+    words = ({"process": "dead"}, {"phase": "computing"}, {"phase": "exchanging"})
+    statuses = {0: TrainingStatus(clocks=at[1]), 2: TrainingStatus(clocks=at[2])}
+    workers = model_status_of(overview(*words, statuses=statuses)).workers
+    assert [seen.table.lag for seen in workers if seen.table is not None] == [2, 2, 2]
 
 
 def test_its_step_is_that_of_its_script_now() -> None:

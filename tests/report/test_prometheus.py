@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from offbeat.protocol.worker_status import TrainingStatus
+from offbeat.protocol.worker_status import TableClock, TrainingStatus
 from offbeat.report.prometheus import PHASES, Figures
 from tests.report.fake_status import a_scene, seen
 
@@ -64,6 +64,16 @@ def test_the_figures_of_workers_and_models() -> None:
     assert phases == dict.fromkeys(PHASES, 0) | {"held": 1}
 
 
+def test_the_figures_of_clocks_on_a_table() -> None:
+    at = TableClock(worker=1, lag=3, waited_s=2.5, silent_s=None)
+    found = samples(exposed(a_scene(seen(0), seen(1, table=at))))
+    told = {name: value for (name, labels), value in found.items() if ("worker", "1") in labels}
+    assert told["offbeat_worker_lag_steps"] == 3
+    assert told["offbeat_worker_barrier_seconds_total"] == 2.5
+    assert "offbeat_worker_silent_seconds" not in told, "nothing has come from it"
+    assert not any(name.endswith("lag_steps") and ("worker", "0") in labels for name, labels in found)
+
+
 def test_of_a_worker_that_is_gone_only_what_it_did_is_told() -> None:
     names = {name for name, labels in samples(exposed(a_scene())) if ("worker", "3") in labels}
     assert names == {
@@ -78,7 +88,7 @@ def test_of_a_worker_that_is_gone_only_what_it_did_is_told() -> None:
 
 
 def test_it_is_what_prometheus_expects() -> None:
-    text = exposed(a_scene(seen(0, status=SAID)))
+    text = exposed(a_scene(seen(0, status=SAID, table=TableClock(worker=0, lag=0, waited_s=1.0, silent_s=0.5))))
     families = list(text_string_to_metric_families(text))
     assert len(families) == text.count("# HELP offbeat_") == text.count("# TYPE offbeat_")
     for family in families:

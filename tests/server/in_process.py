@@ -104,6 +104,7 @@ class Parts:
     tuning: BatchTuning | None = None
     keeps: Keeps = "local_batch"
     is_served = True
+    is_tabled = False
     has_elastic_group = False
 
     @property

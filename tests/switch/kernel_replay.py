@@ -86,6 +86,11 @@ class NotedState(JobState):
         self.events.append(("set_strategy", (strategy, sends is not None), sends or []))
         return sends
 
+    def allow(self, worker: int, until: int) -> list[Send]:
+        sends = super().allow(worker, until)
+        self.events.append(("allow", (worker, until), sends))
+        return sends
+
     def handle(self, packet: Packet, port: Port, now_s: float = 0.0) -> list[Send]:
         sends = super().handle(packet, port, now_s)
         self.events.append(("packet", (packet, port), sends))
@@ -128,6 +133,8 @@ class KernelReplay:
                     plane.evict(shape.number, worker)
                 case "set_strategy", (strategy, is_set):
                     assert (plane.set_strategy(shape.number, strategy) is not None) == is_set, f"{what}, {number}"
+                case "allow", (worker, until):
+                    plane.allow(shape.number, worker, until)
                 case "packet", (packet, port):
                     packets += 1
                     self.sockets[port].send(encode(packet))

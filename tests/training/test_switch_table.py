@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import itertools
+import json
 import math
 import os
 import signal
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import offbeat
+from offbeat.cli.status_client import JobOnlooker
+from offbeat.cli.top_view import TopView
 from offbeat.errors import NumericsError, PlanError
 from tests.switch.served import served_switch
 from tests.workers import run_workers
@@ -88,6 +93,49 @@ def test_one_that_makes_more_steps_is_not_held_up_by_those_that_are_through() ->
         plan = offbeat.Plan(sync=offbeat.SSP(1), fabric=offbeat.Switch(address))
         results = run_workers(2, train, plan, None, None, 6)
     assert len({digest for digest, *_ in results}) == 1
+
+
+def looked_at(plan: offbeat.Plan, folder: Path) -> dict[str, Any]:
+    """Train, rank 1 more slowly; what a look at the job shows in the middle."""
+    run = offbeat.init(plan, timeout=timedelta(seconds=4), run_dir=folder)
+    model = nn.Linear(300, 2, bias=False)
+    prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    found: dict[str, Any] = {}
+    for step in range(40):
+        time.sleep(0.1 if run.rank else 0.01)
+        (prepared(torch.ones(1, 300)).sum() / 64).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 30 and run.rank == 0:
+            with JobOnlooker(str(folder), {}) as looker:
+                (status,) = looker.look(5.0) or ()
+            console = Console(width=200, file=io.StringIO())
+            view = TopView()
+            view.add((status,))
+            console.print(view)
+            assert isinstance(console.file, io.StringIO)
+            found = {"clocks": [seen.table for seen in status.workers], "screen": console.file.getvalue()}
+    run.settle()
+    run.close()
+    return found
+
+
+def test_lag_and_waiting_are_seen_without_an_exchange(tmp_path: Path) -> None:
+    with served_switch() as address:
+        plan = offbeat.Plan(sync=offbeat.SSP(3), fabric=offbeat.Switch(address))
+        found, _ = run_workers(2, looked_at, plan, tmp_path)
+    fast, slow = found["clocks"]
+    assert fast.lag == 0
+    assert 1 <= slow.lag <= 4
+    assert fast.waited_s > 1.0, "rank 0 waits for nine tenths of each step of rank 1"
+    assert slow.waited_s < 0.2
+    assert 0 <= fast.silent_s < 1.5
+    assert "lag" in found["screen"]
+    assert "barrier" in found["screen"]
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    leads = {rank: [one["lead"] for one in records if one["kind"] == "step" and one["rank"] == rank] for rank in (0, 1)}
+    assert max(leads[0]) == 3
+    assert max(leads[1]) <= 1
 
 
 def ruined(plan: offbeat.Plan) -> str:
@@ -229,6 +277,80 @@ def test_a_job_may_begin_with_the_table() -> None:
     assert len({tuple(digests) for _, digests, *_ in results}) == 1
     assert list(dict.fromkeys(results[0][0])) == ["SSP", "LocalSGD"]
     assert results[0][0][-1] == "SSP"
+
+
+def to_a_server_and_back(plan: offbeat.Plan) -> tuple[list[tuple[str, bool]], list[str], float]:
+    """Train, and have rank 0 swap the fabric twice; by which plan all went, and whether there was a server; what was
+    said of that; and the sum of the parameters at the end.
+    """
+    run = offbeat.init(plan, timeout=timedelta(seconds=6))
+    torch.manual_seed(0)
+    model = nn.Linear(300, 2, bias=False)
+    prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5))
+    seen: list[tuple[str, bool]] = []
+    said: dict[str, None] = {}
+    step = 0
+    while not (len(dict.fromkeys(seen)) > 3 and len(seen) - seen.index(seen[-1]) > 5):
+        time.sleep(0.02)
+        (prepared(torch.ones(2, 300)).sum() * (run.rank + 1) / 640).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if run.rank == 0 and step == 5:
+            run.swap(sync=offbeat.SSP(2), fabric=offbeat.ParameterServer())
+        if run.rank == 0 and run.plan.is_served and len(seen) - seen.index(seen[-1]) == 20:
+            run.swap(sync=offbeat.SSP(1), fabric=plan.fabric)
+        said |= {text: None for _, text in run._session.context.metrics.events}
+        if run.plan.sync != offbeat.ASP():  # on its way from the server
+            seen.append((f"{run.plan.sync!r} on {type(run.plan.fabric).__name__}", run._session.server is not None))
+        step += 1
+    run.settle()
+    total = float(model.weight.detach().double().sum())
+    run.close()
+    return list(dict.fromkeys(seen)), list(said), total
+
+
+def test_a_job_goes_from_the_table_to_a_server_and_back_and_says_whose_momentum_it_is() -> None:
+    with served_switch() as address:
+        plan = offbeat.Plan(sync=offbeat.SSP(2), fabric=offbeat.Switch(address))
+        (seen, said, one), (others, _, other) = run_workers(2, to_a_server_and_back, plan)
+    assert (
+        seen
+        == others
+        == [
+            ("SSP(bound=2) on Switch", False),
+            ("BSP() on Switch", False),
+            ("SSP(bound=2) on ParameterServer", True),
+            ("SSP(bound=1) on Switch", False),
+        ]
+    )
+    assert one == other
+    assert any("momentum is that of all workers' gradients again" in text for text in said)
+    back = [text for text in said if "SSP(bound=1) decides" in text and "From step" in text]
+    assert "its momentum is that of its own gradients" in back[0]
+
+
+def leave_for_another_fabric(plan: offbeat.Plan) -> str:
+    """Leave the server for a switch that the workers have not met for; the refusal."""
+    run = offbeat.init(plan, timeout=timedelta(seconds=6))
+    model = nn.Linear(300, 2, bias=False)
+    prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    refusal = ""
+    for step in range(6):
+        prepared(torch.ones(2, 300)).sum().backward()
+        optimizer.step()
+        if run.rank == 0 and step == 2:
+            try:
+                run.swap(fabric=offbeat.Switch("127.0.0.1:1"))
+            except PlanError as error:
+                refusal = str(error)
+    run.close()
+    return refusal
+
+
+def test_a_switch_that_the_workers_have_not_met_for_is_refused() -> None:
+    plan = offbeat.Plan(sync=offbeat.BSP(), fabric=offbeat.ParameterServer())
+    refusal, _ = run_workers(2, leave_for_another_fabric, plan)
+    assert "the workers have met for ProcessGroup()" in refusal
 
 
 def resumed(plan: offbeat.Plan, folder: Path, steps: int, loads: bool) -> tuple[str, str]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from offbeat.errors import PlanError
 from offbeat.switch.clocks import Windows
-from offbeat.switch.data_plane import JobStats, MemberStats
+from offbeat.switch.data_plane import JobClocks, JobStats, MemberStats
 from offbeat.switch.kernel.layout import COMMAND, EXCHANGE, JOB, MEMBER, row_of, slot_of
 from offbeat.switch.members import ALL
 from offbeat.switch.packet import MOST_WORKERS, VALUES_STEP, Flag, Packet, PacketKind, Reason, distance
@@ -37,6 +37,7 @@ class _Operation(enum.IntEnum):
     EVICT = 2
     SET_STRATEGY = 3
     COMPLETE = 4
+    ALLOW = 5
 
 
 @dataclass
@@ -180,6 +181,20 @@ class KernelPlane:
         self._tell_windows(job)
         return _windows(self._state[job.index])
 
+    def allow(self, number: int, worker: int, until: int) -> None:
+        job = self._jobs[number]
+        slack = job.strategy.slack_in(job.shape.ring)
+        if self._do(job, _Operation.ALLOW, worker=worker, number=until, slack=slack):
+            member = self._members[job.index * MOST_WORKERS + worker]
+            packet = self._grant(job, worker)
+            self._send_to(job, packet, [_port_of(member)] if member["is_bound"] else [])
+
+    def clocks(self, number: int) -> JobClocks:
+        state = self._state[self._jobs[number].index]
+        here = _workers(int(state["members"]))
+        finished, until = ({worker: int(state[of][worker]) for worker in here} for of in ("finished", "until"))
+        return JobClocks(int(state["low"]), _windows(state), finished, until)
+
     def stats(self, number: int, now_s: float) -> JobStats:
         job = self._jobs[number]
         state, members = self._state[job.index], {}
@@ -209,12 +224,16 @@ class KernelPlane:
         return bool(np.frombuffer(answer, COMMAND, offset=len(_ETHERNET))[0]["is_done"])
 
     def _tell_windows(self, job: _KernelJob) -> None:
+        self._tell(job, self._grant(job, ALL))
+
+    def _grant(self, job: _KernelJob, worker: int) -> Packet:
+        """What tells one worker, or all, how far all are, and which steps may be begun."""
         state = self._state[job.index]
-        packet = Packet(
-            PacketKind.GRANT, job.shape.number, ALL, clock=int(state["low"]), epoch=int(state["epoch"]),
-            bitmap=int(state["effective"]), window_old=int(state["window_old"]), window_new=int(state["window_new"]),
+        return Packet(
+            PacketKind.GRANT, job.shape.number, worker, cookie=0 if worker == ALL else int(state["until"][worker]),
+            clock=int(state["low"]), epoch=int(state["epoch"]), bitmap=int(state["effective"]),
+            window_old=int(state["window_old"]), window_new=int(state["window_new"]),
         )  # fmt: skip
-        self._tell(job, packet)
 
     def _tell_result(self, job: _KernelJob, index: int) -> None:
         slot = self._slots[job.first_slot + index]

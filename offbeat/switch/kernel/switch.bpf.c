@@ -835,10 +835,10 @@ int take_packet(struct __sk_buff *skb)
 
 /* -- control: called with a command by test-run, so that it holds the same locks as packets ------------------------- */
 
-enum operation { ADMIT = 1, EVICT, SET_STRATEGY, COMPLETE };
+enum operation { ADMIT = 1, EVICT, SET_STRATEGY, COMPLETE, ALLOW };
 
 struct command {
-	__u32 operation, job, worker, number; /* chunk (ADMIT), slot (COMPLETE) */
+	__u32 operation, job, worker, number; /* chunk (ADMIT), slot (COMPLETE), until (ALLOW) */
 	__u32 window, slack, quorum, is_done;
 };
 
@@ -957,6 +957,16 @@ int take_command(struct __sk_buff *skb)
 			job->effective = job->low + c.slack + 1;
 			job->epoch = (job->epoch + 1) & 0xffff;
 			job->quorum = c.quorum;
+		}
+		bpf_spin_unlock(&job->lock);
+	} else if (c.operation == ALLOW) {
+		bpf_spin_lock(&job->lock);
+		if (!(job->members & bit) || distance(job->effective - 1, job->low) > 0) {
+			c.is_done = 0;
+		} else {
+			__u32 most = job->low + c.slack + 1;
+
+			job->until[worker] = distance(c.number, most) > 0 ? most : c.number;
 		}
 		bpf_spin_unlock(&job->lock);
 	} else {
