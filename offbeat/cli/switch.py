@@ -26,6 +26,7 @@ class SwitchTargetName(enum.Enum):
 
     udp = "udp"
     ebpf = "ebpf"
+    xdp = "xdp"
 
 
 app = typer.Typer(help="Sum gradients in the network.", no_args_is_help=True)
@@ -55,10 +56,14 @@ def serve(
     ] = 5.0,
     target: Annotated[
         SwitchTargetName,
-        typer.Option(help="Where packets are summed: in this process (udp), or in this machine's kernel (ebpf; root)."),
+        typer.Option(
+            help="Where packets are summed: in this process (udp), or in this machine's kernel, at the interfaces' tc "
+            "hooks (ebpf) or before that at their XDP hooks (xdp); these two need root."
+        ),
     ] = SwitchTargetName.udp,
     interfaces: Annotated[
-        str, typer.Option(metavar="NAME,NAME", help="Where the workers' links end, such as a bridge's ports (ebpf).")
+        str,
+        typer.Option(metavar="NAME,NAME", help="Where the workers' links end, such as a bridge's ports (ebpf, xdp)."),
     ] = "",
 ) -> None:
     """Sum the gradients of any number of jobs, until Ctrl-C.
@@ -78,7 +83,17 @@ def serve(
         sys.stdout.write(f"summing at {address}: offbeat run --fabric 'Switch(\"{address}\")'; it ends with Ctrl-C\n")
         sys.stdout.flush()
 
-    busy_poll.run(serve_switch(bind, port, token_of(token_file), timedelta(seconds=timeout), say, ports))
+    busy_poll.run(
+        serve_switch(
+            bind,
+            port,
+            token_of(token_file),
+            timedelta(seconds=timeout),
+            say,
+            ports,
+            at_xdp=target is SwitchTargetName.xdp,
+        )
+    )
 
 
 @app.command()

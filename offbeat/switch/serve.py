@@ -47,12 +47,12 @@ def check_interfaces(target: str, interfaces: Sequence[str]) -> None:
     Raises:
         PlanError: if the kernel is to sum and is not told where, or is told where and is not to.
     """
-    if target == "ebpf" and not interfaces:
+    if target != "udp" and not interfaces:
         raise PlanError(
             "Cannot sum in the kernel without knowing where packets come in: name the ports where the workers' links "
             "end, as in --interfaces port0,port1 (lo for workers on this machine)."
         )
-    if target != "ebpf" and interfaces:
+    if target == "udp" and interfaces:
         raise PlanError(
             f"Cannot use --interfaces with --target {target}: it takes packets by a socket. Leave them out."
         )
@@ -93,7 +93,13 @@ class SwitchServer:
 
 
 async def open_switch(
-    bind: str, port: int, credentials: Credentials | None, timeout: timedelta, interfaces: Sequence[str] = ()
+    bind: str,
+    port: int,
+    credentials: Credentials | None,
+    timeout: timedelta,
+    interfaces: Sequence[str] = (),
+    *,
+    at_xdp: bool = False,
 ) -> SwitchServer:
     """Open a switch on this event loop.
 
@@ -101,11 +107,12 @@ async def open_switch(
         bind, port: where control listens; packets are taken at the same address, on a UDP port of the kernel's choice.
         timeout: after which a silent link is lost.
         interfaces: at which the kernel sums what comes in; none for a switch in this process.
+        at_xdp: whether it does so at their XDP hooks.
 
     Raises:
         NetworkError: if an address, the credentials, or the kernel cannot be used.
     """
-    switch: SwitchTarget = KernelSwitch(bind, interfaces) if interfaces else UdpSwitch(bind)
+    switch: SwitchTarget = KernelSwitch(bind, interfaces, at_xdp=at_xdp) if interfaces else UdpSwitch(bind)
     switch.attach(asyncio.get_running_loop())
     control = ControlServer(switch.plane, target=switch.target, port=switch.port)
     try:
@@ -124,6 +131,8 @@ async def serve(
     timeout: timedelta,
     say: Callable[[str], None],
     interfaces: Sequence[str] = (),
+    *,
+    at_xdp: bool = False,
 ) -> None:
     """Serve jobs until SIGTERM or SIGINT comes.
 
@@ -136,7 +145,7 @@ async def serve(
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    server = await open_switch(bind, port, credentials, timeout, interfaces)
+    server = await open_switch(bind, port, credentials, timeout, interfaces, at_xdp=at_xdp)
     say(server.address)
     await stop.wait()
     await server.close()

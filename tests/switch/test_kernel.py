@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def replayed(play: type[StreamPlay] | type[TablePlay], seeds: range) -> int:
+def replayed(play: type[StreamPlay] | type[TablePlay], seeds: range, *, at_xdp: bool = False) -> int:
     def all_of_them() -> int:
-        kernel = KernelReplay()
+        kernel = KernelReplay(at_xdp=at_xdp)
         packets = 0
         try:
             for seed in seeds:
@@ -50,9 +50,9 @@ def replayed(play: type[StreamPlay] | type[TablePlay], seeds: range) -> int:
     return in_a_network_of_its_own(all_of_them)
 
 
-@pytest.mark.parametrize("play", [StreamPlay, TablePlay])
-def test_it_answers_every_packet_as_the_model_does(play: type[StreamPlay] | type[TablePlay]) -> None:
-    assert replayed(play, range(100)) > 4000
+@pytest.mark.parametrize(("play", "at_xdp"), [(StreamPlay, False), (StreamPlay, True), (TablePlay, False)])
+def test_it_answers_every_packet_as_the_model_does(play: type[StreamPlay] | type[TablePlay], at_xdp: bool) -> None:
+    assert replayed(play, range(100), at_xdp=at_xdp) > 4000
 
 
 @pytest.mark.slow

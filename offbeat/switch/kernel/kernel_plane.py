@@ -72,7 +72,7 @@ class KernelPlane:
     @property
     def dropped(self) -> dict[str, int]:
         """Packets that were not looked at, by why."""
-        names = ("foreign", "unknown job", "refused", "fragments")
+        names = ("foreign", "unknown job", "refused", "fragments", "bundles")
         return dict(zip(names, self._program.counts("counters", len(names)), strict=True))
 
     # -- control -------------------------------------------------------------------------------------------------

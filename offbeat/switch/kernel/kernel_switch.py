@@ -33,18 +33,19 @@ class KernelSwitch:
     Args:
         host, port: IPv4 address that packets are for; port 0 for one of the kernel's choice.
         interfaces: at which they come in: where the workers' links end, such as the ports of a bridge.
+        at_xdp: whether gradients are summed at the interfaces' XDP hooks already.
 
     Raises:
         NetworkError: if an interface, a package, a right or a part of the kernel is missing; says which.
     """
 
-    target = "ebpf"
-
-    def __init__(self, host: str, interfaces: Sequence[str], *, port: int = 0) -> None:
+    def __init__(self, host: str, interfaces: Sequence[str], *, port: int = 0, at_xdp: bool = False) -> None:
+        self.target = "xdp" if at_xdp else "ebpf"
         room = (KernelObject.frame_bytes(interfaces) - HEADERS_BYTES) // (4 * VALUES_STEP) * VALUES_STEP
         values = max(VALUES_STEP, min(MOST_VALUES, room))
         places = 1 << (_SLOT_BYTES // (4 * values)).bit_length() - 1
         sizes = {"MOST_VALUES": values, "MOST_SLOTS": places, "MOST_ROWS": places, "MOST_JOBS": _JOBS}
+        sizes["HAS_XDP"] = int(at_xdp)
         self._socket = UdpSocket(host, port)
         self._program = KernelObject(compiled(sizes))
         try:
@@ -54,6 +55,8 @@ class KernelSwitch:
             self._program.map("settings", SETTINGS)[0] = setting
             self.plane = KernelPlane(self._program, self._socket.send, sizes)
             self._program.attach("take_packet", interfaces)
+            if at_xdp:
+                self._program.attach_at_xdp("take_frame", interfaces)
         except BaseException:
             self._socket.close()
             self._program.close()

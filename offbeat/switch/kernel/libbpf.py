@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _LOCKED = 4  # BPF_F_LOCK: the whole value at once, under its spin lock
 _INGRESS, _EGRESS, _BOTH_WAYS = 1, 2, 3
 _REPLACE = 1
+_XDP, _GENERIC = 37, 2  # BPF_XDP, XDP_FLAGS_SKB_MODE
 _SIOCGIFMTU = 0x8921
 _HANDLE, _PRIORITY = 1, 0x0FFB  # by which a filter of ours is known, and replaced
 _SAID = 1500  # characters of what the kernel says
@@ -50,6 +51,10 @@ class _Filter(ctypes.Structure):
         ("sz", ctypes.c_size_t), ("prog_fd", ctypes.c_int), ("flags", ctypes.c_uint32), ("prog_id", ctypes.c_uint32),
         ("handle", ctypes.c_uint32), ("priority", ctypes.c_uint32),
     )  # fmt: skip
+
+
+class _LinkOptions(ctypes.Structure):
+    _fields_ = (("sz", ctypes.c_size_t), ("flags", ctypes.c_uint32), ("unused", ctypes.c_uint32))
 
 
 class KernelMap:
@@ -113,6 +118,7 @@ class KernelObject:
                 library.bpf_object__close(self._object)
             raise NetworkError(_not_loaded(-code, said.text))
         self._attached: list[tuple[_Hook, bool]] = []
+        self._links: list[int] = []
 
     def map(self, name: str, value: np.dtype[Any], *, is_locked: bool = False) -> KernelMap:
         """A map of the program, whose entries have to be as large as `value`."""
@@ -154,11 +160,9 @@ class KernelObject:
             NetworkError: if there is no such interface, or it cannot be attached.
         """
         for name in interfaces:
-            try:
-                index = socket.if_nametoindex(name)
-            except OSError as error:
-                raise NetworkError(_no_such([name])) from error
-            hook = _Hook(sz=ctypes.sizeof(_Hook), ifindex=index, attach_point=_EGRESS if is_egress else _INGRESS)
+            hook = _Hook(
+                sz=ctypes.sizeof(_Hook), ifindex=_index_of(name), attach_point=_EGRESS if is_egress else _INGRESS
+            )
             made = self._library.bpf_tc_hook_create(ctypes.byref(hook))
             if made and made != -errno.EEXIST:
                 raise NetworkError(
@@ -173,6 +177,28 @@ class KernelObject:
             if code:
                 raise NetworkError(f"Cannot sum what comes in at {name!r}: {os.strerror(-code)}.")
             self._attached.append((hook, made == 0))
+
+    def attach_at_xdp(self, program: str, interfaces: Sequence[str]) -> None:
+        """Have a program see all that comes in at these interfaces as early as can be, until `close`.
+
+        That is in the driver if it can; else (generic) before anything else looks at a packet, as on loopback.
+
+        Raises:
+            NetworkError: if there is no such interface, or it cannot be attached.
+        """
+        for name in interfaces:
+            index = _index_of(name)
+            for flags in (0, _GENERIC):
+                opts = _LinkOptions(sz=ctypes.sizeof(_LinkOptions), flags=flags)
+                link = self._library.bpf_link_create(self._program(program), index, _XDP, ctypes.byref(opts))
+                if link >= 0:
+                    self._links.append(link)
+                    break
+            else:
+                raise NetworkError(
+                    f"Cannot sum what comes in at {name!r} by XDP: {os.strerror(-link)}. If another program is there, "
+                    f"`ip link set dev {name} xdp off` takes it away; or use --target ebpf."
+                )
 
     @staticmethod
     def frame_bytes(interfaces: Sequence[str]) -> int:
@@ -196,7 +222,9 @@ class KernelObject:
             if is_ours:
                 hook.attach_point = _BOTH_WAYS  # which is the whole of it
                 self._library.bpf_tc_hook_destroy(ctypes.byref(hook))
-        self._attached = []
+        for link in self._links:
+            os.close(link)
+        self._attached, self._links = [], []
         if self._object:
             self._library.bpf_object__close(self._object)
             self._object = ctypes.c_void_p()
@@ -225,6 +253,13 @@ class _Said:
 
 
 _kept: list[Any] = []  # functions that the library may call as long as this process lives
+
+
+def _index_of(interface: str) -> int:
+    try:
+        return socket.if_nametoindex(interface)
+    except OSError as error:
+        raise NetworkError(_no_such([interface])) from error
 
 
 def _no_such(names: Sequence[str]) -> str:
