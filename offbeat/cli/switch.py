@@ -70,6 +70,9 @@ def serve(
         str,
         typer.Option(metavar="NAME,NAME", help="Where the workers' links end, such as a bridge's ports (ebpf, xdp)."),
     ] = "",
+    table_mib: Annotated[
+        int, typer.Option(min=1, help="MiB for the tables of all jobs; the kernel sets them aside at once.")
+    ] = 64,
 ) -> None:
     """Sum the gradients of any number of jobs, until Ctrl-C.
 
@@ -77,7 +80,7 @@ def serve(
     authority.
     """
     from offbeat.server.launch import ShardSettings
-    from offbeat.switch.serve import check_interfaces, check_trust
+    from offbeat.switch.serve import check_interfaces, check_memory, check_trust
     from offbeat.switch.serve import serve as serve_switch
     from offbeat.wire import busy_poll
 
@@ -85,6 +88,7 @@ def serve(
     check_trust(bind, trusted_network=trusted_network)
     ports = [name for name in interfaces.split(",") if name]
     check_interfaces(target.value, ports)
+    check_memory(table_mib)
 
     settings = ShardSettings(
         job="",
@@ -106,6 +110,7 @@ def serve(
             timedelta(seconds=timeout),
             say,
             ports,
+            table_mib=table_mib,
             at_xdp=target is SwitchTargetName.xdp,
         )
     )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from offbeat.errors import NetworkError, PlanError
 from offbeat.switch.control_client import JOB
 from offbeat.switch.control_server import ControlServer
+from offbeat.switch.data_plane import TABLE_MIB
 from offbeat.switch.kernel.kernel_switch import KernelSwitch
 from offbeat.switch.udp_switch import UdpSwitch
 from offbeat.wire.session import Limits
@@ -58,6 +60,21 @@ def check_interfaces(target: str, interfaces: Sequence[str]) -> None:
         )
 
 
+def check_memory(table_mib: int) -> None:
+    """Refuse to promise tables for which there is no memory.
+
+    Raises:
+        PlanError: if this machine has less to spare.
+    """
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    free_mib = next(int(words[1]) for words in lines if words[0] == "MemAvailable:") >> 10
+    if table_mib > free_mib:
+        raise PlanError(
+            f"Cannot keep {table_mib:,} MiB of tables: this machine has {free_mib:,} MiB of memory to spare. Use less "
+            "- at `--table-mib`."
+        )
+
+
 class SwitchTarget(Protocol):
     """The Protocol of a data plane with a way in for packets: `UdpSwitch`, `KernelSwitch`."""
 
@@ -99,6 +116,7 @@ async def open_switch(
     timeout: timedelta,
     interfaces: Sequence[str] = (),
     *,
+    table_mib: int = TABLE_MIB,
     at_xdp: bool = False,
 ) -> SwitchServer:
     """Open a switch on this event loop.
@@ -107,12 +125,17 @@ async def open_switch(
         bind, port: where control listens; packets are taken at the same address, on a UDP port of the kernel's choice.
         timeout: after which a silent link is lost.
         interfaces: at which the kernel sums what comes in; none for a switch in this process.
+        table_mib: of all jobs' tables.
         at_xdp: whether it does so at their XDP hooks.
 
     Raises:
         NetworkError: if an address, the credentials, or the kernel cannot be used.
     """
-    switch: SwitchTarget = KernelSwitch(bind, interfaces, at_xdp=at_xdp) if interfaces else UdpSwitch(bind)
+    switch: SwitchTarget
+    if interfaces:
+        switch = KernelSwitch(bind, interfaces, table_mib=table_mib, at_xdp=at_xdp)
+    else:
+        switch = UdpSwitch(bind, table_mib=table_mib)
     switch.attach(asyncio.get_running_loop())
     control = ControlServer(switch.plane, target=switch.target, port=switch.port)
     try:
@@ -132,6 +155,7 @@ async def serve(
     say: Callable[[str], None],
     interfaces: Sequence[str] = (),
     *,
+    table_mib: int = TABLE_MIB,
     at_xdp: bool = False,
 ) -> None:
     """Serve jobs until SIGTERM or SIGINT comes.
@@ -145,7 +169,7 @@ async def serve(
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    server = await open_switch(bind, port, credentials, timeout, interfaces, at_xdp=at_xdp)
+    server = await open_switch(bind, port, credentials, timeout, interfaces, table_mib=table_mib, at_xdp=at_xdp)
     say(server.address)
     await stop.wait()
     await server.close()

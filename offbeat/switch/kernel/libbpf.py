@@ -26,6 +26,7 @@ _REPLACE = 1
 _XDP, _GENERIC = 37, 2  # BPF_XDP, XDP_FLAGS_SKB_MODE
 _SIOCGIFMTU = 0x8921
 _HANDLE, _PRIORITY = 1, 0x0FFB  # by which a filter of ours is known, and replaced
+_BATCH_BYTES = 1 << 20  # of entries that are written at a time
 _SAID = 1500  # characters of what the kernel says
 
 
@@ -51,6 +52,10 @@ class _Filter(ctypes.Structure):
         ("sz", ctypes.c_size_t), ("prog_fd", ctypes.c_int), ("flags", ctypes.c_uint32), ("prog_id", ctypes.c_uint32),
         ("handle", ctypes.c_uint32), ("priority", ctypes.c_uint32),
     )  # fmt: skip
+
+
+class _BatchOptions(ctypes.Structure):
+    _fields_ = (("sz", ctypes.c_size_t), ("elem_flags", ctypes.c_uint64), ("flags", ctypes.c_uint64))
 
 
 class _LinkOptions(ctypes.Structure):
@@ -85,6 +90,21 @@ class KernelMap:
     def __setitem__(self, key: int, entry: NDArray[Any]) -> None:
         at, entry = ctypes.c_uint32(key), np.ascontiguousarray(entry, self._value)
         _check(self._library.bpf_map_update_elem(self._fd, ctypes.byref(at), _pointer(entry), self._flags), "write")
+
+    def clear(self, first: int, count: int) -> None:
+        """Make so many entries zero, from a key on."""
+        most = max(1, _BATCH_BYTES // self._value.itemsize)
+        empty = np.zeros(min(most, count), self._value)
+        opts = _BatchOptions(sz=ctypes.sizeof(_BatchOptions), elem_flags=self._flags.value)
+        for start in range(first, first + count, most):
+            keys = np.arange(start, min(start + most, first + count), dtype=np.uint32)
+            done = ctypes.c_uint32(len(keys))
+            _check(
+                self._library.bpf_map_update_batch(
+                    self._fd, _pointer(keys), _pointer(empty), ctypes.byref(done), ctypes.byref(opts)
+                ),
+                "clear",
+            )
 
     def __delitem__(self, key: int) -> None:
         self._library.bpf_map_delete_elem(self._fd, ctypes.byref(ctypes.c_uint32(key)))
@@ -274,6 +294,8 @@ def _not_loaded(code: int, said: str) -> str:
             f"Cannot sum in the kernel as user {os.geteuid()}: loading its program needs root, or CAP_BPF and "
             "CAP_NET_ADMIN. Run it with sudo, or use --target udp."
         )
+    if code == errno.ENOMEM:
+        return "Cannot sum in the kernel: it has no memory for its tables. Start it with a smaller --table-mib."
     return (
         f"Cannot sum in the kernel: it does not take the program ({os.strerror(code)}). It needs Linux 5.17 or newer "
         f"with CONFIG_BPF_SYSCALL and CONFIG_DEBUG_INFO_BTF; or use --target udp. It said: {said[-_SAID:].strip()}"
