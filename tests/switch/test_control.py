@@ -253,9 +253,7 @@ def test_a_worker_hears_its_switch_alone(workers: list[Worker], stranger: socket
 def test_tables_have_the_room_that_they_are_given() -> None:
     plane = SoftwarePlane(lambda *_: None, table_mib=2)
     plane.create_job(JobShape(1, 4, values=256, rows=1024), Strategy("table"))
-    with pytest.raises(
-        PlanError, match=r"of 1,500 rows: .* 3 MiB, and .* has 2\. Start it with --table-mib 3"
-    ):
+    with pytest.raises(PlanError, match=r"of 1,500 rows: .* 3 MiB, and .* has 2\. Start it with --table-mib 3"):
         plane.create_job(JobShape(2, 4, values=256, rows=1500), Strategy("table"))
     plane.destroy_job(1)
     plane.create_job(JobShape(2, 4, values=256, rows=1500), Strategy("table"))
