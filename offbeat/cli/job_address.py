@@ -17,6 +17,7 @@ from offbeat.server.launch import ShardSettings, settings_from
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from offbeat.wire.credentials import Credentials
     from offbeat.wire.link import PeerLink
     from offbeat.wire.messages import Role
     from offbeat.wire.session import Receiver
@@ -158,6 +159,18 @@ def given(
         "authority": str(authority or ""),
     }
     return {name: value for name, value in values.items() if value}
+
+
+def credentials_given(
+    token_file: Path | None, certificate: Path | None, key: Path | None, authority: Path | None
+) -> Credentials | None:
+    """The credentials that the options and the environment say; None if they say none.
+
+    Raises:
+        NetworkError: if they cannot be used.
+    """
+    known = settings_from(os.environ, "default", timedelta())
+    return msgspec.structs.replace(known, **given("", token_file, certificate, key, authority)).credentials()
 
 
 def find(where: str, given: Mapping[str, str]) -> JobAddress:

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,11 +14,13 @@ from offbeat.cli.timeout import check_timeout
 from offbeat.errors import NetworkError
 from offbeat.wire import busy_poll
 
-if TYPE_CHECKING:
-    from offbeat.wire.credentials import Token
-
 TokenFile = Annotated[
     Path | None, typer.Option(help="A secret that the workers know, too; that of OFFBEAT_TOKEN if left out.")
+]
+Certificate = Annotated[Path | None, typer.Option(help="For TLS: this server's certificate, PEM.")]
+Key = Annotated[Path | None, typer.Option(help="For TLS: its key, PEM.")]
+Authority = Annotated[
+    Path | None, typer.Option(help="For TLS: the authority that signs the workers' certificates, PEM.")
 ]
 Bind = Annotated[str, typer.Option(help="Address to listen on; others than loopback need credentials.")]
 
@@ -31,11 +33,9 @@ def serve(
         str, typer.Option(help="host:port of the first shard, which coordinates; left out if this is it.")
     ] = "",
     token_file: TokenFile = None,
-    certificate: Annotated[Path | None, typer.Option(help="For TLS: this server's certificate, PEM.")] = None,
-    key: Annotated[Path | None, typer.Option(help="For TLS: its key, PEM.")] = None,
-    authority: Annotated[
-        Path | None, typer.Option(help="For TLS: the authority that signs the workers' certificates, PEM.")
-    ] = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    authority: Authority = None,
     timeout: Annotated[
         float, typer.Option(callback=check_timeout, help="A worker that is silent for so many seconds is gone.")
     ] = 5.0,
@@ -66,7 +66,7 @@ def serve(
         bind=bind,
         port=port,
         coordinator=coordinator,
-        token=os.environ.get("OFFBEAT_TOKEN", "") if token_file is None else read_token(token_file),
+        token=secret_of(token_file),
         certificate=str(certificate or ""),
         key=str(key or ""),
         authority=str(authority or ""),
@@ -85,6 +85,15 @@ def serve(
     busy_poll.run(serve_job(settings, say))
 
 
+def secret_of(file: Path | None) -> str:
+    """The secret in a file, or that of OFFBEAT_TOKEN if none is named; "" if there is neither.
+
+    Raises:
+        NetworkError: as `read_token`.
+    """
+    return os.environ.get("OFFBEAT_TOKEN", "") if file is None else read_token(file)
+
+
 def read_token(path: Path) -> str:
     """The secret in a file.
 
@@ -99,15 +108,3 @@ def read_token(path: Path) -> str:
     if not token:
         raise NetworkError(f"Cannot use the token in {path}: the file is empty. Write one: openssl rand -hex 32.")
     return token
-
-
-def token_of(file: Path | None) -> Token | None:
-    """The token in a file, or that of OFFBEAT_TOKEN; None if there is neither.
-
-    Raises:
-        NetworkError: if the file cannot be used.
-    """
-    from offbeat.wire.credentials import Token
-
-    text = os.environ.get("OFFBEAT_TOKEN", "") if file is None else read_token(file)
-    return Token(text.encode()) if text else None

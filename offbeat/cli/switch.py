@@ -13,7 +13,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from offbeat.cli.serve import TokenFile, token_of
+from offbeat.cli import serve as servers
+from offbeat.cli.job_address import Authority, Certificate, Key, TokenFile, credentials_given
 from offbeat.cli.switch_doctor import doctor
 from offbeat.cli.timeout import check_timeout
 
@@ -26,6 +27,7 @@ class SwitchTargetName(enum.Enum):
 
     udp = "udp"
     ebpf = "ebpf"
+    xdp = "xdp"
 
 
 app = typer.Typer(help="Sum gradients in the network.", no_args_is_help=True)
@@ -42,10 +44,14 @@ def switch() -> None:
 @app.command()
 def serve(
     bind: Annotated[
-        str, typer.Option(help="IPv4 address to listen on; others than loopback need --trusted-network and a token.")
+        str,
+        typer.Option(help="IPv4 address to listen on; others than loopback need --trusted-network and credentials."),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of control; 0 for one of the kernel's choice.")] = 0,
-    token_file: TokenFile = None,
+    token_file: servers.TokenFile = None,
+    certificate: servers.Certificate = None,
+    key: servers.Key = None,
+    authority: servers.Authority = None,
     trusted_network: Annotated[
         bool,
         typer.Option("--trusted-network", help="Packets are neither secret nor signed: only workers can send here."),
@@ -55,17 +61,26 @@ def serve(
     ] = 5.0,
     target: Annotated[
         SwitchTargetName,
-        typer.Option(help="Where packets are summed: in this process (udp), or in this machine's kernel (ebpf; root)."),
+        typer.Option(
+            help="Where packets are summed: in this process (udp), or in this machine's kernel, at the interfaces' tc "
+            "hooks (ebpf) or before that at their XDP hooks (xdp); these two need root."
+        ),
     ] = SwitchTargetName.udp,
     interfaces: Annotated[
-        str, typer.Option(metavar="NAME,NAME", help="Where the workers' links end, such as a bridge's ports (ebpf).")
+        str,
+        typer.Option(metavar="NAME,NAME", help="Where the workers' links end, such as a bridge's ports (ebpf, xdp)."),
     ] = "",
+    table_mib: Annotated[
+        int, typer.Option(min=1, help="MiB for the tables of all jobs; the kernel sets them aside at once.")
+    ] = 64,
 ) -> None:
     """Sum the gradients of any number of jobs, until Ctrl-C.
 
-    Workers find it with `--fabric 'Switch("host:port")'` and with the same OFFBEAT_TOKEN.
+    Workers find it with `--fabric 'Switch("host:port")'` and with the same OFFBEAT_TOKEN, or certificates of the same
+    authority.
     """
-    from offbeat.switch.serve import check_interfaces, check_trust
+    from offbeat.server.launch import ShardSettings
+    from offbeat.switch.serve import check_interfaces, check_memory, check_trust
     from offbeat.switch.serve import serve as serve_switch
     from offbeat.wire import busy_poll
 
@@ -73,18 +88,41 @@ def serve(
     check_trust(bind, trusted_network=trusted_network)
     ports = [name for name in interfaces.split(",") if name]
     check_interfaces(target.value, ports)
+    check_memory(table_mib)
+
+    settings = ShardSettings(
+        job="",
+        token=servers.secret_of(token_file),
+        certificate=str(certificate or ""),
+        key=str(key or ""),
+        authority=str(authority or ""),
+    )
 
     def say(address: str) -> None:
         sys.stdout.write(f"summing at {address}: offbeat run --fabric 'Switch(\"{address}\")'; it ends with Ctrl-C\n")
         sys.stdout.flush()
 
-    busy_poll.run(serve_switch(bind, port, token_of(token_file), timedelta(seconds=timeout), say, ports))
+    busy_poll.run(
+        serve_switch(
+            bind,
+            port,
+            settings.credentials(),
+            timedelta(seconds=timeout),
+            say,
+            ports,
+            table_mib=table_mib,
+            at_xdp=target is SwitchTargetName.xdp,
+        )
+    )
 
 
 @app.command()
 def ctl(
     address: Annotated[str, typer.Argument(help="host:port of the switch's control.")],
     token_file: TokenFile = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    authority: Authority = None,
     evict: Annotated[
         list[str] | None, typer.Option(metavar="JOB:RANK", help="Have a job go on without a worker.")
     ] = None,
@@ -99,7 +137,8 @@ def ctl(
     from offbeat.errors import PlanError
     from offbeat.switch.control_client import ControlClient
 
-    client = ControlClient(address, role="operator", credentials=token_of(token_file), patience=timedelta(seconds=3))
+    credentials = credentials_given(token_file, certificate, key, authority)
+    client = ControlClient(address, role="operator", credentials=credentials, patience=timedelta(seconds=3))
     try:
         for one in evict or []:
             job, _, rank = one.rpartition(":")

@@ -32,7 +32,7 @@ from offbeat.topology import Topology
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-TARGETS = ("udp", "ebpf")
+TARGETS = ("udp", "ebpf", "xdp")
 SLACKS = (0, 8)
 LEGEND = {
     "results": "chunks whose sums came, per second and worker; GB/s of gradient; loss at the hosts, each way",
@@ -135,7 +135,7 @@ def cells_of(
                 cells += [
                     SwitchCell("results", target, count, size, loss_percent=loss)
                     for size in values
-                    if target == "ebpf" or size <= _MOST_VALUES
+                    if target != "udp" or size <= _MOST_VALUES
                 ]
                 cells += [SwitchCell("clocks", target, count, slack=slack, loss_percent=loss) for slack in SLACKS]
     return cells
@@ -191,8 +191,8 @@ def _measure_target(
 ) -> None:
     """Have one switch measured in all its cells, once."""
     namespace, address = network.switch
-    ports = [network.port(host.name)[1] for host in network.topology.hosts] if target == "ebpf" else []
-    with SwitchProcess(namespace, address, folder=folder, lab=network.lab, ports=ports) as switch:
+    ports = [network.port(host.name)[1] for host in network.topology.hosts] if target != "udp" else []
+    with SwitchProcess(namespace, address, folder=folder, lab=network.lab, ports=ports, target=target) as switch:
         for figure in figures:
             cell = figure.cell
             tell(f"{cell.words}")

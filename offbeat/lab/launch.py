@@ -148,18 +148,26 @@ class SwitchProcess:
         folder: for its output (`switch.log`).
         lab: the lab's identity; None outside of namespaces.
         ports: at which the kernel sums; none for a switch that is a process.
+        target: what sums there, if there are any.
 
     Raises:
         WorkerLostError: if it does not start.
     """
 
     def __init__(
-        self, namespace: str | None, address: str, *, folder: Path, lab: str | None = None, ports: Sequence[str] = ()
+        self,
+        namespace: str | None,
+        address: str,
+        *,
+        folder: Path,
+        lab: str | None = None,
+        ports: Sequence[str] = (),
+        target: str = "ebpf",
     ) -> None:
         token, log = secrets.token_hex(32), folder / "switch.log"
         command = command_lines.module("offbeat", "switch", "serve", "--bind", address, "--trusted-network")
         if ports:
-            command += ["--target", "ebpf", "--interfaces", ",".join(ports)]
+            command += ["--target", target, "--interfaces", ",".join(ports)]
         mark = {lab_registry.MARK: lab} if lab is not None else {}
         with log.open("wb") as output:
             self._process = subprocess.Popen(

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offbeat")
 _MOST_JOBS = 1024
-_MOST_SLOT_BYTES = 256 << 20  # of one job's streams and rows
+_MOST_SLOT_BYTES = 256 << 20  # of one job's streams
 
 
 class SwitchJob:
@@ -117,7 +117,7 @@ class ControlServer:
             return job
         if len(self._jobs) >= _MOST_JOBS:
             raise PlanError(f"Cannot begin another job: this switch has {_MOST_JOBS}.")
-        if (shape.slots + shape.rows) * shape.values * 4 > _MOST_SLOT_BYTES:
+        if shape.slots * shape.values * 4 > _MOST_SLOT_BYTES:
             raise PlanError(
                 f"Cannot make room for {shape}: at most {_MOST_SLOT_BYTES >> 20} MiB are given to one job. Use fewer "
                 "slots - at `plan.fabric.slots`."

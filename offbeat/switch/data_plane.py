@@ -1,7 +1,7 @@
 """The data plane of a switch: where packets are summed. One Protocol, several targets.
 
 * `software_plane` - NumPy in this process, whole batches at a time; without sockets (`memory`) or with them (`udp`)
-* `kernel`         - an eBPF program at the ports of this machine (`ebpf`)
+* `kernel`         - an eBPF program at the ports of this machine (`ebpf`, `xdp`)
 
 A P4 switch (`p4`) is one more place where packets are summed; its rules are written by whoever controls it.
 
@@ -13,12 +13,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from offbeat.errors import PlanError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from offbeat.protocol.switch_control import Strategy
     from offbeat.switch.clocks import Windows
     from offbeat.switch.job_shape import JobShape
+
+
+TABLE_MIB = 64  # of all jobs' tables
+MIB = 20  # bits of the bytes in one
 
 
 class MemberStats(NamedTuple):
@@ -68,6 +74,20 @@ class JobClocks(NamedTuple):
     windows: Windows
     finished: Mapping[int, int]
     until: Mapping[int, int]
+
+
+def no_room_for_table(rows: int, needed_bytes: int, most_bytes: int) -> PlanError:
+    """Say that a table does not fit.
+
+    Args:
+        rows: that it has.
+        needed_bytes, most_bytes: of all jobs' tables together, with it, and that the switch has.
+    """
+    needed_mib = -(-needed_bytes >> MIB)
+    return PlanError(
+        f"Cannot make room for a table of {rows:,} rows: all jobs' tables together would take {needed_mib:,} MiB, and "
+        f"this switch has {most_bytes >> MIB:,}. Start it with --table-mib {needed_mib}."
+    )
 
 
 class DataPlane(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from offbeat.errors import PlanError
 from offbeat.switch.packet import MOST_VALUES, MOST_WORKERS, VALUES_STEP
 
-_MOST_SLOTS, _MOST_RING = 1 << 16, 128
+_MOST_SLOTS, _MOST_RING, _MOST_ROWS = 1 << 16, 128, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ class JobShape:
             raise PlanError(
                 f"Cannot put {self.values} values into a packet: choose a multiple of {VALUES_STEP} up to "
                 f"{MOST_VALUES} - at `plan.fabric.values`."
+            )
+        if not 0 <= self.rows <= _MOST_ROWS:
+            raise PlanError(
+                f"Cannot keep a table of {self.rows:,} rows: a switch takes {_MOST_ROWS:,} at most. Put more values "
+                "into a row - at `plan.fabric.values`."
             )
         for name, number, most in (("slots", self.slots, _MOST_SLOTS), ("ring", self.ring, _MOST_RING)):
             if not 4 <= number <= most or number & (number - 1):

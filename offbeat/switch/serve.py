@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from offbeat.errors import NetworkError, PlanError
 from offbeat.switch.control_client import JOB
 from offbeat.switch.control_server import ControlServer
+from offbeat.switch.data_plane import TABLE_MIB
 from offbeat.switch.kernel.kernel_switch import KernelSwitch
 from offbeat.switch.udp_switch import UdpSwitch
 from offbeat.wire.session import Limits
@@ -47,18 +49,33 @@ def check_interfaces(target: str, interfaces: Sequence[str]) -> None:
     Raises:
         PlanError: if the kernel is to sum and is not told where, or is told where and is not to.
     """
-    if target == "ebpf" and not interfaces:
+    if target != "udp" and not interfaces:
         raise PlanError(
             "Cannot sum in the kernel without knowing where packets come in: name the ports where the workers' links "
             "end, as in --interfaces port0,port1 (lo for workers on this machine)."
         )
-    if target != "ebpf" and interfaces:
+    if target == "udp" and interfaces:
         raise PlanError(
             f"Cannot use --interfaces with --target {target}: it takes packets by a socket. Leave them out."
         )
 
 
 _LOOK_S = 0.005  # at the clocks of tables
+
+
+def check_memory(table_mib: int) -> None:
+    """Refuse to promise tables for which there is no memory.
+
+    Raises:
+        PlanError: if this machine has less to spare.
+    """
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    free_mib = next(int(words[1]) for words in lines if words[0] == "MemAvailable:") >> 10
+    if table_mib > free_mib:
+        raise PlanError(
+            f"Cannot keep {table_mib:,} MiB of tables: this machine has {free_mib:,} MiB of memory to spare. Use less "
+            "- at `--table-mib`."
+        )
 
 
 class SwitchTarget(Protocol):
@@ -99,7 +116,14 @@ class SwitchServer:
 
 
 async def open_switch(
-    bind: str, port: int, credentials: Credentials | None, timeout: timedelta, interfaces: Sequence[str] = ()
+    bind: str,
+    port: int,
+    credentials: Credentials | None,
+    timeout: timedelta,
+    interfaces: Sequence[str] = (),
+    *,
+    table_mib: int = TABLE_MIB,
+    at_xdp: bool = False,
 ) -> SwitchServer:
     """Open a switch on this event loop.
 
@@ -107,11 +131,17 @@ async def open_switch(
         bind, port: where control listens; packets are taken at the same address, on a UDP port of the kernel's choice.
         timeout: after which a silent link is lost.
         interfaces: at which the kernel sums what comes in; none for a switch in this process.
+        table_mib: of all jobs' tables.
+        at_xdp: whether it does so at their XDP hooks.
 
     Raises:
         NetworkError: if an address, the credentials, or the kernel cannot be used.
     """
-    switch: SwitchTarget = KernelSwitch(bind, interfaces) if interfaces else UdpSwitch(bind)
+    switch: SwitchTarget
+    if interfaces:
+        switch = KernelSwitch(bind, interfaces, table_mib=table_mib, at_xdp=at_xdp)
+    else:
+        switch = UdpSwitch(bind, table_mib=table_mib)
     switch.attach(asyncio.get_running_loop())
     control = ControlServer(switch.plane, target=switch.target, port=switch.port)
     try:
@@ -136,6 +166,9 @@ async def serve(
     timeout: timedelta,
     say: Callable[[str], None],
     interfaces: Sequence[str] = (),
+    *,
+    table_mib: int = TABLE_MIB,
+    at_xdp: bool = False,
 ) -> None:
     """Serve jobs until SIGTERM or SIGINT comes.
 
@@ -148,7 +181,7 @@ async def serve(
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    server = await open_switch(bind, port, credentials, timeout, interfaces)
+    server = await open_switch(bind, port, credentials, timeout, interfaces, table_mib=table_mib, at_xdp=at_xdp)
     say(server.address)
     await stop.wait()
     await server.close()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offbeat.switch.data_plane import JobClocks, JobStats, MemberStats
+from offbeat.switch.data_plane import MIB, TABLE_MIB, JobClocks, JobStats, MemberStats, no_room_for_table
 from offbeat.switch.job_state import JobState
 from offbeat.switch.members import ALL, refusal
 from offbeat.switch.packet import MOST_WORKERS, PacketKind, Reason, decode, distance
@@ -56,13 +56,14 @@ class SoftwarePlane:
 
     Args:
         send: takes what is to be sent; called within `handle` and whenever control changes something.
+        table_mib: of all jobs' tables.
 
     Attributes:
         dropped: packets that were not looked at, by why.
     """
 
-    def __init__(self, send: SendBatch) -> None:
-        self._send = send
+    def __init__(self, send: SendBatch, table_mib: int = TABLE_MIB) -> None:
+        self._send, self._table_bytes = send, table_mib << MIB
         self._jobs: dict[int, _Job] = {}
         self.dropped = {"foreign": 0, "unknown job": 0, "refused": 0}
 
@@ -70,6 +71,10 @@ class SoftwarePlane:
 
     def create_job(self, shape: JobShape, strategy: Strategy, *, clock: int = 0, exponent: int = 0) -> None:
         assert shape.number not in self._jobs, f"job {shape.number} is there already"
+        tables = [(job.state.shape.rows, job.state.shape.values) for job in self._jobs.values()]
+        needed = sum(4 * rows * values for rows, values in [*tables, (shape.rows, shape.values)])
+        if shape.rows and needed > self._table_bytes:
+            raise no_room_for_table(shape.rows, needed, self._table_bytes)
         state = JobState(shape, strategy, clock=clock, exponent=exponent, stream=VectorStream)
         assert isinstance(state.stream, VectorStream)
         self._jobs[shape.number] = _Job(state, state.stream)

@@ -84,16 +84,19 @@ def no_control(address: str, error: OffbeatError) -> Finding:
     """Say why control was not reached."""
     why = str(error).removesuffix(" Is the server running, and is this its address?").rstrip(".")
     if isinstance(error, PeerError):
-        remedy = "give this command the token that the switch was given (--token-file, or OFFBEAT_TOKEN)"
+        remedy = (
+            "give this command the token that the switch was given (--token-file, or OFFBEAT_TOKEN), and certificates "
+            "of the same authority if it has any (--certificate, --key, --authority)"
+        )
         return Finding("control", f"{address} does not let this machine in", "bad", why, remedy)
     remedy = "start the switch with `offbeat switch serve`, or name the address that it says"
     return Finding("control", f"{address} is not reached", "bad", why, remedy)
 
 
-def word_control(address: str, target: str, has_token: bool, waited_s: float) -> Finding:
+def word_control(address: str, target: str, has_credentials: bool, waited_s: float) -> Finding:
     """Say who answers."""
-    token = "the token is accepted" if has_token else "no token"
-    return Finding("control", f"{address}, which sums by {target}, answers after {1000 * waited_s:.0f} ms; {token}")
+    proved = "the credentials are accepted" if has_credentials else "no credentials"
+    return Finding("control", f"{address}, which sums by {target}, answers after {1000 * waited_s:.0f} ms; {proved}")
 
 
 # -- packets ---------------------------------------------------------------------------------------------------------

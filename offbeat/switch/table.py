@@ -7,31 +7,23 @@ steps before it are over, and so does whoever reads: it would have had to push f
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offbeat.switch.chunk_stream import add_to
+import numpy as np
+
 from offbeat.switch.members import Answer, Members, MemberState
 from offbeat.switch.packet import NO_FLAGS, Flag, Packet, PacketKind, Reason, distance, wrapped
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
     from offbeat.switch.clocks import Clocks
     from offbeat.switch.job_shape import JobShape
 
 
-@dataclass
-class TableRow:
-    """One row.
-
-    Args:
-        values: the sum of all that was added.
-        added: the last step of each worker whose update is in it.
-        flags: `SATURATED` if a value did not fit.
-    """
-
-    values: list[int]
-    added: dict[int, int] = field(default_factory=dict)
-    flags: Flag = NO_FLAGS
+_INT32 = np.iinfo(np.int32)
 
 
 class Table:
@@ -44,47 +36,59 @@ class Table:
 
     def __init__(self, shape: JobShape, members: Members, clocks: Clocks, exponent: int = 0) -> None:
         self._shape, self._members, self._clocks, self.exponent = shape, members, clocks, exponent
-        self.rows = [TableRow([0] * shape.values) for _ in range(shape.rows)]
+        self.values = np.zeros((shape.rows, shape.values), np.int32)  # the sums of all that was added
+        self._has_added = np.zeros(shape.rows, np.uint64)  # workers with an update in a row, as bits
+        self._added = np.zeros((shape.rows, shape.workers), np.uint32)  # the last step of each of these
+        self._is_saturated = np.zeros(shape.rows, np.bool_)  # a value did not fit
 
     def forget(self, worker: int) -> None:
         """Take nothing of a worker's next incarnation for a repetition of what the last one added."""
-        for row in self.rows:
-            row.added.pop(worker, None)
+        self._has_added &= ~np.uint64(1 << worker)
 
     def inc(self, packet: Packet, member: MemberState) -> list[Answer]:
         """Take in a member's update of one row."""
         step = distance(packet.clock, member.finished)
         if step > self._shape.ring - 1:
             return [self._members.refuse(packet, Reason.WRONG_CLOCK)]
-        is_whole = packet.chunk < len(self.rows) and len(packet.values) == self._shape.values
+        is_whole = packet.chunk < self._shape.rows and len(packet.values) == self._shape.values
         if not is_whole or packet.exponent != self.exponent:
             return [self._members.refuse(packet, Reason.MALFORMED)]
         answers: list[Answer] = []
         if step > 1:  # all its updates of the step before are in, or it would not have begun this one
             answers = self._clocks.finish(packet.worker, member, wrapped(packet.clock - 1))
-        row = self.rows[packet.chunk]
-        if step <= 0 or row.added.get(packet.worker) == packet.clock:
+        row, worker = packet.chunk, packet.worker
+        has_added = int(self._has_added[row]) >> worker & 1 and self._added[row, worker] == packet.clock
+        if step <= 0 or has_added:
             member.counts["duplicates"] += 1
         else:
-            if add_to(row.values, packet.values):
-                row.flags = Flag.SATURATED
-            row.added[packet.worker] = packet.clock
-        told = Packet(
-            PacketKind.INC_OK, packet.job, packet.worker, clock=packet.clock, chunk=packet.chunk, flags=row.flags
-        )
+            self._is_saturated[row] |= _add_to(self.values[row], packet.values)
+            self._has_added[row] |= np.uint64(1 << worker)
+            self._added[row, worker] = packet.clock
+        told = Packet(PacketKind.INC_OK, packet.job, worker, clock=packet.clock, chunk=row, flags=self._flags_of(row))
         return [*answers, Answer(packet.worker, told)]
 
     def read(self, packet: Packet, member: MemberState) -> list[Answer]:
         """Answer with one row, and how far all are; who reads has finished its step."""
-        if packet.chunk >= len(self.rows):
+        if packet.chunk >= self._shape.rows:
             return [self._members.refuse(packet, Reason.MALFORMED)]
-        row, clocks = self.rows[packet.chunk], self._clocks
+        row, clocks = packet.chunk, self._clocks
         ahead = distance(packet.clock, clocks.low)
         if ahead > self._shape.ring - 2:
             return [self._members.refuse(packet, Reason.AHEAD_OF_RING)]
         answers = clocks.finish(packet.worker, member, packet.clock) if ahead > 0 else []
         told = Packet(
             PacketKind.ROW, packet.job, packet.worker, clock=clocks.low, chunk=packet.chunk, epoch=clocks.windows.epoch,
-            bitmap=packet.clock, exponent=self.exponent, flags=row.flags, values=tuple(row.values),
+            bitmap=packet.clock, exponent=self.exponent, flags=self._flags_of(row),
+            values=tuple(self.values[row].tolist()),
         )  # fmt: skip
         return [*answers, Answer(packet.worker, told)]
+
+    def _flags_of(self, row: int) -> Flag:
+        return Flag.SATURATED if self._is_saturated[row] else NO_FLAGS
+
+
+def _add_to(values: NDArray[np.int32], addends: Sequence[int]) -> bool:
+    """Add in place, within 32 bits; whether a sum did not fit."""
+    total = values + np.array(addends, np.int64)
+    values[:] = np.clip(total, _INT32.min, _INT32.max)
+    return bool((values != total).any())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from offbeat.switch.data_plane import TABLE_MIB
 from offbeat.switch.packet import MOST_VALUES
 from offbeat.switch.packet_batch import PacketBatch
 from offbeat.switch.software_plane import SoftwarePlane
@@ -24,6 +25,7 @@ class UdpSwitch:
 
     Args:
         host, port: to listen on; port 0 for one of the kernel's choice.
+        table_mib: of all jobs' tables.
 
     Raises:
         NetworkError: if they cannot be listened on.
@@ -31,9 +33,9 @@ class UdpSwitch:
 
     target = "udp"
 
-    def __init__(self, host: str, port: int = 0) -> None:
+    def __init__(self, host: str, port: int = 0, *, table_mib: int = TABLE_MIB) -> None:
         self._socket = UdpSocket(host, port)
-        self.plane = SoftwarePlane(self._socket.send)
+        self.plane = SoftwarePlane(self._socket.send, table_mib)
         self._batch = PacketBatch(_AT_ONCE, MOST_VALUES)
         self.port = self._socket.port
 

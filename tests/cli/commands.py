@@ -7,8 +7,12 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests import warm
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 COMMAND = [sys.executable, "-c", "from offbeat.cli import main; main()"]
 
@@ -32,25 +36,34 @@ def script(folder: Path, text: str) -> Path:
     return path
 
 
-def start(*arguments: object, folder: Path, cold: bool = False) -> subprocess.Popen[str]:
+def start(
+    *arguments: object, folder: Path, cold: bool = False, variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     """The command, running.
 
     Args:
+        variables: of the environment, beside those of the tests.
         cold: in a new interpreter, as a shell starts it, and its workers and shards in new ones; else see `tests.warm`.
     """
     return (warm.ColdPopen if cold else subprocess.Popen)(
         [*COMMAND, *map(str, arguments)],
         cwd=folder,
-        env=clean_environment(),
+        env=clean_environment() | dict(variables or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
 
 
-def offbeat(*arguments: object, folder: Path, timeout_s: float = 50, cold: bool = False) -> tuple[int, str]:
-    """Exit code and output; `cold` as of `start`."""
-    with start(*arguments, folder=folder, cold=cold) as process:
+def offbeat(
+    *arguments: object,
+    folder: Path,
+    timeout_s: float = 50,
+    cold: bool = False,
+    variables: Mapping[str, str] | None = None,
+) -> tuple[int, str]:
+    """Exit code and output; the rest as of `start`."""
+    with start(*arguments, folder=folder, cold=cold, variables=variables) as process:
         try:
             output, _ = process.communicate(timeout=timeout_s)
         finally:

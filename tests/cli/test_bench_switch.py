@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.lab
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
-@pytest.mark.parametrize(("target", "values"), [("udp", "64"), ("ebpf", "64,2048")])
+@pytest.mark.parametrize(("target", "values"), [("udp", "64"), ("ebpf", "64,2048"), ("xdp", "64,2048")])
 def test_a_tiny_run(target: str, values: str, tmp_path: Path) -> None:
     arguments = ("--target", target, "--workers", "2", "--values", values, "--loss", "0,5", "--repeats", "1")
     code, output = offbeat("bench", "switch", *arguments, "--seconds", "0.2", "--json", "switch.json", folder=tmp_path)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from offbeat.cli.certs import make
 from tests.cli.commands import TRAIN, offbeat, script, start
 
 if TYPE_CHECKING:
@@ -37,12 +38,49 @@ def test_a_switch_by_itself(tmp_path: Path) -> None:
             served.kill()
 
 
+def test_a_switch_with_certificates(tmp_path: Path) -> None:
+    make(tmp_path / "certs")
+    path = script(tmp_path, WIDE + "print('norm', float(model.weight.norm()))\n")
+
+    def files(of: str) -> list[str]:
+        folder = tmp_path / "certs"
+        return [
+            f"--certificate={folder}/{of}.pem", f"--key={folder}/{of}.key", f"--authority={folder}/authority.pem",
+        ]  # fmt: skip
+
+    variables = {
+        f"OFFBEAT_{name.upper()}": text for name, text in (one[2:].split("=") for one in files("worker"))
+    }  # as a worker's machine has them
+    with start("switch", "serve", *files("server"), folder=tmp_path) as served:
+        try:
+            assert served.stdout is not None
+            address = re.findall(r"summing at (127\.0\.0\.1:\d+): ", served.stdout.readline())[0]
+            code, output = offbeat("switch", "ctl", address, folder=tmp_path)
+            assert code == 2, "it says nothing to whoever shows no certificate"
+            code, output = offbeat("switch", "ctl", address, *files("worker"), folder=tmp_path)
+            assert (code, "no job is summed by this switch (udp)" in output) == (0, True), output
+            code, output = offbeat("switch", "doctor", address, *files("worker"), folder=tmp_path)
+            assert (code, "the credentials are accepted" in output) == (0, True), output
+            arguments = ("run", "--workers", 2, "--fabric", f'Switch("{address}")', path)
+            code, output = offbeat(*arguments, folder=tmp_path, variables=variables)
+            assert (code, len(set(re.findall(r"norm ([\d.]+)", output)))) == (0, 1), output
+        finally:
+            served.kill()
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (("serve", "--bind", "0.0.0.0"), "--trusted-network"),
         (("serve", "--bind", "0.0.0.0", "--trusted-network"), "without a token"),
+        (("serve", "--certificate", "a.pem"), "Cannot use TLS with a part of its files: name certificate, key and"),
+        (("serve", "--target", "xdp"), "--interfaces port0,port1"),
+        (("serve", "--interfaces", "lo"), "Cannot use --interfaces with --target udp"),
         (("ctl", "127.0.0.1:9"), "Cannot reach 127.0.0.1:9"),
+        (
+            ("ctl", "127.0.0.1:9", "--key", "a.key"),
+            "Cannot use TLS with a part of its files: name certificate, key and",
+        ),
     ],
 )
 def test_what_cannot_be_is_said_in_a_sentence(arguments: tuple[str, ...], says: str, tmp_path: Path) -> None:

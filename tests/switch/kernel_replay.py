@@ -102,10 +102,11 @@ class KernelReplay:
 
     Args:
         workers: how many sockets.
+        at_xdp: whether it sums at the XDP hook.
     """
 
-    def __init__(self, workers: int = 4) -> None:
-        self.switch = KernelSwitch(HOST, ["lo"])
+    def __init__(self, workers: int = 4, *, at_xdp: bool = False) -> None:
+        self.switch = KernelSwitch(HOST, ["lo"], at_xdp=at_xdp)
         self.sockets = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(workers)]
         for sock in self.sockets:
             sock.bind((HOST, 0))

@@ -17,11 +17,15 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def served_switch(
-    credentials: Credentials | None = None, timeout: timedelta = timedelta(seconds=5), interfaces: Sequence[str] = ()
+    credentials: Credentials | None = None,
+    timeout: timedelta = timedelta(seconds=5),
+    interfaces: Sequence[str] = (),
+    *,
+    at_xdp: bool = False,
 ) -> Iterator[str]:
     """Yield the address of its control; with `interfaces` it is the kernel's."""
     with LoopThread("served-switch") as loop:
-        server = loop.run(open_switch("127.0.0.1", 0, credentials, timeout, interfaces))
+        server = loop.run(open_switch("127.0.0.1", 0, credentials, timeout, interfaces, at_xdp=at_xdp))
         try:
             yield server.address
         finally:

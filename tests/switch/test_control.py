@@ -27,7 +27,8 @@ from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.members import refusal
 from offbeat.switch.packet import Packet, PacketKind, Reason, decode, encode
-from offbeat.switch.serve import check_trust
+from offbeat.switch.serve import check_memory, check_trust
+from offbeat.switch.software_plane import SoftwarePlane
 from offbeat.switch.stream_client import StreamClient, StreamExchange
 from offbeat.switch.udp_socket import UdpSocket
 from offbeat.wire.credentials import Token
@@ -247,3 +248,20 @@ def test_a_worker_hears_its_switch_alone(workers: list[Worker], stranger: socket
         for packet in (forged, refusal(forged, Reason.UNKNOWN_JOB, 0)):
             stranger.sendto(encode(packet), ("127.0.0.1", workers[0].sock.port))
     summed(workers, 5000)
+
+
+def test_tables_have_the_room_that_they_are_given() -> None:
+    plane = SoftwarePlane(lambda *_: None, table_mib=2)
+    plane.create_job(JobShape(1, 4, values=256, rows=1024), Strategy("table"))
+    with pytest.raises(PlanError, match=r"of 1,500 rows: .* 3 MiB, and .* has 2\. Start it with --table-mib 3"):
+        plane.create_job(JobShape(2, 4, values=256, rows=1500), Strategy("table"))
+    plane.destroy_job(1)
+    plane.create_job(JobShape(2, 4, values=256, rows=1500), Strategy("table"))
+    with pytest.raises(PlanError, match=r"2,000,000 rows: a switch takes 1,048,576 at most"):
+        JobShape(1, 1, rows=2_000_000)
+
+
+def test_no_more_memory_is_promised_than_there_is() -> None:
+    check_memory(1)
+    with pytest.raises(PlanError, match=r"Cannot keep 999,999,999 MiB of tables: this machine has [\d,]+ MiB"):
+        check_memory(999_999_999)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from offbeat.errors import NetworkError
+from offbeat.errors import NetworkError, PlanError
 from offbeat.protocol.switch_control import JoinSwitchJob, Strategy, SwitchJobJoined
 from offbeat.switch.client_thread import ClientThread
 from offbeat.switch.control_client import ControlClient
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def replayed(play: type[StreamPlay] | type[TablePlay], seeds: range) -> int:
+def replayed(play: type[StreamPlay] | type[TablePlay], seeds: range, *, at_xdp: bool = False) -> int:
     def all_of_them() -> int:
-        kernel = KernelReplay()
+        kernel = KernelReplay(at_xdp=at_xdp)
         packets = 0
         try:
             for seed in seeds:
@@ -50,9 +50,9 @@ def replayed(play: type[StreamPlay] | type[TablePlay], seeds: range) -> int:
     return in_a_network_of_its_own(all_of_them)
 
 
-@pytest.mark.parametrize("play", [StreamPlay, TablePlay])
-def test_it_answers_every_packet_as_the_model_does(play: type[StreamPlay] | type[TablePlay]) -> None:
-    assert replayed(play, range(100)) > 3600
+@pytest.mark.parametrize(("play", "at_xdp"), [(StreamPlay, False), (StreamPlay, True), (TablePlay, False)])
+def test_it_answers_every_packet_as_the_model_does(play: type[StreamPlay] | type[TablePlay], at_xdp: bool) -> None:
+    assert replayed(play, range(100), at_xdp=at_xdp) > 3600
 
 
 @pytest.mark.slow
@@ -214,3 +214,64 @@ def test_fragments_of_others_go_their_way() -> None:
 def test_an_interface_that_is_not_there_is_named() -> None:
     with pytest.raises(NetworkError, match=r"at 'port7': there is no such interface; there are lo"):
         in_a_network_of_its_own(lambda: KernelSwitch("127.0.0.1", ["lo", "port7"]))
+
+
+def test_gradients_are_summed_before_tc() -> None:
+    def play() -> tuple[dict[int, int], list[PacketKind]]:
+        kernel, number = KernelReplay(2, at_xdp=True), 7
+        try:
+            kernel.switch.plane.create_job(JobShape(number, 2, values=16, slots=4, ring=4), Strategy())
+            for worker, sock in enumerate(kernel.sockets):
+                kernel.switch.plane.admit(number, worker, 100 + worker)
+                sock.send(encode(Packet(PacketKind.JOIN, number, worker, cookie=100 + worker)))
+                assert decode(sock.recv(9000)).kind == PacketKind.JOIN_OK
+            subprocess.run(["tc", "qdisc", "del", "dev", "lo", "clsact"], check=True)  # nothing is left but XDP
+            values = (1 << 20,) * 16
+            for worker, sock in enumerate(kernel.sockets):
+                data = Packet(
+                    PacketKind.DATA, number, worker, cookie=100 + worker, flags=Flag.FIRST | Flag.PRIME, values=values
+                )
+                sock.send(encode(data))
+            stats = kernel.switch.plane.stats(number, 0.0)
+            counted = {worker: one.counts.get("DATA", 0) for worker, one in stats.members.items()}
+            subprocess.run(["tc", "qdisc", "add", "dev", "lo", "clsact"], check=True)
+            kernel.switch._program.attach("take_packet", ["lo"])
+            kernel.sockets[0].send(encode(Packet(PacketKind.PROBE, number, 0, cookie=100)))
+            kernel.sockets[1].send(encode(data))  # again: the sum is there
+            told = [decode(sock.recv(9000)) for sock in kernel.sockets]
+            assert told[1].values == (1 << 21,) * 16
+            return counted, [one.kind for one in told]
+        finally:
+            kernel.close()
+
+    counted, kinds = in_a_network_of_its_own(play)
+    assert counted == {0: 1, 1: 0}, "the one that completes the sum goes on to tc, to be answered and counted there"
+    assert kinds == [PacketKind.PROBE_OK, PacketKind.RESULT]
+
+
+def test_a_table_has_the_room_that_it_is_given() -> None:
+    def play() -> list[str]:
+        said = []
+        for mib in (1, 80):
+            switch = KernelSwitch("127.0.0.1", ["lo"], table_mib=mib)
+            try:
+                # 10,000 rows of 2,048 values, which is what a row has where frames are large.
+                switch.plane.create_job(JobShape(1, 1, values=16, slots=4, ring=4, rows=10_000), Strategy("table"))
+                for key in (0, 5000, 9999):
+                    switch.plane._rows[key] = np.ones((), switch.plane._rows[key].dtype)
+                switch.plane.destroy_job(1)
+                switch.plane.create_job(JobShape(2, 1, values=16, slots=4, ring=4, rows=10_000), Strategy("table"))
+                assert not any(switch.plane._rows[key]["values"].any() for key in (0, 5000, 9999))
+                said.append("")
+            except PlanError as error:
+                said.append(str(error))
+            finally:
+                switch.close()
+        return said
+
+    said = in_a_network_of_its_own(play)
+    assert said == [
+        "Cannot make room for a table of 10,000 rows: all jobs' tables together would take 79 MiB, and this switch has "
+        "1. Start it with --table-mib 79.",
+        "",
+    ]

@@ -159,8 +159,8 @@ class TablePlay:
     def check_table(self) -> None:
         """Each update is in the table exactly once."""
         for worker in range(self.workers):
-            for row in self.state.table.rows:
-                added = row.values[worker] // (1 << 11)
+            for row in self.state.table.values:
+                added = int(row[worker]) // (1 << 11)
                 if self.loses is None or worker < self.workers - 1:
                     assert added == self.steps, f"seed {self.seed}: {added} of {self.steps} of worker {worker}"
                 else:  # its last push may have been cut short

@@ -1,4 +1,4 @@
-"""A switch in the kernel: an eBPF program at the ports' tc ingress hooks sums packets where they come in.
+"""A switch in the kernel: an eBPF program at the ports' tc ingress or XDP hooks sums packets where they come in.
 
 * `switch.bpf.c` - the program: what becomes of each packet
 * `compiled` - the program for this machine, by clang, once

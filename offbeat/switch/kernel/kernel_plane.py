@@ -14,7 +14,7 @@ import numpy as np
 
 from offbeat.errors import PlanError
 from offbeat.switch.clocks import Windows
-from offbeat.switch.data_plane import JobClocks, JobStats, MemberStats
+from offbeat.switch.data_plane import JobClocks, JobStats, MemberStats, no_room_for_table
 from offbeat.switch.kernel.layout import COMMAND, EXCHANGE, JOB, MEMBER, row_of, slot_of
 from offbeat.switch.members import ALL
 from offbeat.switch.packet import MOST_WORKERS, VALUES_STEP, Flag, Packet, PacketKind, Reason, distance
@@ -65,15 +65,14 @@ class KernelPlane:
         self._job_of = program.map("numbers", np.dtype("<u4"))
         self._state = program.map("jobs", JOB, is_locked=True)
         self._members = program.map("members", MEMBER)
-        self._slot, self._row = slot_of(values), row_of(values)
-        self._slots = program.map("slots", self._slot, is_locked=True)
+        self._slots = program.map("slots", slot_of(values), is_locked=True)
         self._exchanges = program.map("exchanges", EXCHANGE, is_locked=True)
-        self._rows = program.map("rows", self._row, is_locked=True)
+        self._rows = program.map("rows", row_of(values), is_locked=True)
 
     @property
     def dropped(self) -> dict[str, int]:
         """Packets that were not looked at, by why."""
-        names = ("foreign", "unknown job", "refused", "fragments")
+        names = ("foreign", "unknown job", "refused", "fragments", "bundles")
         return dict(zip(names, self._program.counts("counters", len(names)), strict=True))
 
     # -- control -------------------------------------------------------------------------------------------------
@@ -118,19 +117,21 @@ class KernelPlane:
             if first - start >= size:
                 break
             start = max(start, first + length)
-        if start + size > self._sizes[pool]:
-            what = "slots" if pool == "MOST_SLOTS" else "rows"
-            raise PlanError(
-                f"Cannot begin another job with {size} {what}: this switch has {self._sizes[pool]} for all jobs. Use "
-                "fewer - at `plan.fabric.slots`."
-            )
-        return start
+        most = self._sizes[pool]
+        if start + size <= most:
+            return start
+        if pool == "MOST_ROWS":
+            row_bytes = 4 * self._sizes["MOST_VALUES"]  # of a row, however few of them its job uses
+            raise no_room_for_table(size, (start + size) * row_bytes, most * row_bytes)
+        raise PlanError(
+            f"Cannot begin another job with {size} slots: this switch has {most} for all jobs. Use fewer - at "
+            "`plan.fabric.slots`."
+        )
 
     def _clear(self, job: _KernelJob) -> None:
-        for key in range(job.first_slot, job.first_slot + job.shape.slots):
-            self._slots[key], self._exchanges[key] = np.zeros((), self._slot), np.zeros((), EXCHANGE)
-        for key in range(job.first_row, job.first_row + job.shape.rows):
-            self._rows[key] = np.zeros((), self._row)
+        for pool in (self._slots, self._exchanges):
+            pool.clear(job.first_slot, job.shape.slots)
+        self._rows.clear(job.first_row, job.shape.rows)
 
     def destroy_job(self, number: int) -> None:
         if self._jobs.pop(number, None) is not None:

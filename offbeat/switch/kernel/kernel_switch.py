@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from offbeat.errors import PeerError
+from offbeat.switch.data_plane import MIB, TABLE_MIB
 from offbeat.switch.kernel.compiled import compiled
 from offbeat.switch.kernel.kernel_plane import KernelPlane
 from offbeat.switch.kernel.layout import SETTINGS
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offbeat")
 _AT_ONCE = 64
-_SLOT_BYTES = 32 << 20  # of all jobs' slots, and as much again of their rows
+_SLOT_BYTES = 32 << 20  # of all jobs' slots
 _JOBS = 16
 
 
@@ -33,18 +34,32 @@ class KernelSwitch:
     Args:
         host, port: IPv4 address that packets are for; port 0 for one of the kernel's choice.
         interfaces: at which they come in: where the workers' links end, such as the ports of a bridge.
+        table_mib: of all jobs' tables, which the kernel sets aside at once.
+        at_xdp: whether gradients are summed at the interfaces' XDP hooks already.
 
     Raises:
         NetworkError: if an interface, a package, a right or a part of the kernel is missing; says which.
     """
 
-    target = "ebpf"
-
-    def __init__(self, host: str, interfaces: Sequence[str], *, port: int = 0) -> None:
+    def __init__(
+        self,
+        host: str,
+        interfaces: Sequence[str],
+        *,
+        port: int = 0,
+        table_mib: int = TABLE_MIB,
+        at_xdp: bool = False,
+    ) -> None:
+        self.target = "xdp" if at_xdp else "ebpf"
         room = (KernelObject.frame_bytes(interfaces) - HEADERS_BYTES) // (4 * VALUES_STEP) * VALUES_STEP
         values = max(VALUES_STEP, min(MOST_VALUES, room))
-        places = 1 << (_SLOT_BYTES // (4 * values)).bit_length() - 1
-        sizes = {"MOST_VALUES": values, "MOST_SLOTS": places, "MOST_ROWS": places, "MOST_JOBS": _JOBS}
+        sizes = {
+            "MOST_VALUES": values,
+            "MOST_SLOTS": 1 << (_SLOT_BYTES // (4 * values)).bit_length() - 1,
+            "MOST_ROWS": max(1, (table_mib << MIB) // (4 * values)),
+            "MOST_JOBS": _JOBS,
+            "HAS_XDP": int(at_xdp),
+        }
         self._socket = UdpSocket(host, port)
         self._program = KernelObject(compiled(sizes))
         try:
@@ -54,6 +69,8 @@ class KernelSwitch:
             self._program.map("settings", SETTINGS)[0] = setting
             self.plane = KernelPlane(self._program, self._socket.send, sizes)
             self._program.attach("take_packet", interfaces)
+            if at_xdp:
+                self._program.attach_at_xdp("take_frame", interfaces)
         except BaseException:
             self._socket.close()
             self._program.close()

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 _LOCKED = 4  # BPF_F_LOCK: the whole value at once, under its spin lock
 _INGRESS, _EGRESS, _BOTH_WAYS = 1, 2, 3
 _REPLACE = 1
+_XDP, _GENERIC = 37, 2  # BPF_XDP, XDP_FLAGS_SKB_MODE
 _SIOCGIFMTU = 0x8921
 _HANDLE, _PRIORITY = 1, 0x0FFB  # by which a filter of ours is known, and replaced
+_BATCH_BYTES = 1 << 20  # of entries that are written at a time
 _SAID = 1500  # characters of what the kernel says
 
 
@@ -50,6 +52,14 @@ class _Filter(ctypes.Structure):
         ("sz", ctypes.c_size_t), ("prog_fd", ctypes.c_int), ("flags", ctypes.c_uint32), ("prog_id", ctypes.c_uint32),
         ("handle", ctypes.c_uint32), ("priority", ctypes.c_uint32),
     )  # fmt: skip
+
+
+class _BatchOptions(ctypes.Structure):
+    _fields_ = (("sz", ctypes.c_size_t), ("elem_flags", ctypes.c_uint64), ("flags", ctypes.c_uint64))
+
+
+class _LinkOptions(ctypes.Structure):
+    _fields_ = (("sz", ctypes.c_size_t), ("flags", ctypes.c_uint32), ("unused", ctypes.c_uint32))
 
 
 class KernelMap:
@@ -80,6 +90,21 @@ class KernelMap:
     def __setitem__(self, key: int, entry: NDArray[Any]) -> None:
         at, entry = ctypes.c_uint32(key), np.ascontiguousarray(entry, self._value)
         _check(self._library.bpf_map_update_elem(self._fd, ctypes.byref(at), _pointer(entry), self._flags), "write")
+
+    def clear(self, first: int, count: int) -> None:
+        """Make so many entries zero, from a key on."""
+        most = max(1, _BATCH_BYTES // self._value.itemsize)
+        empty = np.zeros(min(most, count), self._value)
+        opts = _BatchOptions(sz=ctypes.sizeof(_BatchOptions), elem_flags=self._flags.value)
+        for start in range(first, first + count, most):
+            keys = np.arange(start, min(start + most, first + count), dtype=np.uint32)
+            done = ctypes.c_uint32(len(keys))
+            _check(
+                self._library.bpf_map_update_batch(
+                    self._fd, _pointer(keys), _pointer(empty), ctypes.byref(done), ctypes.byref(opts)
+                ),
+                "clear",
+            )
 
     def __delitem__(self, key: int) -> None:
         self._library.bpf_map_delete_elem(self._fd, ctypes.byref(ctypes.c_uint32(key)))
@@ -113,6 +138,7 @@ class KernelObject:
                 library.bpf_object__close(self._object)
             raise NetworkError(_not_loaded(-code, said.text))
         self._attached: list[tuple[_Hook, bool]] = []
+        self._links: list[int] = []
 
     def map(self, name: str, value: np.dtype[Any], *, is_locked: bool = False) -> KernelMap:
         """A map of the program, whose entries have to be as large as `value`."""
@@ -154,11 +180,9 @@ class KernelObject:
             NetworkError: if there is no such interface, or it cannot be attached.
         """
         for name in interfaces:
-            try:
-                index = socket.if_nametoindex(name)
-            except OSError as error:
-                raise NetworkError(_no_such([name])) from error
-            hook = _Hook(sz=ctypes.sizeof(_Hook), ifindex=index, attach_point=_EGRESS if is_egress else _INGRESS)
+            hook = _Hook(
+                sz=ctypes.sizeof(_Hook), ifindex=_index_of(name), attach_point=_EGRESS if is_egress else _INGRESS
+            )
             made = self._library.bpf_tc_hook_create(ctypes.byref(hook))
             if made and made != -errno.EEXIST:
                 raise NetworkError(
@@ -173,6 +197,28 @@ class KernelObject:
             if code:
                 raise NetworkError(f"Cannot sum what comes in at {name!r}: {os.strerror(-code)}.")
             self._attached.append((hook, made == 0))
+
+    def attach_at_xdp(self, program: str, interfaces: Sequence[str]) -> None:
+        """Have a program see all that comes in at these interfaces as early as can be, until `close`.
+
+        That is in the driver if it can; else (generic) before anything else looks at a packet, as on loopback.
+
+        Raises:
+            NetworkError: if there is no such interface, or it cannot be attached.
+        """
+        for name in interfaces:
+            index = _index_of(name)
+            for flags in (0, _GENERIC):
+                opts = _LinkOptions(sz=ctypes.sizeof(_LinkOptions), flags=flags)
+                link = self._library.bpf_link_create(self._program(program), index, _XDP, ctypes.byref(opts))
+                if link >= 0:
+                    self._links.append(link)
+                    break
+            else:
+                raise NetworkError(
+                    f"Cannot sum what comes in at {name!r} by XDP: {os.strerror(-link)}. If another program is there, "
+                    f"`ip link set dev {name} xdp off` takes it away; or use --target ebpf."
+                )
 
     @staticmethod
     def frame_bytes(interfaces: Sequence[str]) -> int:
@@ -196,7 +242,9 @@ class KernelObject:
             if is_ours:
                 hook.attach_point = _BOTH_WAYS  # which is the whole of it
                 self._library.bpf_tc_hook_destroy(ctypes.byref(hook))
-        self._attached = []
+        for link in self._links:
+            os.close(link)
+        self._attached, self._links = [], []
         if self._object:
             self._library.bpf_object__close(self._object)
             self._object = ctypes.c_void_p()
@@ -227,6 +275,13 @@ class _Said:
 _kept: list[Any] = []  # functions that the library may call as long as this process lives
 
 
+def _index_of(interface: str) -> int:
+    try:
+        return socket.if_nametoindex(interface)
+    except OSError as error:
+        raise NetworkError(_no_such([interface])) from error
+
+
 def _no_such(names: Sequence[str]) -> str:
     there = [name for _, name in socket.if_nameindex()]
     lacking = ", ".join(repr(name) for name in names if name not in there)
@@ -239,6 +294,8 @@ def _not_loaded(code: int, said: str) -> str:
             f"Cannot sum in the kernel as user {os.geteuid()}: loading its program needs root, or CAP_BPF and "
             "CAP_NET_ADMIN. Run it with sudo, or use --target udp."
         )
+    if code == errno.ENOMEM:
+        return "Cannot sum in the kernel: it has no memory for its tables. Start it with a smaller --table-mib."
     return (
         f"Cannot sum in the kernel: it does not take the program ({os.strerror(code)}). It needs Linux 5.17 or newer "
         f"with CONFIG_BPF_SYSCALL and CONFIG_DEBUG_INFO_BTF; or use --target udp. It said: {said[-_SAID:].strip()}"

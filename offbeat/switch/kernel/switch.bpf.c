@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /* A switch in the kernel: packets are summed where they come in, at the ports' tc ingress hooks, and go out from there.
+ * With HAS_XDP gradients are summed before that, at the ports' XDP hooks, which packets that need no answer do not pass:
+ * all but the last of each sum. Whatever is to be answered, or is anything else, goes on to tc, for nothing can be copied
+ * at XDP for each of many ports.
  *
  * What becomes of each packet is what offbeat/switch/job_state.py says, bit for bit; tests replay the same packets to
  * both. It differs in how clocks are kept: the least of 64 numbers costs no more here than a ring of bits, and is the
@@ -10,7 +13,7 @@
  * incomplete, and put right when it is sent again.
  *
  * Numbers in packets are little-endian, and so must this machine be. Defined when it is compiled: MOST_VALUES (int32 in
- * a packet), MOST_SLOTS, MOST_ROWS, MOST_JOBS (of all jobs together).
+ * a packet), MOST_SLOTS, MOST_ROWS, MOST_JOBS (of all jobs together), HAS_XDP.
  */
 #include <linux/bpf.h>
 #include <linux/if_ether.h>
@@ -32,13 +35,14 @@
 #define ZERO_EXPONENT (-127)
 #define FRAME_BYTES (ETH_HLEN + sizeof(struct iphdr) + sizeof(struct udphdr))
 #define UNKNOWN ((__s64)1 << 40) /* further than any clock */
+#define COMPLETED 0x0FFBA115 /* what is noted in front of a packet that has completed a sum at XDP */
 
 enum kind { JOIN = 1, JOIN_OK, DATA, RESULT, INC, INC_OK, READ, ROW, CLOCK, GRANT, LEAVE, LEAVE_OK, PROBE, PROBE_OK, NACK };
 enum flag { FIRST = 1, PRIME = 2, PARTIAL = 4, SATURATED = 8 };
 enum reason {
 	UNKNOWN_JOB = 1, NOT_A_MEMBER, STALE_COOKIE, WRONG_PORT, MALFORMED, SUPERSEDED, AHEAD_OF_RING, WRONG_CLOCK, HELD_UP
 };
-enum counter { FOREIGN, STRANGE, REFUSED, FRAGMENTS, COUNTERS };
+enum counter { FOREIGN, STRANGE, REFUSED, FRAGMENTS, BUNDLES, COUNTERS, OURS = COUNTERS, OTHERS };
 #define FROM_WORKERS (1 << JOIN | 1 << DATA | 1 << INC | 1 << READ | 1 << CLOCK | 1 << LEAVE | 1 << PROBE)
 
 /* See offbeat/switch/packet.py. */
@@ -201,6 +205,28 @@ static __always_inline __s32 distance(__u32 number, __u32 other)
 	return number - other;
 }
 
+/* -- what differs between hooks: `packet` is a struct xdp_md at XDP, else a struct __sk_buff ----------------------- */
+
+enum hook { AT_TC, AT_XDP };
+
+static __always_inline long load_bytes(void *packet, enum hook hook, __u32 from, void *to, __u32 size)
+{
+	return hook == AT_XDP ? bpf_xdp_load_bytes(packet, from, to, size) : bpf_skb_load_bytes(packet, from, to, size);
+}
+
+static __always_inline __u32 length_of(void *packet, enum hook hook)
+{
+	return hook == AT_XDP ? bpf_xdp_get_buff_len(packet) : ((struct __sk_buff *)packet)->len;
+}
+
+/* Whether the packet has completed a sum at XDP. */
+static __always_inline int has_completed(struct __sk_buff *skb)
+{
+	__u32 *note = (void *)(long)skb->data_meta;
+
+	return (void *)(note + 1) <= (void *)(long)skb->data && *note == COMPLETED;
+}
+
 /* -- sending ---------------------------------------------------------------------------------------------------- */
 
 static __always_inline void seal(struct frame *f)
@@ -228,14 +254,14 @@ static __always_inline int resize(struct __sk_buff *skb, __u32 blocks)
 }
 
 /* Take the values behind the packet's header to scratch, or put them there. */
-static __always_inline int load(struct __sk_buff *skb, struct scratch *s)
+static __always_inline int load(void *packet, enum hook hook, struct scratch *s)
 {
 	__u32 size = s->f.h.count * BLOCK * 4;
 
 	asm volatile("" : "+r"(size)); /* so that the check is made of what is passed on */
 	if (!size || size > MOST_VALUES * 4)
 		return !!size;
-	return !!bpf_skb_load_bytes(skb, FRAME_BYTES + sizeof(struct header), s->values, size);
+	return !!load_bytes(packet, hook, FRAME_BYTES + sizeof(struct header), s->values, size);
 }
 
 static __always_inline int fill(struct __sk_buff *skb, struct scratch *s)
@@ -571,8 +597,11 @@ static __always_inline void decide(
 		todo->blocks = job->blocks;
 }
 
-static __always_inline int on_data(
-	struct __sk_buff *skb, struct scratch *s, struct job *job, __u32 worker, struct member *member)
+/* Take a packet into its slot, and note what is to be answered in `todo`, of what is kept in `kept`; a reason to refuse
+ * it as it is, -1 if it cannot be, or 0. */
+static __always_inline int sum_up(
+	void *packet, enum hook hook, struct scratch *s, struct job *job, __u32 worker, struct member *member,
+	__u64 *seen)
 {
 	struct header *h = &s->f.h, *kept = &s->kept;
 	__u32 place = h->chunk & (job->slots - 1), key = job->first_slot + place;
@@ -580,17 +609,17 @@ static __always_inline int on_data(
 	struct exchange *exchange = bpf_map_lookup_elem(&exchanges, &exchange_key);
 	struct slot *slot = bpf_map_lookup_elem(&slots, &key);
 	volatile struct todo *todo = &s->todo;
-	__u64 here, who, seen;
+	__u64 here, who;
 	int is_settled;
 
 	if (!slot || !exchange)
-		return TC_ACT_SHOT;
+		return -1;
 	if (h->slot != place || (h->count && h->count != job->blocks))
-		return refuse(skb, s, job, MALFORMED, worker);
+		return MALFORMED;
 	if (distance(h->bitmap, job->acked[worker]) > 0)
 		job->acked[worker] = h->bitmap;
-	if (load(skb, s))
-		return TC_ACT_SHOT;
+	if (load(packet, hook, s))
+		return -1;
 	plan(s, 0, 0, 0);
 
 	bpf_spin_lock(&exchange->lock);
@@ -603,7 +632,7 @@ static __always_inline int on_data(
 	bpf_spin_lock(&slot->lock);
 	decide(job, slot, h, 1ULL << worker, here, who, is_settled, todo);
 	slot->flags |= add_to(slot->values, s) * SATURATED;
-	seen = slot->seen;
+	*seen = slot->seen;
 	kept->epoch = slot->attempt;
 	kept->chunk = slot->chunk;
 	kept->clock = slot->clock;
@@ -611,23 +640,41 @@ static __always_inline int on_data(
 	kept->flags = VERSION << 4 | slot->flags;
 	bpf_spin_unlock(&slot->lock);
 
+	if (todo->is_duplicate)
+		__sync_fetch_and_add(&member->duplicates, 1);
+	if (todo->to == ALL && kept->flags & FIRST) {
+		bpf_spin_lock(&exchange->lock);
+		exchange->is_settled = 1;
+		exchange->clock = kept->clock;
+		exchange->who = *seen & here;
+		bpf_spin_unlock(&exchange->lock);
+	}
+	return 0;
+}
+
+static __always_inline int on_data(
+	struct __sk_buff *skb, struct scratch *s, struct job *job, __u32 worker, struct member *member)
+{
+	struct header *h = &s->f.h, *kept = &s->kept;
+	volatile struct todo *todo = &s->todo;
+	int is_completed = has_completed(skb), reason;
+	__u64 seen;
+
+	reason = sum_up(skb, AT_TC, s, job, worker, member, &seen);
+	if (reason > 0)
+		return refuse(skb, s, job, reason, worker);
+	if (reason < 0)
+		return TC_ACT_SHOT;
 	if (todo->refusal == HELD_UP)
 		return refuse(skb, s, job, HELD_UP, first_bit(todo->lacking));
 	if (todo->refusal) {
 		h->chunk = kept->chunk;
 		return refuse_in_favour(skb, s, job, SUPERSEDED, worker, kept->epoch, kept->exponent);
 	}
-	if (todo->is_duplicate)
-		__sync_fetch_and_add(&member->duplicates, 1);
 	if (todo->to == NOBODY)
 		return TC_ACT_SHOT;
-	if (todo->to == ALL && kept->flags & FIRST) {
-		bpf_spin_lock(&exchange->lock);
-		exchange->is_settled = 1;
-		exchange->clock = kept->clock;
-		exchange->who = seen & here;
-		bpf_spin_unlock(&exchange->lock);
-	}
+	if (is_completed) /* there it was for all, here it comes for a sum that is there */
+		todo->to = ALL;
 	h->kind = RESULT;
 	h->worker = todo->to;
 	h->count = todo->blocks;
@@ -665,7 +712,7 @@ static __always_inline int on_inc(
 	if (h->chunk >= job->rows || h->count != job->blocks || h->exponent != job->exponent)
 		return refuse(skb, s, job, MALFORMED, worker);
 	row = bpf_map_lookup_elem(&rows, &key);
-	if (!row || load(skb, s))
+	if (!row || load(skb, AT_TC, s))
 		return TC_ACT_SHOT;
 	if (step > 1) { /* all its updates of the step before are in, or it would not have begun this one */
 		bpf_spin_lock(&job->lock);
@@ -747,7 +794,7 @@ static __always_inline int is_ours(struct frame *f, __u32 size)
 	       f->h.count <= MOST_BLOCKS && size == sizeof(struct header) + f->h.count * BLOCK * 4;
 }
 
-static __always_inline __u8 why_not(struct __sk_buff *skb, struct frame *f, struct job *job, struct member *member)
+static __always_inline __u8 why_not(struct frame *f, __u32 port, struct job *job, struct member *member)
 {
 	if (f->h.worker >= MOST_WORKERS || !(*(volatile __u64 *)&job->members >> f->h.worker & 1))
 		return NOT_A_MEMBER;
@@ -755,48 +802,68 @@ static __always_inline __u8 why_not(struct __sk_buff *skb, struct frame *f, stru
 		return STALE_COOKIE;
 	if (!member->is_bound)
 		return f->h.kind == JOIN ? 0 : WRONG_PORT;
-	return member->ip == f->ip.saddr && member->port == f->udp.source && member->ifindex == skb->ifindex ? 0
-													     : WRONG_PORT;
+	return member->ip == f->ip.saddr && member->port == f->udp.source && member->ifindex == port ? 0 : WRONG_PORT;
 }
 
-static __always_inline void bind(struct __sk_buff *skb, struct frame *f, struct member *member)
+static __always_inline void bind(struct frame *f, __u32 port, struct member *member)
 {
 	member->ip = f->ip.saddr;
 	member->port = f->udp.source;
-	member->ifindex = skb->ifindex;
+	member->ifindex = port;
 	copy(member->mac, f->eth.from);
 	copy(member->own_mac, f->eth.to);
 	member->is_bound = 1;
 }
 
+static __always_inline void note(struct member *member, __u8 kind)
+{
+	member->heard_ns = bpf_ktime_get_ns();
+	__sync_fetch_and_add(&member->packets[kind & 15], 1);
+}
+
+/* Look at what came in; its frame is loaded if it is for the switch (OURS). Else it is to be dropped, and counted as what
+ * is returned, or goes its way (OTHERS). */
+static __always_inline __u32 look_at(void *packet, enum hook hook, struct frame *f)
+{
+	__u32 zero = 0, size, ip_size;
+	struct settings *setting = bpf_map_lookup_elem(&settings, &zero);
+
+	if (!setting || load_bytes(packet, hook, 0, &f->eth, FRAME_BYTES) || f->eth.type != bpf_htons(ETH_P_IP))
+		return OTHERS;
+	if (f->ip.version != 4 || f->ip.ihl != 5 || f->ip.protocol != IPPROTO_UDP || f->ip.daddr != setting->ip)
+		return OTHERS;
+	if (f->ip.frag_off & bpf_htons(0x1fff) || f->udp.dest != setting->port) /* a later fragment says no port */
+		return OTHERS;
+	if (f->ip.frag_off & bpf_htons(0x2000)) /* the first of a packet that is longer than the path's frames */
+		return FRAGMENTS;
+	if (hook == AT_TC && ((struct __sk_buff *)packet)->gso_segs > 1) /* several that a host has put into one */
+		return BUNDLES;
+	size = bpf_ntohs(f->udp.len) - sizeof(f->udp);
+	ip_size = bpf_ntohs(f->ip.tot_len) - sizeof(f->ip) - sizeof(f->udp);
+	if (size < sizeof(f->h) || size > 65535 || size != ip_size || length_of(packet, hook) < FRAME_BYTES + size ||
+	    load_bytes(packet, hook, FRAME_BYTES, &f->h, sizeof(f->h)) || !is_ours(f, size))
+		return FOREIGN;
+	return OURS;
+}
+
 SEC("tc")
 int take_packet(struct __sk_buff *skb)
 {
-	__u32 zero = 0, size, worker;
-	struct settings *setting = bpf_map_lookup_elem(&settings, &zero);
+	__u32 zero = 0, worker, what;
 	struct scratch *s = bpf_map_lookup_elem(&scratches, &zero);
 	struct frame *f;
 	struct member *member;
 	struct job *job;
 	__u8 reason;
 
-	if (!setting || !s)
+	if (!s || skb->vlan_present) /* of another network: the port of that one is an interface of its own */
 		return TC_ACT_OK;
 	f = &s->f;
-	if (skb->protocol != bpf_htons(ETH_P_IP) || bpf_skb_load_bytes(skb, 0, &f->eth, FRAME_BYTES))
+	what = look_at(skb, AT_TC, f);
+	if (what == OTHERS)
 		return TC_ACT_OK;
-	if (f->ip.ihl != 5 || f->ip.protocol != IPPROTO_UDP || f->ip.daddr != setting->ip)
-		return TC_ACT_OK;
-	if (f->ip.frag_off & bpf_htons(0x1fff) || f->udp.dest != setting->port) /* a later fragment says no port */
-		return TC_ACT_OK;
-	if (f->ip.frag_off & bpf_htons(0x2000)) { /* the first of a packet that is longer than the path's frames */
-		count(FRAGMENTS);
-		return TC_ACT_SHOT;
-	}
-	size = bpf_ntohs(f->udp.len) - sizeof(f->udp);
-	if (size < sizeof(f->h) || size > 65535 || skb->len < FRAME_BYTES + size ||
-	    bpf_skb_load_bytes(skb, FRAME_BYTES, &f->h, sizeof(f->h)) || !is_ours(f, size)) {
-		count(FOREIGN);
+	if (what != OURS) {
+		count(what);
 		return TC_ACT_SHOT;
 	}
 	job = job_of(f->h.job);
@@ -807,15 +874,14 @@ int take_packet(struct __sk_buff *skb)
 	member = member_of(job, f->h.worker);
 	if (!member)
 		return TC_ACT_SHOT;
-	reason = why_not(skb, f, job, member);
+	reason = why_not(f, skb->ifindex, job, member);
 	if (reason) {
 		count(REFUSED);
 		return refuse(skb, s, job, reason, f->h.worker);
 	}
 	if (!member->is_bound)
-		bind(skb, f, member);
-	member->heard_ns = bpf_ktime_get_ns();
-	__sync_fetch_and_add(&member->packets[f->h.kind & 15], 1);
+		bind(f, skb->ifindex, member);
+	note(member, f->h.kind);
 	worker = f->h.worker & (MOST_WORKERS - 1);
 	switch (f->h.kind) {
 	case DATA:
@@ -832,6 +898,50 @@ int take_packet(struct __sk_buff *skb)
 		return on_look(skb, s, job, worker, f->h.kind == JOIN ? JOIN_OK : PROBE_OK);
 	}
 }
+
+/* Not of "xdp.frags": at generic hooks Linux 6.18 loses packets that such a program passes. Drivers take frames of a page
+ * then, and longer ones are summed at the generic hook. */
+#if HAS_XDP
+/* Sum a gradient's packet, and drop it if nobody is to be answered. All others go on to tc as they came, where they are
+ * taken as if they came again: what has been added is not added twice. */
+SEC("xdp")
+int take_frame(struct xdp_md *xdp)
+{
+	__u32 zero = 0, *noted;
+	struct scratch *s = bpf_map_lookup_elem(&scratches, &zero);
+	struct frame *f;
+	struct member *member;
+	struct job *job;
+	__u64 seen;
+
+	if (!s)
+		return XDP_PASS;
+	f = &s->f;
+	if (look_at(xdp, AT_XDP, f) != OURS || f->h.kind != DATA)
+		return XDP_PASS;
+	job = job_of(f->h.job);
+	if (!job)
+		return XDP_PASS;
+	member = member_of(job, f->h.worker);
+	if (!member || why_not(f, xdp->ingress_ifindex, job, member))
+		return XDP_PASS;
+	if (bpf_xdp_adjust_meta(xdp, -(int)sizeof(*noted))) /* a driver that takes no notes: all is summed at tc */
+		return XDP_PASS;
+	noted = (void *)(long)xdp->data_meta;
+	if ((void *)(noted + 1) > (void *)(long)xdp->data)
+		return XDP_PASS;
+	*noted = 0;
+	if (sum_up(xdp, AT_XDP, s, job, f->h.worker & (MOST_WORKERS - 1), member, &seen) || s->todo.refusal)
+		return XDP_PASS;
+	if (s->todo.to == NOBODY) {
+		note(member, DATA);
+		return XDP_DROP;
+	}
+	if (s->todo.to == ALL)
+		*noted = COMPLETED;
+	return XDP_PASS;
+}
+#endif
 
 /* -- control: called with a command by test-run, so that it holds the same locks as packets ------------------------- */
 
