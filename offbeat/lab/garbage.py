@@ -72,11 +72,11 @@ class GarbageMaker:
     """A maker of garbage out of honest packets.
 
     Args:
-        own: the number of a job and a member's cookie, which may be wasted; its shape is `own_shape`.
+        own: the number of a job, a member and its cookie, which may be wasted; its shape is `own_shape`.
         seed: decides everything.
     """
 
-    def __init__(self, own: tuple[int, int], seed: int = 0) -> None:
+    def __init__(self, own: tuple[int, int, int], seed: int = 0) -> None:
         self._own, self._chance = own, random.Random(seed)
         self._honest: list[bytes] = []
         self._chunk = 0
@@ -104,7 +104,7 @@ class GarbageMaker:
         kind = KINDS[self._made % len(KINDS)]
         self._made += 1
         if kind == "own job":
-            return Garbage(kind, False, self._of_own_job())
+            return Garbage(kind, False, self.of_own_job())
         data = bytearray(self._chance.choice(self._honest))
         is_from_victim = kind == "replayed" or (kind in _FROM_VICTIM and self._chance.random() < 0.5)
         return Garbage(kind, is_from_victim, bytes(self._garbled(kind, data)))
@@ -139,15 +139,15 @@ class GarbageMaker:
                 self._put(data, "kind", chance.choice([kind for kind in range(256) if kind not in FROM_WORKERS]))
         return data
 
-    def _of_own_job(self) -> bytes:
-        """A packet of a member, in which some fields are wrong, or none."""
-        chance, (job, cookie) = self._chance, self._own
+    def of_own_job(self) -> bytes:
+        """Make a packet of the member's, in which some fields are wrong, or none."""
+        chance, (job, worker, cookie) = self._chance, self._own
         kind = chance.choice([PacketKind.DATA, *sorted(FROM_WORKERS - {PacketKind.LEAVE})])
         chunk = self._chunk = (self._chunk + chance.choice([0, 1, 1, 1])) % (1 << 32)
         blocks = chance.choice([0, _OWN_VALUES // VALUES_STEP, chance.randrange(2 * _OWN_VALUES // VALUES_STEP)])
-        of_table = kind in (PacketKind.INC, PacketKind.READ)
+        row = chance.randrange(_OWN_ROWS)
         packet = Packet(
-            kind, job, 0, cookie=cookie, clock=chunk // 8, chunk=chance.randrange(_OWN_ROWS) if of_table else chunk,
+            kind, job, worker, cookie=cookie, clock=chunk // 8, chunk=chunk if kind == PacketKind.DATA else row,
             slot=chunk % _OWN_SLOTS, bitmap=chunk, flags=chance.choice([Flag(0), Flag.PRIME, Flag.FIRST | Flag.PRIME]),
             values=(chance.randrange(-(1 << 31), 1 << 31),) * blocks * VALUES_STEP,
         )  # fmt: skip
@@ -212,7 +212,7 @@ class GarbageSender:
         self._task = task
         self._control = ControlClient(task.address, credentials=Token(task.token.encode()))
         shape, joined = self._control.join(f"own-{task.victim}", GarbageMaker.own_shape())
-        self._maker = GarbageMaker((shape.number, joined.cookie))
+        self._maker = GarbageMaker((shape.number, 0, joined.cookie))
         self._socket = UdpSocket()
         self._switch = np.full(_AT_ONCE, self._socket.connect(self._control.host, joined.port), np.uint64)
         self._port = joined.port

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 @pytest.mark.parametrize(("target", "values"), [("udp", "64"), ("ebpf", "64,2048")])
 def test_a_tiny_run(target: str, values: str, tmp_path: Path) -> None:
-    arguments = ("--target", target, "--workers", "2", "--values", values, "--loss", "0,5", "--repeats", "1")
-    arguments += ("--what", "results,clocks,packets", "--seconds", "0.2")
+    arguments: tuple[str, ...] = ("--target", target, "--workers", "2", "--values", values, "--loss", "0,5")
+    arguments += ("--repeats", "1", "--what", "results,clocks,packets", "--seconds", "0.2")
     code, output = offbeat("bench", "switch", *arguments, "--json", "switch.json", folder=tmp_path)
     assert code == 0, output
     report = msgspec.json.decode((tmp_path / "switch.json").read_bytes())
@@ -54,8 +54,8 @@ def test_a_tiny_run(target: str, values: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 @pytest.mark.parametrize("target", ["udp", "ebpf"])
 def test_swaps_and_garbage(target: str, tmp_path: Path) -> None:
-    arguments = ("--target", target, "--workers", "2", "--values", "64", "--repeats", "1", "--seconds", "0.5")
-    arguments += ("--what", "garbage,swaps", "--clocks", "400", "--history", "kept")
+    arguments: tuple[str, ...] = ("--target", target, "--workers", "2", "--values", "64", "--repeats", "1")
+    arguments += ("--seconds", "0.5", "--what", "garbage,swaps", "--clocks", "400", "--history", "kept")
     code, output = offbeat("bench", "switch", *arguments, "--json", "switch.json", folder=tmp_path)
     assert code == 0, output
     garbage, *swaps = msgspec.json.decode((tmp_path / "switch.json").read_bytes())["rows"]
@@ -63,7 +63,7 @@ def test_swaps_and_garbage(target: str, tmp_path: Path) -> None:
     assert garbage["checked"] >= 2 * CHUNKS
     assert garbage["per_second"][0] > 0
     assert set(garbage["garbage"]) == set(KINDS), "all of it was sent"
-    assert {"foreign", "unknown job", "STALE_COOKIE", "WRONG_PORT", "SUPERSEDED"} <= set(garbage["refused"])
+    assert {"foreign", "unknown job", "STALE_COOKIE", "WRONG_PORT", "MALFORMED"} <= set(garbage["refused"])
     assert [row["loss_percent"] for row in swaps] == [0, 1, 3]
     for row in swaps:
         proof = row["proof"]
@@ -108,7 +108,7 @@ def test_a_mixed_clock_and_a_late_change_would_be_counted(tmp_path: Path) -> Non
 
 def test_garbage_is_what_it_is_called() -> None:
     honest = encode(Packet(PacketKind.DATA, 7, 1, cookie=9, chunk=3, slot=3, values=(5,) * 64))
-    maker = GarbageMaker((8, 77))
+    maker = GarbageMaker((8, 0, 77))
     maker.see(honest)
     by_kind: dict[str, list[Garbage]] = {}
     for _ in range(500 * len(KINDS)):
