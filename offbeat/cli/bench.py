@@ -64,19 +64,29 @@ def switch(
         str, typer.Option(metavar="N,N", help="int32 in a packet; above 352 with jumbo frames, at the kernel's switch.")
     ] = "64,256,352,2048",
     loss: Annotated[str, typer.Option(metavar="P,P", help="Percent of the packets lost, each way.")] = "0,1,5",
+    what: Annotated[
+        str, typer.Option(metavar="WHAT,WHAT", help="What to measure.")
+    ] = "results,clocks,packets,garbage,swaps",
+    clocks: Annotated[int, typer.Option(min=1, help="Clocks of each worker while policies are swapped.")] = 30_000,
     seconds: Annotated[float, typer.Option(min=0.05, help="Seconds that each turn takes.")] = 3.0,
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each row, interleaved.")] = 5,
     json: Annotated[Path | None, typer.Option(help="File for the raw records.")] = None,
+    history: Annotated[
+        Path | None, typer.Option(help="Folder for the histories of policies that were swapped, for verify-run.")
+    ] = None,
 ) -> None:
-    """Measure switches with workers in network namespaces: sums, of which each is checked, and barriers. Needs root."""
+    """Measure switches with workers in network namespaces: sums, of which each is checked, and barriers. Needs root.
+
+    Some of it is measured beside packets that no honest worker sends, and while the policy is swapped again and again.
+    """
     from offbeat.cli.switch_benchmark import TARGETS, cells_of, measure_switch
 
     _check_folder(json)
     targets = TARGETS if target is BenchTargetName.all else (target.value,)
     counts, sizes = ([int(one) for one in _numbers(text)] for text in (workers, values))
-    cells = cells_of(targets, counts, sizes, _numbers(loss))
+    cells = cells_of(targets, counts, sizes, _numbers(loss), what=what.split(","), clocks=clocks)
     with Console(stderr=True).status("") as status:
-        figures = measure_switch(cells, seconds=seconds, repeats=repeats, tell=status.update)
+        figures = measure_switch(cells, seconds=seconds, repeats=repeats, tell=status.update, histories=history)
     if json is not None:
         _write_switch(json, figures, seconds, repeats)
     _show_switch(figures)
@@ -96,8 +106,6 @@ def _numbers(text: str) -> list[float]:
 
 def _write_switch(path: Path, figures: list[SwitchFigure], seconds: float, repeats: int) -> None:
     """Write what was measured, and with what."""
-    from dataclasses import asdict
-
     import msgspec
 
     from offbeat.cli import switch_benchmark
@@ -105,7 +113,7 @@ def _write_switch(path: Path, figures: list[SwitchFigure], seconds: float, repea
 
     rows = []
     for one in figures:
-        figure = asdict(one)
+        figure = msgspec.to_builtins(one)
         rows.append(figure.pop("cell") | figure | {"median": one.median, "gb_per_s": one.gb_per_s})
     report: dict[str, Any] = {
         "format": 1,
@@ -134,8 +142,10 @@ def _show_switch(figures: list[SwitchFigure]) -> None:
     console = Console(width=max(110, Console().width))
     for what, legend in LEGEND.items():
         rows = [_cells_of(one) for one in figures if one.cell.what == what]
+        if not rows:
+            continue
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        headings = [name for name in (rows[0] if rows else {}) if any(row[name] for row in rows)]
+        headings = [name for name in rows[0] if any(row[name] for row in rows)]
         for heading in headings:
             table.add_column(heading, justify="left" if heading == "target" else "right", no_wrap=True)
         for row in rows:
@@ -149,19 +159,26 @@ def _show_switch(figures: list[SwitchFigure]) -> None:
 
 def _cells_of(one: SwitchFigure) -> dict[str, str]:
     """A row of the table, by heading; "" for what says nothing."""
-    cell, (least, most) = one.cell, one.range
+    cell, (least, most), proof = one.cell, one.range, one.proof
     return {
         "target": cell.target,
         "workers": str(cell.workers),
         "values": str(cell.values) if cell.values else "",
-        "ahead": "" if cell.values else str(cell.slack),
+        "ahead": "" if cell.values or proof else str(cell.slack),
         "% lost": f"{cell.loss_percent:g}" if cell.target else "",
         "median/s": f"{one.median:,.0f}",
-        "least": f"{least:,.0f}",
-        "most": f"{most:,.0f}",
+        "least": "" if proof else f"{least:,.0f}",
+        "most": "" if proof else f"{most:,.0f}",
         "GB/s": f"{one.gb_per_s:.3f}" if cell.values else "",
         "wrong": f"{one.wrong:,} of {one.checked:,}" if one.checked else "",
         "sent again": f"{one.resent / one.sent:.1%}" if one.sent else "",
+        "garbage": f"{one.garbage.total():,}" if one.garbage else "",
+        "swaps": f"{proof.swaps:,}" if proof else "",
+        "us each": f"{proof.us_per_swap:,.0f}" if proof else "",
+        "grants": f"{proof.grants:,}" if proof else "",
+        "of them ahead": f"{proof.grants_ahead:,}" if proof else "",
+        "mixed": f"{proof.mixed + proof.other_windows:,}" if proof else "",
+        "violations": f"{proof.violations + proof.too_late:,}" if proof else "",
     }
 
 

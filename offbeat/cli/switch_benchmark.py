@@ -13,24 +13,31 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import secrets
 import shutil
 import statistics
 import subprocess
 import tempfile
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from offbeat.errors import PlanError
+from offbeat.lab.garbage import GarbageTask
 from offbeat.lab.launch import SwitchProcess
-from offbeat.lab.load_workers import LoadWorkers
+from offbeat.lab.load_workers import LoadOutcome, LoadWorkers
 from offbeat.lab.network import Network
+from offbeat.lab.random_swaps import RandomSwaps, SwapProof, prove
+from offbeat.lab.switch_load import LoadTask
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.sending_rate import sending_rate
 from offbeat.topology import Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 TARGETS = ("udp", "ebpf", "xdp")
 SLACKS = (0, 8)
@@ -38,7 +45,12 @@ LEGEND = {
     "results": "chunks whose sums came, per second and worker; GB/s of gradient; loss at the hosts, each way",
     "clocks": "steps that are over, with nothing in them, per second and worker: what a barrier costs",
     "packets": "that one worker makes and sends by itself, to a socket that nobody reads; no switch is in it",
+    "garbage": "results, while somebody sends packets that no honest worker sends (`offbeat.lab.garbage`)",
+    "swaps": "clocks, while the window is changed every few milliseconds to 0, 1, 4 or 16; from workers' histories",
 }
+SWAP_LOSS_PERCENTS = (0.0, 1.0, 3.0)
+CLOCKS = 30_000
+GARBAGE_PER_S = 10_000.0
 _MTU, _JUMBO_MTU = 1500, 9000
 _MOST_VALUES = 352  # of a frame of 1,500 bytes
 _ALONE_S = 0.5  # at most, for what needs no network
@@ -49,11 +61,12 @@ class SwitchCell:
     """One row of the measurements.
 
     Args:
-        what: "results", "clocks" or "packets"; see the module's text.
+        what: one of `LEGEND`.
         target: of the switch; "" for none.
         values: int32 in a packet; 0 for clocks.
         slack: steps that a worker may be ahead, for clocks.
         loss_percent: datagrams that are lost in each direction.
+        clocks: how many are counted, for swaps; 0 for as many as there are in the time.
     """
 
     what: str
@@ -62,11 +75,13 @@ class SwitchCell:
     values: int = 0
     slack: int = 0
     loss_percent: float = 0.0
+    clocks: int = 0
 
     @property
     def words(self) -> str:
         """The cell in words."""
         what = f"results of {self.values} values" if self.values else f"clocks, {self.slack} steps ahead at most"
+        what = {"garbage": f"{what} beside garbage", "swaps": f"{self.clocks} clocks and swaps"}.get(self.what, what)
         return f"{what}, {self.workers} workers, by {self.target}, {self.loss_percent:g} % lost"
 
     @property
@@ -85,6 +100,9 @@ class SwitchFigure:
         sent, resent: packets of all workers, and those of them that were sent again.
         passed, lost: datagrams that came by where some are lost, and those that were.
         errors: what ended a repetition early; its rate is 0.
+        garbage: datagrams that were sent beside those of the workers, by kind.
+        refused: what the switch has dropped and refused meanwhile, by reason.
+        proof: what the histories say, for swaps.
     """
 
     cell: SwitchCell
@@ -96,6 +114,9 @@ class SwitchFigure:
     passed: int = 0
     lost: int = 0
     errors: list[str] = field(default_factory=list)
+    garbage: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    proof: SwapProof | None = None
 
     @property
     def median(self) -> float:
@@ -113,15 +134,28 @@ class SwitchFigure:
 
 
 def cells_of(
-    targets: Sequence[str], workers: Sequence[int], values: Sequence[int], loss_percents: Sequence[float]
+    targets: Sequence[str],
+    workers: Sequence[int],
+    values: Sequence[int],
+    loss_percents: Sequence[float],
+    *,
+    what: Sequence[str] = tuple(LEGEND),
+    clocks: int = CLOCKS,
 ) -> list[SwitchCell]:
     """List what is to be measured; packets that take jumbo frames are for the kernel's switch alone.
+
+    Args:
+        what: of `LEGEND`.
+        clocks: of each worker, while policies are swapped.
 
     Raises:
         PlanError: if a number is out of range.
     """
-    if not (targets and workers and values and loss_percents):
+    if not (targets and workers and values and loss_percents and what):
         raise PlanError("Cannot measure nothing: name at least one target, number of workers, size and loss.")
+    for one in what:
+        if one not in LEGEND:
+            raise PlanError(f"Cannot measure {one!r}: choose from {', '.join(LEGEND)} - at `--what`.")
     for count in workers:
         for size in values:
             JobShape(0, count, size)
@@ -130,47 +164,57 @@ def cells_of(
             raise PlanError(f"Cannot lose {loss:g} % of the packets: choose from 0 to 50 - at `--loss`.")
     cells = [SwitchCell("packets", "", 1, size) for size in values]
     for target in targets:
+        sizes = [size for size in values if target != "udp" or size <= _MOST_VALUES]
         for count in workers:
             for loss in loss_percents:
-                cells += [
-                    SwitchCell("results", target, count, size, loss_percent=loss)
-                    for size in values
-                    if target != "udp" or size <= _MOST_VALUES
-                ]
+                cells += [SwitchCell("results", target, count, size, loss_percent=loss) for size in sizes]
                 cells += [SwitchCell("clocks", target, count, slack=slack, loss_percent=loss) for slack in SLACKS]
-    return cells
+            cells += [SwitchCell("garbage", target, count, size) for size in sizes if size <= _MOST_VALUES]
+        cells += [
+            SwitchCell("swaps", target, max(workers), loss_percent=loss, clocks=clocks) for loss in SWAP_LOSS_PERCENTS
+        ]
+    return [cell for cell in cells if cell.what in what]
 
 
 def measure_switch(
-    cells: Sequence[SwitchCell], *, seconds: float, repeats: int, tell: Callable[[str], None]
+    cells: Sequence[SwitchCell],
+    *,
+    seconds: float,
+    repeats: int,
+    tell: Callable[[str], None],
+    histories: Path | None = None,
 ) -> list[SwitchFigure]:
-    """Measure all cells, by turns.
+    """Measure all cells, by turns; those with swaps once.
 
     Args:
         seconds: how long each turn takes.
         tell: called with what is measured next.
+        histories: folder for those of the workers whose policies were swapped; None to keep none.
 
     Raises:
         NetworkError: if this machine cannot build the network, or lose packets.
         WorkerLostError: if a process of it ends.
     """
     figures = {cell: SwitchFigure(cell) for cell in cells}
-    names = [f"w{rank}" for rank in range(max(cell.workers for cell in cells))]
+    # One more than there are workers: who sends garbage, or changes policies, has a host of its own.
+    names = [f"w{rank}" for rank in range(max(cell.workers for cell in cells) + 1)]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        places: dict[int, tuple[Network, LoadWorkers, Path]] = {}
+        places: dict[int, _Place] = {}
         for mtu in sorted({cell.mtu for cell in cells if cell.target}):
             own = folder / str(mtu)
             own.mkdir()
             network = stack.enter_context(Network(Topology.star(names), mtu=mtu))
-            places[mtu] = network, stack.enter_context(LoadWorkers(network, own)), own
+            workers = stack.enter_context(LoadWorkers(network, own))
+            places[mtu] = _Place(network, workers, own, histories or own)
         groups = sorted({(cell.mtu, cell.target) for cell in cells if cell.target}, key=lambda one: (one[0], one[1]))
         for repeat in range(repeats):
             note = f"repetition {repeat + 1} of {repeats}: "
             # There and back, so that no target always comes after the other.
             for mtu, target in groups if repeat % 2 == 0 else groups[::-1]:
                 here = [figures[cell] for cell in cells if (cell.mtu, cell.target) == (mtu, target)]
-                _measure_target(*places[mtu], target, here, seconds, lambda what, note=note: tell(note + what))  # type: ignore[misc]
+                here = [figure for figure in here if not (repeat and figure.cell.clocks)]
+                _measure_target(places[mtu], target, here, seconds, lambda what, note=note: tell(note + what))  # type: ignore[misc]
             # At the end, when all processes have started and wait.
             for cell in cells:
                 if not cell.target:
@@ -180,35 +224,61 @@ def measure_switch(
     return list(figures.values())
 
 
+class _Place(NamedTuple):
+    """A network, its workers, a folder for what processes say, and one for histories."""
+
+    network: Network
+    workers: LoadWorkers
+    folder: Path
+    histories: Path
+
+
 def _measure_target(
-    network: Network,
-    workers: LoadWorkers,
-    folder: Path,
-    target: str,
-    figures: Sequence[SwitchFigure],
-    seconds: float,
-    tell: Callable[[str], None],
+    place: _Place, target: str, figures: Sequence[SwitchFigure], seconds: float, tell: Callable[[str], None]
 ) -> None:
     """Have one switch measured in all its cells, once."""
+    network = place.network
     namespace, address = network.switch
     ports = [network.port(host.name)[1] for host in network.topology.hosts] if target != "udp" else []
-    with SwitchProcess(namespace, address, folder=folder, lab=network.lab, ports=ports, target=target) as switch:
+    with SwitchProcess(namespace, address, folder=place.folder, lab=network.lab, ports=ports, target=target) as switch:
         for figure in figures:
-            cell = figure.cell
-            tell(f"{cell.words}")
-            results, losses = workers.run(
-                switch.environment, cell.workers, values=cell.values, slack=cell.slack, seconds=seconds,
-                loss=cell.loss_percent / 100,
-            )  # fmt: skip
-            figure.errors += [one.error for one in results if one.error]
-            is_whole = not any(one.error for one in results)
-            figure.per_second.append(statistics.mean(one.rate for one in results) if is_whole else 0.0)
-            figure.checked += sum(one.checked for one in results)
-            figure.wrong += sum(one.wrong for one in results)
-            figure.sent += sum(one.sent for one in results)
-            figure.resent += sum(one.resent for one in results)
-            figure.passed += sum(one.out + one.come_in for one in losses)
-            figure.lost += sum(one.lost_out + one.lost_in for one in losses)
+            tell(f"{figure.cell.words}")
+            _take(figure, _measured(place, switch.environment, figure, seconds))
+
+
+def _measured(place: _Place, switch: Mapping[str, str], figure: SwitchFigure, seconds: float) -> LoadOutcome:
+    cell, job = figure.cell, f"load-{secrets.token_hex(4)}"
+    address, token = switch["OFFBEAT_SWITCH"], switch["OFFBEAT_TOKEN"]
+    loss, network, hosts = cell.loss_percent / 100, place.network, place.network.topology.hosts
+    task = LoadTask(address, token, job, 0, cell.workers, cell.values, cell.slack, seconds)
+    if cell.what == "swaps":
+        folder = place.histories / f"{cell.target}-{cell.loss_percent:g}"
+        swaps = RandomSwaps(network.namespace(hosts[-1].name), switch, job, window=cell.slack)
+        task = msgspec.structs.replace(task, clocks=cell.clocks, history=str(folder))
+        outcome = place.workers.run(task, loss=loss, beside=swaps)
+        figure.proof = prove(folder, swaps.made, window=cell.slack, asked_again=swaps.asked_again)
+        return outcome
+    if cell.what == "garbage":
+        victim = network.namespace(hosts[0].name)
+        return place.workers.run(task, loss=loss, garbage=GarbageTask(address, token, victim, seconds, GARBAGE_PER_S))
+    return place.workers.run(task, loss=loss)
+
+
+def _take(figure: SwitchFigure, outcome: LoadOutcome) -> None:
+    """Add the outcome of one repetition."""
+    results, losses = outcome.results, outcome.losses
+    figure.errors += [one.error for one in results if one.error]
+    is_whole = not any(one.error for one in results)
+    figure.per_second.append(statistics.mean(one.rate for one in results) if is_whole else 0.0)
+    figure.checked += sum(one.checked for one in results)
+    figure.wrong += sum(one.wrong for one in results)
+    figure.sent += sum(one.sent for one in results)
+    figure.resent += sum(one.resent for one in results)
+    figure.passed += sum(one.out + one.come_in for one in losses)
+    figure.lost += sum(one.lost_out + one.lost_in for one in losses)
+    if outcome.garbage is not None:
+        figure.garbage.update(outcome.garbage.sent)
+        figure.refused.update(outcome.garbage.refused)
 
 
 def versions() -> dict[str, str]:

@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import selectors
 import subprocess
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from offbeat.errors import WorkerLostError
 from offbeat.lab import command_lines
+from offbeat.lab.garbage import GarbageResult, GarbageTask
 from offbeat.lab.network import INTERFACE
 from offbeat.lab.packet_loss import LossCounts, PacketLoss
 from offbeat.lab.switch_load import LoadResult, LoadTask
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from offbeat.lab.network import Network
 
 _PATIENCE_S = 60.0  # beside the seconds that are measured
+_MOST_S_PER_CLOCK = 0.02
+
+
+class LoadOutcome(NamedTuple):
+    """The outcome of one task.
+
+    Args:
+        results: of each worker.
+        losses: what was lost at each one's host; nothing without loss.
+        garbage: what was sent meanwhile that was none of theirs; None if nothing was.
+    """
+
+    results: list[LoadResult]
+    losses: list[LossCounts]
+    garbage: GarbageResult | None
 
 
 class LoadWorkers:
@@ -56,46 +71,50 @@ class LoadWorkers:
                 )
 
     def run(
-        self, switch: Mapping[str, str], workers: int, *, values: int, slack: int, seconds: float, loss: float
-    ) -> tuple[list[LoadResult], list[LossCounts]]:
+        self,
+        task: LoadTask,
+        *,
+        loss: float,
+        beside: AbstractContextManager[object] | None = None,
+        garbage: GarbageTask | None = None,
+    ) -> LoadOutcome:
         """Have some of them sum, or count clocks, in a job of their own.
 
         Args:
-            switch: OFFBEAT_SWITCH and OFFBEAT_TOKEN, as `SwitchProcess.environment`.
-            workers: how many; the first ones.
-            values: int32 in a packet; 0 to count clocks.
-            slack: steps that a worker may be ahead, for clocks.
-            seconds: for how long to measure.
+            task: of the first of them, which is the same for the others but for the rank.
             loss: the part of the datagrams that is lost, in each direction, at each host.
-
-        Returns:
-            What each has done, and what was lost at each; nothing of the latter without loss.
+            beside: goes on while they do.
+            garbage: what the one behind them sends meanwhile.
 
         Raises:
             WorkerLostError: if one ends, or says nothing.
             NetworkError: if nothing can be made to be lost here.
         """
-        job = f"load-{secrets.token_hex(4)}"
-        ranks = range(workers)
+        ranks = range(task.workers)
+        tasks: list[LoadTask | GarbageTask] = [msgspec.structs.replace(task, rank=rank) for rank in ranks]
+        tasks += [] if garbage is None else [garbage]
+        patience_s = _PATIENCE_S + task.seconds + task.clocks * _MOST_S_PER_CLOCK
         with contextlib.ExitStack() as stack:
             losses = [PacketLoss(self._hosts[rank][0], INTERFACE, loss) for rank in ranks] if loss else []
             for one in losses:
                 stack.callback(one.close)
-            for rank in ranks:
-                task = LoadTask(
-                    switch["OFFBEAT_SWITCH"], switch["OFFBEAT_TOKEN"], job, rank, workers, values, slack, seconds
-                )
-                self._say(rank, msgspec.json.encode(task).decode())
-            for rank in ranks:
-                self._hear(rank, _PATIENCE_S)
-            for rank in ranks:
-                self._say(rank, "go")
-            said = [self._hear(rank, seconds + _PATIENCE_S) for rank in ranks]
-            for rank in ranks:
-                self._say(rank, "end")
-            for rank in ranks:
-                self._hear(rank, _PATIENCE_S)
-            return [msgspec.json.decode(line, type=LoadResult) for line in said], [one.counts for one in losses]
+            for who, each in enumerate(tasks):
+                self._say(who, msgspec.json.encode(each).decode())
+            for who in range(len(tasks)):
+                self._hear(who, _PATIENCE_S)
+            with beside or contextlib.nullcontext():
+                for who in range(len(tasks)):
+                    self._say(who, "go")
+                said = [self._hear(who, patience_s) for who in range(len(tasks))]
+            for who in range(len(tasks)):
+                self._say(who, "end")
+            for who in range(len(tasks)):
+                self._hear(who, _PATIENCE_S)
+            return LoadOutcome(
+                [msgspec.json.decode(line, type=LoadResult) for line in said[: task.workers]],
+                [one.counts for one in losses],
+                None if garbage is None else msgspec.json.decode(said[-1], type=GarbageResult),
+            )
 
     def close(self) -> None:
         """End them; again does nothing."""

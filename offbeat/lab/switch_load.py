@@ -1,9 +1,10 @@
 """Load for a switch: one worker of a benchmark, which sums or counts clocks as fast as it can (a program by itself).
 
-It reads a `LoadTask` per line, joins, says so, waits for "go", and says what came of it:
+It reads a `LoadTask` per line, joins, says so, waits for "go", and says what came of it; so does who is none of them,
+and sends `garbage`:
 
     benchmark                     worker
-      | -- LoadTask ----------------> |   joins the job
+      | -- LoadTask, GarbageTask ---> |   joins the job
       | <----------------- "ready" -- |   when all are, all go
       | -- "go" --------------------> |
       | <-------------- LoadResult -- |
@@ -24,12 +25,15 @@ import sys
 import time
 from collections import deque
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from offbeat.errors import NetworkError, OffbeatError
+from offbeat.history import HistoryWriter, StepGranted
+from offbeat.lab.garbage import GarbageSender, GarbageTask
 from offbeat.protocol.switch_control import Strategy
 from offbeat.switch.client_thread import ClientThread
 from offbeat.switch.control_client import ControlClient
@@ -57,7 +61,7 @@ _WARM_S = 0.1  # for clocks
 _STALLED = timedelta(seconds=20)
 
 
-class LoadTask(msgspec.Struct, frozen=True):
+class LoadTask(msgspec.Struct, frozen=True, tag=True):
     """The task of one worker.
 
     Args:
@@ -66,6 +70,8 @@ class LoadTask(msgspec.Struct, frozen=True):
         values: int32 in a packet; 0 to count clocks instead.
         slack: steps that a worker may be ahead, for clocks.
         seconds: for how long to measure.
+        clocks: how many to count instead, of all workers; 0 for as many as there are in that time.
+        history: folder for a history of by what each of them was granted; "" for none.
     """
 
     address: str
@@ -74,8 +80,10 @@ class LoadTask(msgspec.Struct, frozen=True):
     rank: int
     workers: int
     values: int
-    slack: int
-    seconds: float
+    slack: int = 0
+    seconds: float = 0.0
+    clocks: int = 0
+    history: str = ""
 
 
 class LoadResult(msgspec.Struct, frozen=True):
@@ -179,36 +187,59 @@ def sum_all_the_time(thread: ClientThread, client: StreamClient, known: KnownVec
     )
 
 
-def count_clocks(client: TableClient, sock: UdpSocket, switch: int, seconds: float) -> LoadResult:
+def count_clocks(client: TableClient, sock: UdpSocket, switch: int, task: LoadTask) -> LoadResult:
     """Finish one step after the other, with nothing to compute, to push or to pull."""
     batch, to = PacketBatch(64, client.shape.values), np.full(1, switch, np.uint64)
     nothing = np.zeros(0, np.float32)
     poll = select.poll()
     poll.register(sock.fileno(), select.POLLIN)
     steps = sent = counted_from = sent_before = resent_before = 0
-    began_s = time.monotonic()
-    warm_s, end_s = began_s + _WARM_S, began_s + _WARM_S + seconds
-    while (now_s := time.monotonic()) < end_s:
+    began_s = ended_s = stepped_s = time.monotonic()
+    warm_s = began_s if task.clocks else began_s + _WARM_S
+    history = _history_of(task)
+    # Who has finished the last step goes on until all have: its word that it has may be lost.
+    while client.low < task.clocks if task.clocks else ended_s < warm_s + task.seconds:
+        now_s = time.monotonic()
         if not counted_from and now_s >= warm_s:
             counted_from, began_s, sent_before, resent_before = steps, now_s, sent, client.resent
         if client.phase == "computing":
-            steps += 1
-            client.push(nothing)
+            stepped_s = now_s
+            if task.clocks and steps == task.clocks:
+                client.rest()
+            else:
+                steps += 1
+                client.push(nothing)
         due = client.packets(now_s)
         if len(due):
             sock.send(due, to)
             sent += len(due)
         if poll.poll(_RTO_S * 1000):
             received, _ = sock.recv(batch)
+            was_waiting = client.phase == "clock"
             client.receive(received, time.monotonic())
+            if was_waiting and client.phase == "computing":
+                ended_s = time.monotonic()
+                if history is not None and client.grant is not None:
+                    history.append(StepGranted(0, *client.grant))
         if client.refusal is not None:
             return LoadResult(error=f"the switch refuses this worker: {client.refusal.text}")
+        if now_s - stepped_s > _STALLED.total_seconds():
+            return LoadResult(error=f"step {steps} was not over after {_STALLED.total_seconds():g} s. {client.trouble}")
+        ended_s = ended_s if task.clocks else now_s
+    if history is not None:
+        history.close()
     return LoadResult(
         done=steps - counted_from,
-        seconds=time.monotonic() - began_s,
+        seconds=ended_s - began_s,
         sent=sent - sent_before,
         resent=client.resent - resent_before,
     )
+
+
+def _history_of(task: LoadTask) -> HistoryWriter | None:
+    if not task.history:
+        return None
+    return HistoryWriter(Path(task.history), f"worker-{task.rank}", kind="worker", job=task.job, rank=task.rank)
 
 
 def run(task: LoadTask) -> None:
@@ -229,13 +260,21 @@ def run(task: LoadTask) -> None:
         _join(Packet(PacketKind.JOIN, shape.number, task.rank, cookie=joined.cookie), sock, switch)
         table = TableClient(shape, task.rank, joined.cookie, rto_s=_RTO_S)
         _say_and_hear("ready", "go")
-        result = count_clocks(table, sock, switch, task.seconds)
+        result = count_clocks(table, sock, switch, task)
     _say_and_hear(msgspec.json.encode(result).decode(), "end")
     if task.values:
         thread.close()
     else:
         sock.close()
     control.close()
+
+
+def send_garbage(task: GarbageTask) -> None:
+    """Be no honest worker; talk about it on stdin and stdout as all do."""
+    sender = GarbageSender(task)
+    _say_and_hear("ready", "go")
+    _say_and_hear(msgspec.json.encode(sender.run()).decode(), "end")
+    sender.close()
 
 
 def _join(packet: Packet, sock: UdpSocket, switch: int) -> None:
@@ -266,7 +305,11 @@ def main() -> None:
     """Carry out tasks until there are no more."""
     for line in iter(sys.stdin.readline, ""):
         try:
-            run(msgspec.json.decode(line, type=LoadTask))
+            task = msgspec.json.decode(line, type=LoadTask | GarbageTask)
+            if isinstance(task, LoadTask):
+                run(task)
+            else:
+                send_garbage(task)
         except OffbeatError as error:
             sys.exit(str(error))  # on stderr; the benchmark hears nothing more, and looks there
         sys.stdout.write("ended\n")

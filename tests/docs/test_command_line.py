@@ -80,7 +80,18 @@ COMMANDS = {
     "lab show": ["SCENARIO"],
     "lab clean": ["--force"],
     "bench wire": ["--json", "--seconds", "--repeats", "--tls"],
-    "bench switch": ["--target", "--workers", "--values", "--loss", "--seconds", "--repeats", "--json"],
+    "bench switch": [
+        "--target",
+        "--workers",
+        "--values",
+        "--loss",
+        "--what",
+        "--clocks",
+        "--seconds",
+        "--repeats",
+        "--json",
+        "--history",
+    ],
     "certs": ["FOLDER", "--host"],
 }
 

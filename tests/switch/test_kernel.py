@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-import random
 import socket
 import subprocess
-import threading
-from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from offbeat.errors import NetworkError, PlanError
-from offbeat.protocol.switch_control import JoinSwitchJob, Strategy, SwitchJobJoined
-from offbeat.switch.client_thread import ClientThread
-from offbeat.switch.control_client import ControlClient
+from offbeat.protocol.switch_control import Strategy
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.kernel.kernel_switch import KernelSwitch
 from offbeat.switch.packet import Flag, Packet, PacketKind, decode, encode
-from offbeat.switch.stream_client import StreamClient
-from offbeat.switch.udp_socket import UdpSocket
 from tests.switch.kernel_replay import KernelReplay, NotedState, in_a_network_of_its_own, why_not
 from tests.switch.network import StreamPlay
 from tests.switch.served import served_switch
+from tests.switch.sums import sums_of
 from tests.switch.test_table import TablePlay
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 def replayed(play: type[StreamPlay] | type[TablePlay], seeds: range, *, at_xdp: bool = False) -> int:
@@ -62,43 +51,6 @@ def test_it_does_so_in_many_more_schedules(play: type[StreamPlay] | type[TablePl
     assert replayed(play, range(1000 + 500 * block, 1500 + 500 * block))
 
 
-_TIMEOUT = timedelta(seconds=30)
-
-
-def sums_of(address: str, vectors: list[list[NDArray[np.float32]]]) -> list[list[bytes]]:
-    """Sum vectors of some workers, a thread each, all under way at once; the totals that each has."""
-    all_are_in = threading.Barrier(len(vectors))
-    totals: list[list[bytes]] = [[] for _ in vectors]
-
-    def work(rank: int) -> None:
-        control = ControlClient(address, rank=rank)
-        world = len(vectors)
-        joined = control.ask(
-            lambda number: JoinSwitchJob(
-                request=number, job="sums", worker=rank, workers=world, values=256, slots=256, ring=64
-            )
-        )
-        assert isinstance(joined, SwitchJobJoined)
-        sock = UdpSocket()
-        client = StreamClient(JobShape(joined.number, world, 256, 256), rank, joined.cookie)
-        thread = ClientThread(client, sock, sock.connect(control.host, joined.port))
-        all_are_in.wait(10)
-        under_way = [thread.do(functools.partial(client.begin, vector)) for vector in vectors[rank]]
-        for exchange in under_way:
-            assert thread.wait(functools.partial(getattr, exchange, "is_done"), _TIMEOUT), thread.trouble
-            totals[rank].append(exchange.total.tobytes())
-        all_are_in.wait(30)
-        thread.close()
-        control.close()
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(vectors))]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    return totals
-
-
 def test_sums_are_right_and_the_same_for_all_workers() -> None:
     numbers = np.random.default_rng(0)
     # Integers of 20 bits are exact as fixed point: the sums are known.
@@ -111,59 +63,6 @@ def test_sums_are_right_and_the_same_for_all_workers() -> None:
     totals = in_a_network_of_its_own(summed)
     expected = [np.sum([mine[i] for mine in vectors], axis=0, dtype=np.float32).tobytes() for i in range(8)]
     assert totals == [expected] * 3
-
-
-def shout(port: int, is_over: threading.Event) -> None:
-    """Send what is no packet, cut, too long, of another job, forged, or mutated, until it is over."""
-    chance = random.Random(0)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        while not is_over.is_set():
-            packet = Packet(
-                chance.choice(list(PacketKind)), chance.randrange(1 << 16), chance.randrange(256),
-                cookie=chance.randrange(1 << 32), clock=chance.randrange(1 << 32), chunk=chance.randrange(1 << 32),
-                slot=chance.randrange(1 << 16), bitmap=chance.randrange(1 << 32), exponent=chance.randrange(-128, 128),
-                flags=Flag(chance.randrange(16)),
-                values=(chance.randrange(-(1 << 31), 1 << 31),) * 16 * chance.randrange(3),
-            )  # fmt: skip
-            data = bytearray(encode(packet))
-            for _ in range(chance.randrange(4)):
-                data[chance.randrange(len(data))] = chance.randrange(256)
-            size = chance.choice([len(data), len(data), chance.randrange(len(data) + 1)])
-            sock.sendto(bytes(data[:size]) + bytes(chance.choice([0, 0, 0, 5000])), ("127.0.0.1", port))
-
-
-def test_garbage_stops_no_honest_worker() -> None:
-    numbers = np.random.default_rng(1)
-    vectors = [[numbers.integers(-(1 << 20), 1 << 20, 20_000).astype(np.float32) for _ in range(8)] for _ in range(2)]
-
-    def summed() -> tuple[list[list[bytes]], dict[str, int]]:
-        with served_switch(interfaces=["lo"]) as address:
-            is_over = threading.Event()
-            control = ControlClient(address, rank=9)
-            lone = control.ask(
-                lambda number: JoinSwitchJob(
-                    request=number, job="lone", worker=9, workers=10, values=16, slots=4, ring=4
-                )
-            )
-            assert isinstance(lone, SwitchJobJoined)
-            strangers = [threading.Thread(target=shout, args=(lone.port, is_over)) for _ in range(2)]
-            for one in strangers:
-                one.start()
-            try:
-                totals = sums_of(address, vectors)
-            finally:
-                is_over.set()
-                for one in strangers:
-                    one.join()
-            dropped = control.status().dropped
-            control.close()
-            return totals, dropped
-
-    totals, dropped = in_a_network_of_its_own(summed)
-    expected = [np.sum([mine[i] for mine in vectors], axis=0, dtype=np.float32).tobytes() for i in range(8)]
-    assert totals == [expected] * 2
-    assert dropped["foreign"] > 50
-    assert dropped["unknown job"] > 20
 
 
 def test_who_says_good_bye_is_not_waited_for_any_more() -> None:
