@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from offbeat.control import RoundController, swap_sentence
-from offbeat.engine import PlanVote, addresses_of, connect, start_beside
+from offbeat.engine import PlanVote, addresses_of, check_sums_some, connect, start_beside
 from offbeat.errors import OffbeatError, PlanError
 from offbeat.fabric import Served
 from offbeat.run.fabric_migration import FabricMigration
@@ -122,6 +122,7 @@ class PlanManager:
             OffbeatError: if it cannot.
         """
         self._migration.check(plan)
+        self._check_quorum(plan)
         if plan.is_tabled == self.plan.is_tabled or plan.is_served or self._control.world == 1:
             return
         here, there = short_name(self.plan.sync), short_name(plan.sync)
@@ -136,6 +137,19 @@ class PlanManager:
                 f"Cannot swap {here} for {there} on a switch while training: {len(self._models)} models are prepared, "
                 "and their steps end at different places. Save a checkpoint, and start again - at `plan.sync`."
             )
+
+    def _check_quorum(self, plan: Plan) -> None:
+        if not plan.has_quorum or self._control.world == 1:
+            return
+        if self._data.leased:
+            raise PlanError(
+                f"Cannot swap {short_name(self.plan.sync)} for {short_name(plan.sync)} on a switch while training: the "
+                "workers share out the samples of a prepared loader step by step, and so wait for all. Begin with a "
+                f"policy like {short_name(plan.sync)}, or give the loader a sampler for distributed data - at "
+                "`plan.sync`."
+            )
+        for one in self._models.prepared:
+            check_sums_some(one, plan)
 
     # -- called while training -----------------------------------------------------------------------------------
 

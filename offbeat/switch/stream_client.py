@@ -41,6 +41,8 @@ from offbeat.switch.packet_batch import PacketBatch
 from offbeat.switch.resend_timer import ResendTimer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from offbeat.switch.job_shape import JobShape
@@ -56,23 +58,26 @@ class StreamExchange:
     """One exchange: a sum over the workers, chunk by chunk.
 
     Args:
-        values: [D] float32, which stay as they are.
+        parts: [D] float32 each, which stay as they are; each begins with a chunk of its own.
         first: number of its first chunk.
         clock: its own number.
 
     Attributes:
-        total: [D] the sums, once it is done.
         included: [M] workers whose values are in each chunk's sum, as bits; equal but for chunks that a worker did not
             live to send.
         is_in: whether this worker contributes; None while that is not settled.
     """
 
-    def __init__(self, values: NDArray[np.float32], shape: JobShape, first: int, clock: int, window: int) -> None:
+    def __init__(
+        self, parts: Sequence[NDArray[np.float32]], shape: JobShape, first: int, clock: int, window: int
+    ) -> None:
         self.first, self.clock = first, clock
-        chunks = -(-len(values) // shape.values)
+        self._sizes = [len(part) for part in parts]
+        self._ends = np.cumsum([-(-size // shape.values) for size in self._sizes])
+        chunks = int(self._ends[-1])
         padded = np.zeros((chunks, shape.values), np.float32)
-        padded.reshape(-1)[: len(values)] = values
-        self._size = len(values)
+        for part, rows in zip(parts, np.split(padded, self._ends[:-1]), strict=True):
+            rows.reshape(-1)[: len(part)] = part
         self.chunks = padded
         self.primes = min(chunks, window)
         self.end = first + self.primes + chunks
@@ -92,8 +97,19 @@ class StreamExchange:
         return not self.missing
 
     @property
+    def totals(self) -> list[NDArray[np.float32]]:
+        """The sums of each part, once it is done."""
+        rows = np.split(self.sums, self._ends[:-1])
+        return [one.reshape(-1)[:size] for one, size in zip(rows, self._sizes, strict=True)]
+
+    @property
     def total(self) -> NDArray[np.float32]:
-        return self.sums.reshape(-1)[: self._size]
+        """[D] The sums of the first part."""
+        return self.totals[0]
+
+    def included_in(self, part: int) -> int:
+        """The workers that are in the first chunk of a part, as bits."""
+        return int(self.included[self._ends[part - 1] if part else 0])
 
 
 class StreamClient:
@@ -158,12 +174,12 @@ class StreamClient:
         self.enqueue(exchange)
         return exchange
 
-    def next_exchange(self, values: NDArray[np.float32]) -> StreamExchange:
+    def next_exchange(self, *parts: NDArray[np.float32]) -> StreamExchange:
         """The exchange that comes next, which is to be enqueued before there is another; raises as `begin`.
 
         Most of what `begin` does; nobody else has to wait for it.
         """
-        return StreamExchange(values, self.shape, self._next, self._clock, self.window)
+        return StreamExchange(parts, self.shape, self._next, self._clock, self.window)
 
     def enqueue(self, exchange: StreamExchange) -> None:
         """Begin an exchange that `next_exchange` has made."""
@@ -457,12 +473,15 @@ class StreamClient:
         return self._acked + ahead
 
 
-def mean_of(exchange: StreamExchange) -> NDArray[np.float32]:
+def mean_of(exchange: StreamExchange, settled: int | None = None) -> NDArray[np.float32]:
     """The exchange's total as if the same workers were in all chunks; in place.
 
     A worker that was lost in the middle is in some chunks only; these count for as many as the exchange settled on.
+
+    Args:
+        settled: the workers that it is to count for, as bits; None for those that the exchange settled on.
     """
-    settled = exchange.contributors
+    settled = exchange.contributors if settled is None else settled
     uneven = np.flatnonzero(exchange.included != np.uint64(settled))
     if len(uneven):
         count = settled.bit_count()
