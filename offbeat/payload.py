@@ -23,8 +23,8 @@ class Sum:
     Args:
         tensor: [D] contiguous, already multiplied by the worker's weight. It belongs to the fabric from here on, which
             may overwrite it with the total.
-        tail: [T] a few numbers of the same dtype that are added along with it (the engine's bookkeeping), or None. It is
-            of the same workers as the total; a sum without one is of all, whatever the policy.
+        tail: [T] a few numbers of the same dtype that are added along with it (the engine's bookkeeping), or None. It
+            is of the same workers as the total; a sum without one is of all, whatever the policy.
     """
 
     tensor: torch.Tensor

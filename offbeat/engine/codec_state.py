@@ -43,10 +43,15 @@ class CodecState:
         return {slot.name: kept.setdefault(slot.name, {}) for slot in bucket.slots}
 
     def working(self, codec: Codec) -> Codec:
-        """The codec, wrapped if it keeps no residual and there is one: of an earlier policy, which it sends along."""
-        if isinstance(codec, Rescales) or not any("residual" in one for one in self._states["gradients"].values()):
+        """The codec, wrapped if it keeps no residual and there is one: of an earlier policy, which is sent along."""
+        if isinstance(codec, Rescales):
             return codec
-        return ErrorFeedback(codec)
+        kept = [one for one in self._states["gradients"].values() if "residual" in one]
+        if any(bool(one["residual"].any()) for one in kept):
+            return ErrorFeedback(codec)
+        for one in kept:
+            del one["residual"]
+        return codec
 
     def rescale_(self, codec: Codec, scale: float) -> None:
         """Go on with gradients that are multiplied by `scale` before they are encoded."""

@@ -311,7 +311,7 @@ class BoundSwitch:
         self._stream.set_strategy(strategy, tells=tells)
 
     def evict_lost(self) -> None:
-        """Tell the switch which workers the others have gone on without, or will where they meet; each of these does."""
+        """Tell the switch which workers the others have gone on without, or will where they meet; each does."""
         if self._group is None:
             return
         gone = set(self._members) - set(self._group.members)
