@@ -39,7 +39,7 @@ import tomli_w
 from offbeat import toml_reader
 from offbeat.batching import KEEPS, BatchTuning, Keeps
 from offbeat.codec import Cast, Codec, Dense, ErrorFeedback, innermost
-from offbeat.control import ByProgress, Controller, WaitThreshold
+from offbeat.control import AdaptQuorum, ByProgress, Controller, WaitThreshold
 from offbeat.errors import PlanError, brief
 from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup, Served, Switch, check_spec
 from offbeat.switch.strategy import compile_policy
@@ -507,7 +507,7 @@ _KINDS: dict[str, dict[str, Any]] = {
         "SSP": SSP,
     },
     "codec": {"Cast": Cast, "Dense": Dense, "ErrorFeedback": ErrorFeedback},
-    "controller": {"ByProgress": ByProgress, "WaitThreshold": WaitThreshold},
+    "controller": {"AdaptQuorum": AdaptQuorum, "ByProgress": ByProgress, "WaitThreshold": WaitThreshold},
     "fabric": {
         "Elastic": Elastic,
         "InMemory": InMemory,

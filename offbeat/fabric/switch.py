@@ -111,6 +111,11 @@ class Switch:
         return _OFFERS
 
     @property
+    def slots_for_late(self) -> int:
+        """The slots of a job in which workers may come too late for a sum: of so many chunks can one be late."""
+        return max(self.slots, min(MOST_SLOTS, 1 << (_QUORUM_BYTES // (4 * self.values)).bit_length() - 1))
+
+    @property
     def companion(self) -> Elastic:
         """The fabric of all that does not go to the switch."""
         return Elastic()
@@ -164,7 +169,7 @@ class Switch:
             ) from error
         strategy = _strategy_of(context.sync)
         try:
-            slots = self.slots if strategy.quorum is None else max(self.slots, _slots_for_late(self.values))
+            slots = self.slots if strategy.quorum is None else self.slots_for_late
             shape, joined = control.join(job, JobShape(0, context.world, self.values, slots, _RING), strategy)
             client = StreamClient(shape, context.rank, joined.cookie, window=self.window, rto_s=_RTO_S)
             thread = _kept_going(client, control, joined)
@@ -411,11 +416,6 @@ def _strategy_of(sync: Policy | None) -> Strategy:
     """The strategy of the stream of a job that begins with a policy."""
     strategy = Strategy() if sync is None or sync.replicated else compile_policy(sync)
     return strategy if strategy.path == "stream" else Strategy()
-
-
-def _slots_for_late(values: int) -> int:
-    """Slots for sums that workers find when they come too late for them: of so many steps can one be late."""
-    return min(MOST_SLOTS, 1 << (_QUORUM_BYTES // (4 * values)).bit_length() - 1)
 
 
 def _kept_going(client: PacketClient, control: ControlClient, joined: SwitchJobJoined) -> ClientThread:

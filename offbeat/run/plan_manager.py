@@ -209,7 +209,9 @@ class PlanManager:
         if (controller := self.plan.controller) is None or self.plan.is_served or not len(self._models):
             return
         step, samples = self._models.synchronizers[0].step, self._context.metrics.last_samples
-        if not self._controller.stepped(controller, step, samples, step_times, self._context.clock.now_s()):
+        late = set(self._control.members) - step_times.keys() if self.plan.has_quorum else ()
+        now_s = self._context.clock.now_s()
+        if not self._controller.stepped(controller, step, samples, step_times, now_s, late=late):
             return
         if looks and self._migration.due is None and not self._vote.is_due:
             decision = self._controller.ask(controller, self.plan.sync)

@@ -50,7 +50,6 @@ class Job:
         self.ends.append(time.monotonic())
         self.parameters.append(self.model.weight[0, 0].item())
 
-
     @property
     def residual(self) -> torch.Tensor:
         """What this worker has not sent; in the units of its gradients."""
@@ -95,8 +94,6 @@ def given(folder: Path) -> list[list[float]]:
         log = HistoryLog(path)
         by_rank[log.header.rank] = [one for one in log if isinstance(one, ParametersAfter)]
     return [[one.given[0] for one in step] for step in zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True)]
-
-
 
 
 @pytest.mark.parametrize("late", ["drop", "carry"])
