@@ -182,7 +182,7 @@ class BucketBuffer:
         return BucketTrailer(weight / self._world, same, nonfinite > 0, votes > 0, used, times)
 
     def leave_out(self) -> None:
-        """What this worker brought is not in the sum."""
+        """Note that the sum was made without this worker, which came too late."""
         self.took_part, self._came_late = False, self.took_part
 
     def hand_out(self, used_elsewhere: set[int]) -> None:
