@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from offbeat.audit import verify
@@ -21,6 +22,7 @@ from tests.switch.served import served_switch
 from tests.workers import WorkerFailed, run_workers
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 STEPS, SLOW_S = 10, 0.25
@@ -139,7 +141,10 @@ def test_a_worker_that_is_killed_stops_nobody(tmp_path: Path) -> None:
     assert result.holds, result.violations
 
 
-POLICIES = (offbeat.KSync(2, "carry"), offbeat.BSP(), offbeat.KSync(1), offbeat.LocalSGD(2), offbeat.KSync(2))
+POLICIES = (
+    offbeat.KSync(2, "carry"), offbeat.BSP(), offbeat.KSync(1), offbeat.LocalSGD(2), offbeat.KSync(2), offbeat.SSP(2),
+    offbeat.KSync(2),
+)  # fmt: skip
 
 
 def swap(plan: offbeat.Plan, folder: Path) -> Trained:
@@ -202,6 +207,75 @@ def test_a_resumed_run_goes_on_with_what_was_carried(tmp_path: Path) -> None:
     for one, other in zip(whole, resumed, strict=True):
         assert one.digests[2:] == other.digests
         assert torch.equal(one.residual, other.residual)
+
+
+def loop(plan: offbeat.Plan, victim: int | None = None) -> tuple[int, str, str, str]:
+    """Two loops over a prepared loader, with a worker that is late in each step; how many steps there were, digests of
+    the parameters and of the buffers, and of the buffers once all have settled.
+    """
+    run = offbeat.init(plan, timeout=timedelta(seconds=4))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Linear(64, 2))
+    data = TensorDataset(torch.randn(114, 16), torch.randint(2, (114,)))
+    prepared, optimizer, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), DataLoader(data, batch_size=8, shuffle=True)
+    )
+    steps = 0
+    for epoch in range(2):
+        for x, y in loader:
+            if run.rank == 2:
+                time.sleep(0.02)
+            if run.rank == victim and epoch == 0 and steps == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            nn.functional.cross_entropy(prepared(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+
+    def digest(tensors: Iterable[torch.Tensor]) -> str:
+        return hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in tensors)).hexdigest()
+
+    parameters, apart = digest(model.parameters()), digest(model.buffers())
+    run.settle()
+    even = digest(model.buffers())
+    run.close()
+    return steps, parameters, apart, even
+
+
+@pytest.mark.parametrize("victim", [None, 1])
+def test_loops_begin_together_and_buffers_are_even_once_all_settle(victim: int | None) -> None:
+    with served_switch() as address:
+        plan = offbeat.Plan(sync=offbeat.KSync(2), fabric=offbeat.Switch(address))
+        results = [one for one in run_workers(3, loop, plan, victim, faulty=victim) if one is not None]
+    assert len(results) == (3 if victim is None else 2)
+    assert {steps for steps, *_ in results} == {10}
+    assert len({parameters for _, parameters, _, _ in results}) == 1
+    assert len({apart for _, _, apart, _ in results}) == len(results)
+    assert len({even for *_, even in results}) == 1
+
+
+def adapt(plan: offbeat.Plan, seconds: float) -> tuple[str, str]:
+    """Train with a worker that is late until it is left out; the policy in the end, and a digest of the parameters."""
+    job, number, begun_s = Job(plan), 0, time.monotonic()
+    while job.run.mean(time.monotonic() - begun_s) < seconds and job.run.plan.sync == plan.sync:
+        for _ in range(10):
+            time.sleep(0.05 if job.run.rank == 2 else 0.005)
+            job.step(min(number, 60))
+            number += 1
+    sync = repr(job.run.plan.sync)
+    job.run.close()
+    return sync, job.digests[-1]
+
+
+def test_a_controller_lowers_the_quorum_while_one_worker_is_late() -> None:
+    with served_switch() as address:
+        controller = offbeat.AdaptQuorum(2, 3, too_late=0.4, window_s=0.5, least_s=0.5)
+        plan = offbeat.Plan(sync=offbeat.KSync(3), fabric=offbeat.Switch(address), controller=controller)
+        results = run_workers(3, adapt, plan, 20.0)
+    assert {sync for sync, _ in results} == {"KSync(k=2)"} or {sync for sync, _ in results} == {
+        "KSync(k=2, late='drop')"
+    }
+    assert len({digest for _, digest in results}) == 1
 
 
 def test_what_would_wait_for_all_is_refused() -> None:
