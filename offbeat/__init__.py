@@ -39,7 +39,7 @@ from offbeat.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from offbeat.batching import BatchTuning
-    from offbeat.codec import Cast, Dense
+    from offbeat.codec import Cast, Dense, ErrorFeedback
     from offbeat.fabric import Elastic, InMemory, ParameterServer, ProcessGroup, Switch
     from offbeat.plan import Plan
     from offbeat.run.checkpoints import Checkpoints
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ASP": "offbeat.sync",
+    "AdaptQuorum": "offbeat.control",
     "BSP": "offbeat.sync",
     "BatchTuning": "offbeat.batching",
     "ByProgress": "offbeat.control",
@@ -57,6 +58,7 @@ _HOMES = {
     "DSSP": "offbeat.sync",
     "Dense": "offbeat.codec",
     "Elastic": "offbeat.fabric",
+    "ErrorFeedback": "offbeat.codec",
     "Hybrid": "offbeat.sync",
     "InMemory": "offbeat.fabric",
     "KSync": "offbeat.sync",
@@ -79,12 +81,14 @@ __all__ = [
     "BSP",
     "DSSP",
     "SSP",
+    "AdaptQuorum",
     "BatchTuning",
     "ByProgress",
     "Cast",
     "Checkpoints",
     "Dense",
     "Elastic",
+    "ErrorFeedback",
     "Hybrid",
     "InMemory",
     "KSync",

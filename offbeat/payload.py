@@ -23,7 +23,8 @@ class Sum:
     Args:
         tensor: [D] contiguous, already multiplied by the worker's weight. It belongs to the fabric from here on, which
             may overwrite it with the total.
-        tail: [T] a few numbers of the same dtype that are added along with it (the engine's bookkeeping), or None.
+        tail: [T] a few numbers of the same dtype that are added along with it (the engine's bookkeeping), or None. It
+            is of the same workers as the total; a sum without one is of all, whatever the policy.
     """
 
     tensor: torch.Tensor
@@ -57,11 +58,13 @@ class Total:
         tensor: [D] the sum over the workers that took part.
         weight: the sum of their weights, in units in which "everyone took part once" is exactly 1.0.
         tail: [T] the sum of the tails, or None.
+        includes_own: whether this worker's contribution is in it.
     """
 
     tensor: torch.Tensor
     weight: float = 1.0
     tail: torch.Tensor | None = None
+    includes_own: bool = True
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,8 +38,8 @@ import tomli_w
 
 from offbeat import toml_reader
 from offbeat.batching import KEEPS, BatchTuning, Keeps
-from offbeat.codec import Cast, Codec, Dense
-from offbeat.control import ByProgress, Controller, WaitThreshold
+from offbeat.codec import Cast, Codec, Dense, ErrorFeedback, innermost
+from offbeat.control import AdaptQuorum, ByProgress, Controller, WaitThreshold
 from offbeat.errors import PlanError, brief
 from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup, Served, Switch, check_spec
 from offbeat.switch.strategy import compile_policy
@@ -129,6 +129,8 @@ class Plan:
             )
         if self.is_tabled:
             self._check_table()
+        elif self.has_quorum:
+            self._check_quorum()
         elif not self.sync.replicated and not self.is_served:
             raise PlanError(
                 f"Cannot use {self.sync!r} on {self.fabric!r}: with it each worker proceeds at its own pace, and this "
@@ -169,15 +171,23 @@ class Plan:
             self._check_controller(self.controller)
 
     def _check_table(self) -> None:
-        if compile_policy(self.sync).path != "table":
-            raise PlanError(
-                f"Cannot use {self.sync!r} on {self.fabric!r} yet: with it an update is of some workers only, and what "
-                "the others have would be lost. Use BSP(), SSP(4), or fabric=ParameterServer() - at `plan.sync`."
-            )
-        for name, part, why in (
-            ("codec", None if self.codec == Dense() else self.codec, "the table adds whole changes: use Dense()"),
-            ("tuning", self.tuning, "each worker has a part of the data of its own: use None, or ParameterServer()"),
-        ):
+        self._refuse(
+            codec=(None if self.codec == Dense() else self.codec, "the table adds whole changes: use Dense()"),
+            tuning=(self.tuning, "each worker has a part of the data of its own: use None, or ParameterServer()"),
+        )
+
+    def _check_quorum(self) -> None:
+        is_dense = innermost(self.codec) == Dense()
+        self._refuse(
+            codec=(None if is_dense else self.codec, "a switch adds float32: use Dense()"),
+            tuning=(
+                self.tuning,
+                "its workers tell each other their times, all of them: use None, or ParameterServer()",
+            ),
+        )
+
+    def _refuse(self, **parts: tuple[object, str]) -> None:
+        for name, (part, why) in parts.items():
             if part is not None:
                 raise PlanError(f"Cannot use {part!r} with {self.sync!r} on {self.fabric!r}: {why} - at `plan.{name}`.")
 
@@ -282,7 +292,24 @@ class Plan:
     @property
     def is_tabled(self) -> bool:
         """Whether workers go on at their own pace, each by its own optimizer, and a switch sums their changes."""
+        return self._is_switched and compile_policy(self.sync).path == "table"
+
+    @property
+    def has_quorum(self) -> bool:
+        """Whether a switch makes updates of some workers' gradients, and tells the others that they came too late."""
+        return self._is_switched and compile_policy(self.sync).quorum is not None
+
+    @property
+    def _is_switched(self) -> bool:
+        """Whether a switch decides who may go on, or whose gradients are in an update."""
         return self.fabric.offers.holds == "switch" and not self.sync.replicated
+
+    @property
+    def working_codec(self) -> Codec:
+        """The codec by which gradients go: what comes too late for an update is kept if the policy says so."""
+        if self.has_quorum and compile_policy(self.sync).keeps_late and not isinstance(self.codec, ErrorFeedback):
+            return ErrorFeedback(self.codec)
+        return self.codec
 
     @property
     def steps_locally(self) -> bool:
@@ -478,8 +505,8 @@ _KINDS: dict[str, dict[str, Any]] = {
         "RoundRobin": RoundRobin,
         "SSP": SSP,
     },
-    "codec": {"Cast": Cast, "Dense": Dense},
-    "controller": {"ByProgress": ByProgress, "WaitThreshold": WaitThreshold},
+    "codec": {"Cast": Cast, "Dense": Dense, "ErrorFeedback": ErrorFeedback},
+    "controller": {"AdaptQuorum": AdaptQuorum, "ByProgress": ByProgress, "WaitThreshold": WaitThreshold},
     "fabric": {
         "Elastic": Elastic,
         "InMemory": InMemory,

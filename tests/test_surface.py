@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 # A name that leaves this list breaks somebody's script: that needs a fragment changes/<issue>.breaking.md.
 NAMES = {
     "ASP",
+    "AdaptQuorum",
     "BSP",
     "BatchTuning",
     "ByProgress",
@@ -29,6 +30,7 @@ NAMES = {
     "DSSP",
     "Dense",
     "Elastic",
+    "ErrorFeedback",
     "Hybrid",
     "InMemory",
     "KSync",

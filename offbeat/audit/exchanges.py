@@ -3,6 +3,9 @@
 Along with each mean, on the same way as the gradients, comes the sum of the weights that are in it. So if all who took
 part in a step recorded theirs, these add up to that sum, unless one is missing or counts twice. And as all in it is of
 the same step, nobody is ahead of the others by more than its own steps between two exchanges.
+
+Where a mean may be of some workers (`KSync` on a switch), each says for each bucket what of its own is in it: that has
+to add up, bucket by bucket, and to be of as many workers as the policy says, or of all that are left.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from offbeat.sync import StepsLocally
+from offbeat.sync import KSync, StepsLocally
 
 if TYPE_CHECKING:
     from offbeat.audit.findings import AuditResult
@@ -49,10 +52,44 @@ def check_exchanges(histories: list[WorkerHistory], result: AuditResult) -> None
 
 def _check_sum(place: Place, took: Took, result: AuditResult, *, may_lack: bool) -> None:
     _, step, _ = place
+    if any(history.has[index].given for history, index in took):
+        _check_parts(place, took, result, may_lack=may_lack)
+        return
     sums = {total for history, index in took for total in history.has[index].weights[1:]}
     given = [history.has[index].weights[0] for history, index in took]
     story = tuple(line for history, index in took for line in history.story(index)[-1:])
     result.applied += sum(weight > 0 for weight in given)
+    _check_total(step, sums, given, story, result, may_lack=may_lack)
+
+
+def _check_parts(place: Place, took: Took, result: AuditResult, *, may_lack: bool) -> None:
+    """Add up each bucket by itself."""
+    _, step, _ = place
+    records = [history.has[index] for history, index in took]
+    story = tuple(line for history, index in took for line in history.story(index)[-1:])
+    shapes = {(len(has.given), len(has.weights) - 1) for has in records}
+    if len(shapes) > 1 or any(buckets != sums for buckets, sums in shapes):
+        result.violated(2, f"In step {step} the workers say of different numbers of buckets what they gave.", story)
+        return
+    history, index = took[0]
+    policy = history.policy(index)
+    in_none = sum(has.weights[0] > 0 and not any(has.given) for has in records)
+    result.applied += sum(any(has.given) for has in records)
+    result.dropped += in_none if isinstance(policy, KSync) and policy.drops else 0  # else it comes with a later one
+    for bucket in range(len(records[0].given)):
+        given = [has.given[bucket] for has in records]
+        sums = {has.weights[1 + bucket] for has in records}
+        _check_total(step, sums, given, story, result, may_lack=may_lack)
+        there, least = sum(weight > 0 for weight in given), policy.k if isinstance(policy, KSync) else len(took)
+        if there < min(least, sum(has.weights[0] > 0 for has in records)) and not may_lack:
+            result.violated(
+                3, f"In step {step} a mean was made of {there} contributions, and {policy!r} says {least}.", story
+            )
+
+
+def _check_total(
+    step: int, sums: set[float], given: list[float], story: tuple[str, ...], result: AuditResult, *, may_lack: bool
+) -> None:
     if max(sums) - min(sums) > _slack(given):
         told = " and ".join(f"{total:g}" for total in sorted(sums))
         result.violated(2, f"In step {step} the workers' means differ: weights of {told} are in the means.", story)

@@ -52,5 +52,7 @@ class Cast:
         sent = wire.to(grad.dtype) if keep_sent else None
         reply = yield Sum(wire)
         assert isinstance(reply, Total)
+        if sent is not None and not reply.includes_own:
+            sent.zero_()
         update = grad.copy_(reply.tensor)
         return Exchanged(update if reply.weight == 1.0 else update.div_(reply.weight), sent)

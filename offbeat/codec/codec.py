@@ -8,7 +8,8 @@ Rules, checked by `offbeat.testing.check_codec`:
 1. `init(bucket)` returns the state for that bucket, keyed by parameter name; the engine owns and saves it.
 2. State is written only after the last yield, so an exchange can be thrown away and started again.
 3. `grad` arrives multiplied by this worker's share of the whole (1/N in an ordinary step), so sums are means.
-4. Conservation: with `keep_sent`, `sent` is what the others received of `grad`; `grad - sent` is the residual.
+4. Conservation: with `keep_sent`, `sent` is what the others received of `grad`; `grad - sent` is the residual. It is
+   zero where the reply says that this worker's contribution is not in it.
 """
 
 from __future__ import annotations

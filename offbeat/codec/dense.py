@@ -35,5 +35,7 @@ class Dense:
         sent = grad.clone() if keep_sent else None
         reply = yield Sum(grad)
         assert isinstance(reply, Total)
+        if sent is not None and not reply.includes_own:
+            sent.zero_()
         update = reply.tensor if reply.weight == 1.0 else reply.tensor.div_(reply.weight)
         return Exchanged(update, sent)

@@ -9,12 +9,14 @@ A person swaps the policy with `run.swap` or `offbeat swap`; a controller does i
 * `metrics_history` - what both keep: readings, swaps, and the pace under each policy
 * `swap_sentence` - what people are told of a swap
 * `threshold` - looser while workers wait for each other, tighter again when they would not
+* `adapt_quorum` - how many contributions make an update: `KSync`
 * `by_progress` - one policy after the other as training goes on: Sync-Switch
 
 Nothing here does I/O or reads a clock: the same objects run at the coordinator, in workers that have none, and in the
 simulator.
 """
 
+from offbeat.control.adapt_quorum import AdaptQuorum
 from offbeat.control.by_progress import ByProgress
 from offbeat.control.controller import Controller, Decision, Keep, Metrics, Pace, Reading, Swap
 from offbeat.control.event_metrics import EventMetrics
@@ -24,6 +26,7 @@ from offbeat.control.swap_sentence import swap_sentence
 from offbeat.control.threshold import WaitThreshold
 
 __all__ = [
+    "AdaptQuorum",
     "ByProgress",
     "Controller",
     "Decision",

@@ -36,12 +36,16 @@ class Reading:
         waited_s: time that each has spent waiting for others, with what it waits now.
         would_s: time that each would have spent so by now if all had waited for all in every step; empty where that is
             not known step by step.
+        brought, left_out: contributions that each has brought, and how many of them are not in the update that they
+            were for, since they came too late; empty where that is not known.
     """
 
     at_s: float
     steps: Mapping[int, int] = field(default_factory=dict)
     waited_s: Mapping[int, float] = field(default_factory=dict)
     would_s: Mapping[int, float] = field(default_factory=dict)
+    brought: Mapping[int, int] = field(default_factory=dict)
+    left_out: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,22 @@ class Metrics:
             return None
         waited_s = add_up(now.waited_s[worker] - then.waited_s[worker] for worker in here)
         return waited_s / (len(here) * (now.at_s - then.at_s))
+
+    def left_out(self, last_s: float) -> dict[int, float]:
+        """The part of each worker's contributions in the last seconds that came too late for its update; of those that
+        brought one, and empty if not so much is known.
+        """
+        then, now = self._at(last_s), self.readings[-1]
+        if then is None:
+            return {}
+        counts = {
+            worker: (
+                now.brought[worker] - then.brought[worker],
+                now.left_out.get(worker, 0) - then.left_out.get(worker, 0),
+            )
+            for worker in sorted(now.brought.keys() & then.brought.keys())
+        }
+        return {worker: left / brought for worker, (brought, left) in counts.items() if brought}
 
     def imbalance(self, last_s: float) -> float | None:
         """The part of their time that workers would spend waiting if all waited for all, going by how long each was at

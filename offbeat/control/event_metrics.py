@@ -30,6 +30,7 @@ class _Page:
     """The record of one worker.
 
     Args:
+        left_out: contributions that came too late, and were dropped.
         waits: whether it does, since `since_s`.
         update: contributions that are missing in the update that its own is in, and in those before it; one set for
             all whose update it is.
@@ -37,6 +38,7 @@ class _Page:
     """
 
     waited_s: float = 0.0
+    left_out: int = 0
     waits: bool = False
     since_s: float = 0.0
     update: set[Push] = field(default_factory=set)
@@ -81,6 +83,9 @@ class EventMetrics:
                     self._applied(pushes, in_order)
                     touched |= {worker for worker, _ in pushes}
                 case Drop(pushes=pushes):
+                    for worker, _ in pushes:
+                        if worker in self._pages:
+                            self._pages[worker].left_out += 1
                     touched |= self._is_there(set(pushes)) | {worker for worker, _ in pushes}
                 case Grant(worker=worker) | Release(worker=worker) | Evict(worker=worker):
                     touched.add(worker)
@@ -106,10 +111,13 @@ class EventMetrics:
         """
         self._now_s = max(self._now_s, at_s)
         self._look_at_pace(state.members)
+        steps = {worker: member.step + member.held for worker, member in state.members.items()}
         now = Reading(
             at_s,
-            {worker: member.step + member.held for worker, member in state.members.items()},
+            steps,
             {worker: self._waited_s(self._pages[worker]) for worker in state.members},
+            brought=steps,
+            left_out={worker: self._pages[worker].left_out for worker in state.members},
         )
         self._past.note(now, looks_back_s)
         computing_s = {worker: m.computing_s for worker, m in state.members.items() if m.computing_s is not None}

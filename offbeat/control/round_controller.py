@@ -17,7 +17,7 @@ from offbeat.control.round_metrics import RoundMetrics
 from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from offbeat.control.controller import Controller
     from offbeat.sync import Policy
@@ -41,7 +41,14 @@ class RoundController:
         self._refused: set[Policy] = set()
 
     def stepped(
-        self, controller: Controller, step: int, samples: float, times: Mapping[int, Sequence[float]], at_s: float
+        self,
+        controller: Controller,
+        step: int,
+        samples: float,
+        times: Mapping[int, Sequence[float]],
+        at_s: float,
+        *,
+        late: Collection[int] = (),
     ) -> bool:
         """Whether a step is over that it had not been told of.
 
@@ -50,12 +57,13 @@ class RoundController:
             samples: of it.
             times: by rank, how many seconds each step since the last exchange took; empty if there was no exchange.
             at_s: now.
+            late: ranks of those who came too late for the exchange.
         """
         if step == self._step:  # another model's
             return False
         self._step, self._samples = step, self._samples + samples
         if times:
-            self._metrics.hear(at_s, times, samples=self._samples, looks_back_s=controller.looks_back_s)
+            self._metrics.hear(at_s, times, samples=self._samples, looks_back_s=controller.looks_back_s, late=late)
             self._samples = 0.0
         return True
 

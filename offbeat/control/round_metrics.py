@@ -20,7 +20,7 @@ from offbeat.control.metrics_history import MetricsHistory
 from offbeat.float_sum import add_up
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from offbeat.control.controller import Metrics
     from offbeat.sync import Policy
@@ -47,11 +47,21 @@ class RoundMetrics:
         self._waited_s: dict[int, float] = {}
         self._would_s: dict[int, float] = {}
         self._computing_s: dict[int, float] = {}
+        self._brought: dict[int, int] = {}
+        self._left_out: dict[int, int] = {}
         self._past, self._last = MetricsHistory(at_s), Reading(at_s)
         self._made = 0.0  # steps of each worker since the pace was looked at
-        self._brought: collections.deque[tuple[float, float]] = collections.deque(maxlen=_PACED + 1)
+        self._rounds: collections.deque[tuple[float, float]] = collections.deque(maxlen=_PACED + 1)
 
-    def hear(self, at_s: float, times: Mapping[int, Sequence[float]], *, samples: float, looks_back_s: float) -> None:
+    def hear(
+        self,
+        at_s: float,
+        times: Mapping[int, Sequence[float]],
+        *,
+        samples: float,
+        looks_back_s: float,
+        late: Collection[int] = (),
+    ) -> None:
         """An exchange is over.
 
         Args:
@@ -59,11 +69,13 @@ class RoundMetrics:
                 equally many of all.
             samples: of a worker, since then.
             looks_back_s: readings that are older are forgotten, but for one.
+            late: ranks of those who came too late to take part; they waited for nobody.
         """
+        there = [*times, *late]
         # What somebody did before it was heard of for the first time, such as to start, is no part of a step.
         known = {rank: steps_s for rank, steps_s in times.items() if rank in self._waited_s}
         for totals_s, waits in ((self._waited_s, _at_the_end(known)), (self._would_s, _in_every_step(known))):
-            mine = {rank: totals_s.get(rank, 0.0) + waits.get(rank, 0.0) for rank in times}
+            mine = {rank: totals_s.get(rank, 0.0) + waits.get(rank, 0.0) for rank in there}
             totals_s.clear()
             totals_s.update(mine)
         for rank, steps_s in known.items():
@@ -71,7 +83,11 @@ class RoundMetrics:
             before_s = self._computing_s.get(rank, each_s)
             self._computing_s[rank] = before_s + _LATEST * (each_s - before_s)
         self._look_at_pace(at_s, samples)
-        self._last = Reading(at_s, {}, dict(self._waited_s), dict(self._would_s))
+        self._brought = {rank: self._brought.get(rank, 0) + 1 for rank in there}
+        self._left_out = {rank: self._left_out.get(rank, 0) + (rank in late) for rank in there}
+        self._last = Reading(
+            at_s, {}, dict(self._waited_s), dict(self._would_s), dict(self._brought), dict(self._left_out)
+        )
         self._past.note(self._last, looks_back_s)
 
     @property
@@ -97,7 +113,7 @@ class RoundMetrics:
         self._waited_s = dict(reading.waited_s)
         here = reading.steps.keys() & before.steps.keys()
         self._made += add_up(reading.steps[rank] - before.steps[rank] for rank in sorted(here)) / max(1, len(here))
-        if self._made >= 1 or not self._brought:
+        if self._made >= 1 or not self._rounds:
             self._look_at_pace(reading.at_s, self._made * batch)
             self._made = 0.0
         self._past.note(reading, looks_back_s)
@@ -106,13 +122,13 @@ class RoundMetrics:
         """Forget the readings: what is heard or read from now on is not to be compared with them."""
         self._waited_s, self._would_s, self._made = {}, {}, 0.0
         self._last = Reading(self._last.at_s)
-        self._brought.clear()
+        self._rounds.clear()
         self._past.begin_anew()
 
     def swapped(self, before: Policy, at_s: float, *, by_controller: bool) -> None:
         """Another policy than `before` decides from now on."""
         self._past.swapped(before, at_s, by_controller=by_controller)
-        self._brought.clear()
+        self._rounds.clear()
 
     def metrics(self, sync: Policy, step: int) -> Metrics:
         """The metrics: times as of the last exchange, since nobody can know more; steps as of now.
@@ -128,8 +144,8 @@ class RoundMetrics:
         return self._past.metrics(sync, now, computing_s, {})
 
     def _look_at_pace(self, at_s: float, samples: float) -> None:
-        self._brought.append((at_s, samples))
-        (first_s, _), *later = self._brought
+        self._rounds.append((at_s, samples))
+        (first_s, _), *later = self._rounds
         if len(later) == _PACED and at_s > first_s:
             self._past.brought(add_up(count for _, count in later) / (at_s - first_s))
 

@@ -44,6 +44,7 @@ from offbeat.engine.history_recorder import HistoryRecorder
 from offbeat.engine.ignored_parameters import ignored_names
 from offbeat.engine.join import JobInfo, JoinCheck, JoinClient, JoinServer, LeaveBarrier
 from offbeat.engine.plan_vote import PlanVote
+from offbeat.engine.prepared_model import check_sums_some
 from offbeat.engine.server_launch import addresses_of, start_beside
 from offbeat.engine.server_session import connect, leave_file
 from offbeat.engine.state_transfer import hand_over
@@ -70,6 +71,7 @@ __all__ = [
     "SwitchableSync",
     "Synchronizer",
     "addresses_of",
+    "check_sums_some",
     "connect",
     "hand_over",
     "happenings",

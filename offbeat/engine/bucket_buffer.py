@@ -83,7 +83,8 @@ class BucketBuffer:
         self.grad = self.memory[: bucket.numel]
         self.trailer = self.memory[bucket.numel :]
         self.missing = 0
-        self.took_part = True  # whether this worker's weight in the exchange under way is above 0
+        self.took_part = True  # whether this worker's weight in the exchange under way is above 0, and in the sum
+        self._came_late = False  # it brought something that is not in the sum
         self.nonfinite: list[str] = []  # parameters whose own gradient held NaN or Inf, if it was asked to check
         self._world = world
         self._all_used = torch.ones_like(self.trailer)
@@ -100,7 +101,7 @@ class BucketBuffer:
         A parameter without a gradient contributes zeros. With `scale` 0 the whole bucket is zeros, whatever the
         gradients hold.
         """
-        self.took_part = scale > 0
+        self.took_part, self._came_late = scale > 0, False
         with torch.no_grad():
             for entry in self.entries:
                 if not entry.used and entry.parameter.grad is not None:
@@ -180,6 +181,10 @@ class BucketBuffer:
         same = int(squares) * round(part * self._world) == int(stamps) ** 2
         return BucketTrailer(weight / self._world, same, nonfinite > 0, votes > 0, used, times)
 
+    def leave_out(self) -> None:
+        """Note that the sum was made without this worker, which came too late."""
+        self.took_part, self._came_late = False, self.took_part
+
     def hand_out(self, used_elsewhere: set[int]) -> None:
         """Give the parameters that only others used their gradient, too."""
         for i in used_elsewhere:
@@ -191,8 +196,10 @@ class BucketBuffer:
                 entry.stale = None
         if not self.took_part:
             for i, entry in enumerate(self.entries):
-                if i not in used_elsewhere and entry.parameter.grad is not entry.view:
-                    entry.parameter.grad = None  # a gradient of padding, which nobody shares
+                if i in used_elsewhere:
+                    continue
+                if (self._came_late and entry.used) or entry.parameter.grad is not entry.view:
+                    entry.parameter.grad = None  # a gradient of padding, or one that came late, which nobody shares
 
 
 def view_in(grad: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:

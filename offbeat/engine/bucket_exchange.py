@@ -85,6 +85,11 @@ class BucketExchange:
         assert isinstance(total, Total)
         return total.tensor if total.tail is None else total.tail, total.weight
 
+    @property
+    def includes_own(self) -> bool:
+        """Whether what this worker brought is in the first round's total."""
+        return not isinstance(self._reply, Total) or self._reply.includes_own
+
     def finish(self, weight: float) -> None:
         """Complete the remaining rounds and leave the mean in `values`.
 
@@ -93,8 +98,10 @@ class BucketExchange:
         """
         reply = self._reply
         while True:
+            if isinstance(reply, Total):
+                reply = Total(reply.tensor, weight, includes_own=reply.includes_own)
             try:
-                payload = self._generator.send(Total(reply.tensor, weight) if isinstance(reply, Total) else reply)
+                payload = self._generator.send(reply)
             except StopIteration as stop:
                 exchanged: Exchanged = stop.value
                 break

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from offbeat.codec import Rescales
+from offbeat.codec import ErrorFeedback, Rescales
 from offbeat.engine import state_checks
 
 if TYPE_CHECKING:
@@ -36,14 +36,26 @@ class CodecState:
     def of(self, codec: Codec, bucket: Bucket, *, deltas: bool = False) -> State:
         """The state of a bucket's parameters: what was kept, and that of a first exchange for the others."""
         kept = self._states["deltas" if deltas else "gradients"]
-        try:
-            return {slot.name: kept[slot.name] for slot in bucket.slots}
-        except KeyError:
-            fresh = codec.init(bucket)
-            return {slot.name: kept.setdefault(slot.name, fresh.get(slot.name, {})) for slot in bucket.slots}
+        if not all(kept.get(slot.name) for slot in bucket.slots):
+            for name, tensors in codec.init(bucket).items():
+                if not kept.get(name):  # another codec may have kept nothing
+                    kept[name] = tensors
+        return {slot.name: kept.setdefault(slot.name, {}) for slot in bucket.slots}
+
+    def working(self, codec: Codec) -> Codec:
+        """The codec, wrapped if it keeps no residual and there is one: of an earlier policy, which is sent along."""
+        if isinstance(codec, Rescales):
+            return codec
+        kept = [one for one in self._states["gradients"].values() if "residual" in one]
+        if any(bool(one["residual"].any()) for one in kept):
+            return ErrorFeedback(codec)
+        for one in kept:
+            del one["residual"]
+        return codec
 
     def rescale_(self, codec: Codec, scale: float) -> None:
         """Go on with gradients that are multiplied by `scale` before they are encoded."""
+        codec = self.working(codec)
         if isinstance(codec, Rescales) and scale != self.scale:
             for state in self._states.values():
                 codec.rescale_(state, scale / self.scale)

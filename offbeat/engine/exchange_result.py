@@ -16,6 +16,8 @@ class ExchangeResult:
 
     Args:
         weights: this worker's, and the sums over all workers that came with the buckets.
+        given: of this worker's, what is in the sum of each bucket, where a sum may be of some workers; `weights` has
+            one for each bucket then.
         vote_requested: whether a worker wants all to vote behind it; the same on all of them.
         step_times: seconds of each step since the exchange before, by rank; empty where nobody wants to know.
         staleness: updates between the parameters that this worker has computed on and its own update, at a server.
@@ -28,6 +30,7 @@ class ExchangeResult:
     """
 
     weights: tuple[float, ...] = ()
+    given: tuple[float, ...] = ()
     vote_requested: bool = False
     step_times: Mapping[int, Sequence[float]] = field(default_factory=dict)
     staleness: int = 0

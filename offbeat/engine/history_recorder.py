@@ -94,16 +94,20 @@ class HistoryRecorder:
         *,
         samples: float = 0.0,
         weights: tuple[float, ...] = (),
+        given: tuple[float, ...] = (),
     ) -> None:
         """The parameters after a step, without a server.
 
         Args:
             weights: in the step's exchange: this worker's, and the sums over all workers.
+            given: of this worker's, what is in each of these sums, where they may be of some workers.
         """
         if self._writer is None:
             return
         now_s = time.monotonic()
-        self._writer.append(ParametersAfter(model, step, now_s, self._digest(step, tensors), samples, weights=weights))
+        self._writer.append(
+            ParametersAfter(model, step, now_s, self._digest(step, tensors), samples, weights=weights, given=given)
+        )
 
     def record_grant(self, model: int, grant: StepGrant) -> None:
         """Record by what a switch's table let this worker go on."""

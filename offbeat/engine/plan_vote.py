@@ -107,8 +107,9 @@ class PlanVote:
         mine, self._proposal = msgspec.json.encode(self._proposal).decode(), PlanRequest()
         all_ = [_decode_request(text) for text in self._control.texts("the question for another plan", mine).values()]
         plans = {one.plan for one in all_ if one.plan and not one.reason}
-        reason = "" if plans else next((one.reason for one in all_ if one.plan), "")
-        plans = plans or {one.plan for one in all_ if one.plan}
+        by_controller = None if plans else next((one for one in all_ if one.plan), None)
+        reason = "" if by_controller is None else by_controller.reason
+        plans = plans if by_controller is None else {by_controller.plan}
         plan, refusal = present, ""
         try:
             if len(plans) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+import torch
 from xxhash import xxh3_64_hexdigest
 
 from offbeat.engine.buffers import distinct
@@ -12,14 +13,14 @@ from offbeat.engine.codec_state import CodecState
 from offbeat.engine.ignored_parameters import ignored_names
 from offbeat.engine.optimizer_state import gathered
 from offbeat.engine.sparse import sparse_names
+from offbeat.errors import ModelError
+from offbeat.fabric import SumsSome
 from offbeat.layout import arrange
 from offbeat.server.optimizers import describe
 from offbeat.tensors import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-
-    import torch
 
     from offbeat.fabric import Fabric
     from offbeat.layout import Layout
@@ -84,6 +85,27 @@ class PreparedModel:
         """The layout of its parameters."""
         sparse = set() if is_served else sparse_names(self.model) & set(self.parameters)
         return arrange(self.parameters, bucket_bytes=plan.bucket_bytes, sparse=sparse)
+
+
+def check_sums_some(one: PreparedModel, plan: Plan) -> None:
+    """See that sums of some workers can be made of a model's gradients.
+
+    Raises:
+        ModelError: if they cannot; the text says what can be done.
+    """
+    layout, advice = one.layout(plan, is_served=False), "Use BSP(), or fabric=ParameterServer()."
+    if layout.sparse:
+        raise ModelError(
+            f"Cannot train {layout.sparse[0]} with {plan.sync!r} on a switch: its gradient is sparse, and those are "
+            f"gathered from all workers. {advice}"
+        )
+    if any(bucket.dtype != torch.float32 or bucket.device.type != "cpu" for bucket in layout.buckets):
+        raise ModelError(f"Cannot train this model with {plan.sync!r} on a switch: it adds float32 on CPUs. {advice}")
+    if not isinstance(one.fabric, SumsSome):
+        raise ModelError(
+            f"Cannot train with {plan.sync!r} here: the workers have met for sums of all. Begin with "
+            f"{plan.fabric!r} - at `plan.fabric`."
+        )
 
 
 def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offbeat.codec import ErrorFeedback
 from offbeat.engine import sparse, state_checks, worker_questions
 from offbeat.engine.batch_accounting import BatchAccount
 from offbeat.engine.bucket_buffer import BucketBuffer, GradEntry
@@ -32,6 +33,7 @@ from offbeat.engine.exchange_result import ExchangeResult
 from offbeat.engine.gradient_order import GradientOrder
 from offbeat.engine.issue_queue import IssueQueue, first_in_first_out
 from offbeat.engine.optimizer_state import load
+from offbeat.engine.prepared_model import check_sums_some
 from offbeat.engine.step_times import StepTimes
 from offbeat.engine.synchronizer import RUN_IS_CLOSED
 from offbeat.errors import ModelError, NumericsError
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from offbeat.engine.buffers import Buffers
     from offbeat.engine.prepared_model import PreparedModel
     from offbeat.engine.worker_context import WorkerContext
+    from offbeat.pending import Pending
     from offbeat.plan import Plan
 
 _log = logging.getLogger("offbeat")
@@ -97,6 +100,7 @@ class Reducer:
         self._landmark: GradEntry | None = None  # one that had a gradient after the last exchange
         self._drops_padding = False
         self._told_unused = self._told_graph = False
+        self._check_sums_some(plan)
         self._hooks = [
             entry.parameter.register_post_accumulate_grad_hook(functools.partial(self._on_grad, entry))
             for entry in self._entries.values()
@@ -111,8 +115,18 @@ class Reducer:
 
     def adopt(self, plan: Plan) -> None:
         """Go by this plan from here on; on all workers at the same place, since buckets may be laid out anew."""
+        self._check_sums_some(plan)
         self._plan = plan
         self._tell_times(self.times.ranks)
+
+    def _check_sums_some(self, plan: Plan) -> None:
+        """See that nothing of a step has to wait for all, if the plan says so.
+
+        Raises:
+            ModelError: if something has to.
+        """
+        if plan.has_quorum and self.communicator.world > 1:
+            check_sums_some(self._model, plan)
 
     @property
     def step(self) -> int:
@@ -200,7 +214,9 @@ class Reducer:
         return any(entry.used for entry in self._entries.values())
 
     def settle(self) -> None:
-        """Do nothing: replicas are equal after every step."""
+        """Give all workers the buffers of the first, if they have come apart; all else is equal after every step."""
+        if self.plan.has_quorum and self._buffers is not None:
+            self._broadcast_buffers(self._buffers, self._context.control.leader)
 
     def refreshed(self) -> None:
         """Do nothing: there is no server."""
@@ -343,7 +359,7 @@ class Reducer:
         buffer, accounting = self._buckets[index], self.accounting
         scale = accounting.scale if accounting.weight and accounting.absent is None else 0.0
         buffer.pack(scale=scale, check_finite=self._check_finite)
-        codec = self._plan.codec
+        codec = self._model.codec_state.working(self._plan.working_codec)
         state = self._model.codec_state.of(codec, buffer.bucket)
         exchange = BucketExchange(buffer.bucket, buffer.grad, codec, state, self.communicator)
         buffer.write_trailer(accounting, exchange.trailer_dtype)
@@ -364,7 +380,9 @@ class Reducer:
             communicator.start(sparse.payload_of(e, accounting=self.accounting, world=communicator.world))
             for e in self._sparse
         ]
-        broadcasts = [] if self._buffers is None else self._buffers.start(source)
+        # In a sum of some workers nothing is to wait for all: then buffers are even only when all settle.
+        buffers = None if self._plan.has_quorum else self._buffers
+        broadcasts = [] if buffers is None else buffers.start(source)
         trailers = [self._finish(buffer, exchange) for buffer, exchange in self._under_way]
         # A sum can overflow where no contribution did; the mean has the same bits on every rank, so all find the same.
         bad = [
@@ -380,22 +398,31 @@ class Reducer:
                 bad.append(entry.name)
                 own = next(one for one in reply if one.worker == communicator.rank)
                 mine += [] if self._is_finite(own.tensors[1]) else [entry.name]
-        if self._buffers is not None:
-            for pending in broadcasts:
-                communicator.wait(pending, "broadcast of the buffers")
-            self._buffers.finish(source)
+        if buffers is not None:
+            self._finish_buffers(buffers, broadcasts, source)
         self._complete(trailers)
         if bad:
             self._on_nonfinite(bad, mine)
 
     def _finish(self, buffer: BucketBuffer, exchange: BucketExchange) -> BucketTrailer:
         """Complete one bucket's exchange; what the workers said along with it."""
-        trailer = buffer.read_trailer(*exchange.wait())
+        total, part = exchange.wait()
+        if not exchange.includes_own:
+            buffer.leave_out()
+        trailer = buffer.read_trailer(total, part)
         if not trailer.in_step:
             raise worker_questions.different_batches(self._context.control, step=self.step, stamp=self.accounting.stamp)
         exchange.finish(trailer.weight or 1.0)  # nobody had data: the sum is zero, and so is the mean
         buffer.hand_out(trailer.used_elsewhere)
         return trailer
+
+    def _broadcast_buffers(self, buffers: Buffers, source: int) -> None:
+        self._finish_buffers(buffers, buffers.start(source), source)
+
+    def _finish_buffers(self, buffers: Buffers, broadcasts: list[Pending], source: int) -> None:
+        for pending in broadcasts:
+            self.communicator.wait(pending, "broadcast of the buffers")
+        buffers.finish(source)
 
     def _is_finite(self, tensor: torch.Tensor | None) -> bool:
         return tensor is None or not self._check_finite or bool(torch.isfinite(tensor).all())
@@ -408,7 +435,9 @@ class Reducer:
         self.pending_result = result.after(self.pending_result)
         step, weight = self.step, self.accounting.weight
         self.communicator.step += 1
-        self._context.metrics.exchange_done(step, result.spans, weight, model=self._model.number)
+        self._context.metrics.exchange_done(
+            step, result.spans, weight, model=self._model.number, dropped=result.dropped
+        )
         self._context.waiter.witness.exchanged(self.accounting.stamp)
         self.accounting.exchanged()
         unused = [entry.name for entry in self._entries.values() if not entry.used]
@@ -424,9 +453,13 @@ class Reducer:
             )
 
     def _result_of(self, trailers: list[BucketTrailer]) -> ExchangeResult:
-        sums = dict.fromkeys(trailer.weight * self.communicator.world for trailer in trailers)
+        weight, sums = self.accounting.weight, [trailer.weight * self.communicator.world for trailer in trailers]
+        given = [weight if exchange.includes_own else 0.0 for _, exchange in self._under_way]
+        has_quorum = self._plan.has_quorum
         return ExchangeResult(
-            weights=(self.accounting.weight, *sums),
+            weights=(weight, *(sums if has_quorum else dict.fromkeys(sums))),
+            given=tuple(given) if has_quorum else (),
+            dropped=weight > 0 and not any(given) and not isinstance(self._plan.working_codec, ErrorFeedback),
             vote_requested=any(trailer.vote_requested for trailer in trailers),
             step_times=next((trailer.step_times for trailer in trailers if trailer.step_times), {}),
             spans=tuple((one.issued_s, one.done_s) for _, one in self._under_way if one.done_s is not None),

@@ -10,6 +10,8 @@ Where exchanges are collective all workers change over together, behind an excha
     from LocalSGD    behind an average: the parameters are the same again. What each optimizer has gathered is not, and
                      would take them apart, so that is averaged, too. The outer momentum ends.
 
+On a switch they tell it there how many contributions make an update, if that is another number (`KSync`).
+
 At a server each worker does so by itself, whenever it hears of the swap:
 
     to LocalSGD      before a step: the parameters are the server's, so they are the anchor; the step at hand is the
@@ -29,6 +31,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from offbeat.engine import state_checks
 from offbeat.engine.local_sgd import LocalSGDSync
 from offbeat.engine.optimizer_state import load_optimizer_state, optimizer_state
+from offbeat.fabric import SumsSome
+from offbeat.protocol.switch_control import Strategy
+from offbeat.switch.strategy import compile_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -175,8 +180,10 @@ class SwitchableSync:
         """Go by this plan from here on, where all may go over to it (see above). Collective where exchanges are: behind
         local steps all average.
         """
-        self._plan = plan
+        before, self._plan = self._plan, plan
         self._gradients.adopt(plan)
+        if before.has_quorum and before.sync != plan.sync:
+            self._set_strategy(Strategy())  # whatever else is exchanged before the next step is of all
         if self._local is not None and not self._is_to_end:
             self._local.adopt(plan)
         if not self.is_collective:
@@ -187,6 +194,15 @@ class SwitchableSync:
             self._end_local_steps_if_due()
         if self._local is None and plan.steps_locally:
             self._begin_local_steps()
+        if plan.has_quorum and before.sync != plan.sync:
+            self._set_strategy(compile_policy(plan.sync))
+
+    def _set_strategy(self, strategy: Strategy) -> None:
+        """Have sums be made by another policy; nobody begins one before all have been told. Collective."""
+        fabric, control = self._model.fabric, self._context.control
+        if isinstance(fabric, SumsSome):
+            fabric.set_strategy(strategy, tells=control.is_leader)
+            control.sum("the switch is told how many make an update")
 
     @property
     def has_own_optimizer(self) -> bool:
@@ -204,11 +220,11 @@ class SwitchableSync:
         self._local = None
         self._gradients, self._averager = transport
         self._plan = self._gradients.plan
-        self._model.codec_state.rescale_(self._plan.codec, self._gradients.gradient_scale)
+        self._model.codec_state.rescale_(self._plan.working_codec, self._gradients.gradient_scale)
         self._gradients.sync = sync
 
     def _begin(self) -> None:
-        self._model.codec_state.rescale_(self._plan.codec, self._gradients.gradient_scale)
+        self._model.codec_state.rescale_(self._plan.working_codec, self._gradients.gradient_scale)
         self._local = None
         if self._plan.steps_locally:
             self._local = self._local_sync(self._plan.step_of(self._gradients.number), 0)
@@ -267,7 +283,7 @@ class SwitchableSync:
     def load_codec_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `codec_state_dict` returned on a worker of this rank; begin anew with another's."""
         own = state if state.get("rank") == self._context.rank else {}
-        self._model.codec_state.load_state_dict(self._plan.codec, self.layout, own)
+        self._model.codec_state.load_state_dict(self._plan.working_codec, self.layout, own)
 
     def admit(self, ranks: Iterable[int]) -> None:
         """Have these tell how long they compute, too; on all workers at the same place."""

@@ -12,7 +12,17 @@
 
 from offbeat.fabric.elastic import Elastic
 from offbeat.fabric.elastic_group import ElasticGroup
-from offbeat.fabric.fabric import BindContext, Binds, Fabric, FabricSpec, HoldsTables, Offers, Served, check_spec
+from offbeat.fabric.fabric import (
+    BindContext,
+    Binds,
+    Fabric,
+    FabricSpec,
+    HoldsTables,
+    Offers,
+    Served,
+    SumsSome,
+    check_spec,
+)
 from offbeat.fabric.in_memory import InMemory, InMemoryGroup
 from offbeat.fabric.parameter_server import ParameterServer
 from offbeat.fabric.process_group import ProcessGroup, never_destroy
@@ -33,6 +43,7 @@ __all__ = [
     "ParameterServer",
     "ProcessGroup",
     "Served",
+    "SumsSome",
     "Switch",
     "check_spec",
     "never_destroy",

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from offbeat.pending import Pending
     from offbeat.protocol.switch_control import Strategy
     from offbeat.server.launch import ShardSettings
+    from offbeat.sync import Policy
 
 _ASKED_OF_A_SERVER = ("addresses", "block_bytes", "patience_s", "collocated")
 
@@ -68,6 +69,7 @@ class BindContext:
         settings: how to prove who this worker is, to whatever the fabric connects with.
         switch: "host:port" of the switch that the launcher names; "" for none.
         timeout: how long the others, and what the fabric connects with, are waited for.
+        sync: the policy that the job begins with, for a fabric that carries it out; None for one that waits for all.
     """
 
     rank: int = 0
@@ -77,6 +79,7 @@ class BindContext:
     settings: ShardSettings | None = None
     switch: str = ""
     timeout: timedelta = timedelta(seconds=20)
+    sync: Policy | None = None
 
 
 class Fabric(Protocol):
@@ -123,6 +126,22 @@ class HoldsTables(Protocol):
 
         Raises:
             PlanError: if the switch has no room.
+            NetworkError: if it is gone.
+        """
+
+
+@runtime_checkable
+class SumsSome(Protocol):
+    """A bound fabric whose sums may be of the first `Strategy.quorum` workers; sums without a tail are of all."""
+
+    def set_strategy(self, strategy: Strategy, *, tells: bool) -> None:
+        """Have sums be made by another policy. Between exchanges of all, which confer before the next one.
+
+        Args:
+            tells: whether this worker tells the switch; one of all does.
+
+        Raises:
+            PlanError: if it cannot carry that out.
             NetworkError: if it is gone.
         """
 

@@ -7,6 +7,14 @@ has every run; they are not those of a float addition.
 Only what is large and float32 goes that way. All else stays with a companion, an elastic all-reduce among the workers:
 trailers, whose counts must be exact, small sums, other types, questions, broadcasts. The companion also finds out who
 is lost; the switch is told, and goes on without.
+
+Where a sum is of the first k workers (`KSync`) nothing of a step may wait for all. Then trailers go through the switch,
+in chunks of their own behind the values, so that both are of the same workers, and so do small sums with a trailer:
+
+    chunks   values | trailer, whole numbers | trailer, fractions
+
+Whole numbers and fractions are apart since the numbers of a chunk have one exponent: so whole numbers below 2^24 are
+exact, and fractions to 2^(L - 31), with 2^L workers. What has no trailer is of all, and goes over the companion.
 """
 
 from __future__ import annotations
@@ -17,6 +25,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from offbeat.errors import NetworkError, PlanError
@@ -25,16 +34,19 @@ from offbeat.fabric.fabric import BindContext, Offers
 from offbeat.fabric.in_memory import InMemory
 from offbeat.fabric.switch_table import SwitchTable
 from offbeat.payload import Gather, Sum, Total
-from offbeat.protocol.switch_control import Strategy
+from offbeat.protocol.switch_control import SetSwitchStrategy, Strategy
 from offbeat.switch.client_thread import ClientThread
 from offbeat.switch.control_client import ControlClient
-from offbeat.switch.job_shape import JobShape
+from offbeat.switch.job_shape import MOST_SLOTS, JobShape
 from offbeat.switch.memory_switch import MemorySwitch
+from offbeat.switch.strategy import compile_policy
 from offbeat.switch.stream_client import StreamClient, mean_of
 from offbeat.switch.table_client import TableClient
 from offbeat.switch.udp_socket import UdpSocket
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from offbeat.fabric.elastic_group import ElasticGroup
     from offbeat.fabric.fabric import Fabric
     from offbeat.payload import Payload, Reply
@@ -42,6 +54,7 @@ if TYPE_CHECKING:
     from offbeat.protocol.switch_control import SwitchJobJoined
     from offbeat.switch.client_thread import PacketClient
     from offbeat.switch.stream_client import StreamExchange
+    from offbeat.sync import Policy
 
 MEMORY = "memory://"
 _OFFERS = Offers(exact=False, holds="switch", partial=True, elastic=True)
@@ -49,6 +62,7 @@ _POLL = timedelta(milliseconds=20)
 _RTO_S = 0.01
 _RING = 64
 _LEAST_SLOTS = 4  # of a job that sums no stream
+_QUORUM_BYTES = 8 << 20  # of the sums that are kept for workers that come too late for them
 _TEXT_BYTES = 16
 
 
@@ -95,6 +109,11 @@ class Switch:
     @property
     def offers(self) -> Offers:
         return _OFFERS
+
+    @property
+    def slots_for_late(self) -> int:
+        """The slots of a job in which workers may come too late for a sum: of so many chunks can one be late."""
+        return max(self.slots, min(MOST_SLOTS, 1 << (_QUORUM_BYTES // (4 * self.values)).bit_length() - 1))
 
     @property
     def companion(self) -> Elastic:
@@ -148,14 +167,16 @@ class Switch:
             raise NetworkError(
                 f"{why} Start the switch with `offbeat switch serve`, or name another - at `plan.fabric.address`."
             ) from error
+        strategy = _strategy_of(context.sync)
         try:
-            shape, joined = control.join(job, JobShape(0, context.world, self.values, self.slots, _RING))
+            slots = self.slots if strategy.quorum is None else self.slots_for_late
+            shape, joined = control.join(job, JobShape(0, context.world, self.values, slots, _RING), strategy)
             client = StreamClient(shape, context.rank, joined.cookie, window=self.window, rto_s=_RTO_S)
             thread = _kept_going(client, control, joined)
         except BaseException:
             control.close()
             raise
-        stream = SwitchStream(client, thread, self.values, control, job)
+        stream = SwitchStream(client, thread, self.values, control, job, strategy)
         try:
             _same_for_all(companion, "", deadline_s)  # from here on all are members
         except BaseException:
@@ -172,6 +193,7 @@ class SwitchStream:
         values: int32 in a packet; what is smaller does not go to the switch.
         control: to whom the switch belongs; None within one process.
         job: its name there.
+        strategy: whose parts a sum is made of.
     """
 
     def __init__(
@@ -181,9 +203,11 @@ class SwitchStream:
         values: int,
         control: ControlClient | None = None,
         job: str = "",
+        strategy: Strategy | None = None,
     ) -> None:
         self._client, self._thread = client, thread
         self.values, self.control, self.job = values, control, job
+        self._strategy = strategy or Strategy()
 
     def open_table(self, number: int, size: int, strategy: Strategy, exponent: int) -> SwitchTable:
         """Join one model's table; see `HoldsTables`."""
@@ -201,23 +225,39 @@ class SwitchStream:
         return SwitchTable(client, _kept_going(client, control, joined), control, job)
 
     @classmethod
-    def in_memory(cls, switch: MemorySwitch, spec: Switch, worker: int, workers: int) -> SwitchStream:
+    def in_memory(
+        cls, switch: MemorySwitch, spec: Switch, worker: int, workers: int, strategy: Strategy | None = None
+    ) -> SwitchStream:
         """Join a switch within this process; rank 0 first, and all before the first sum."""
         shape = JobShape(1, workers, spec.values, spec.slots, _RING)
         with switch.lock:
             if not worker:
-                switch.plane.create_job(shape, Strategy())
+                switch.plane.create_job(shape, strategy or Strategy())
             switch.plane.admit(shape.number, worker, cookie=worker)
         client = StreamClient(shape, worker, worker, window=spec.window, rto_s=_RTO_S)
-        return cls(client, ClientThread(client, switch.open_port(), 0), spec.values)
+        return cls(client, ClientThread(client, switch.open_port(), 0), spec.values, strategy=strategy)
 
-    def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is summed by the switch; the same on all workers."""
-        return tensor.dtype == torch.float32 and not tensor.is_cuda and tensor.numel() >= self.values
+    @property
+    def has_quorum(self) -> bool:
+        """Whether a sum may be of some workers."""
+        return self._strategy.quorum is not None
 
-    def begin(self, tensor: torch.Tensor) -> StreamExchange:
-        """Begin to sum a tensor."""
-        exchange = self._client.next_exchange(tensor.numpy())
+    def takes(self, payload: Sum) -> bool:
+        """Whether a sum is made by the switch; the same on all workers."""
+        tensor = payload.tensor
+        if tensor.dtype != torch.float32 or tensor.is_cuda:
+            return False
+        return payload.tail is not None if self.has_quorum else tensor.numel() >= self.values
+
+    def set_strategy(self, strategy: Strategy, *, tells: bool) -> None:
+        """Have sums be made by another policy; see `SumsSome`."""
+        if tells and self.control is not None:
+            self.control.ask(lambda number: SetSwitchStrategy(number, self.job, strategy))
+        self._strategy = strategy
+
+    def begin(self, *parts: NDArray[np.float32]) -> StreamExchange:
+        """Begin to sum vectors, which are of the same workers."""
+        exchange = self._client.next_exchange(*parts)
         self._thread.do(lambda: self._client.enqueue(exchange))
         return exchange
 
@@ -253,9 +293,11 @@ class BoundSwitch:
         self.rank, self.world, self.offers = companion.rank, companion.world, _OFFERS
 
     def start(self, payload: Payload) -> Pending:
-        if not isinstance(payload, Sum) or not self._stream.takes(payload.tensor):
+        if not isinstance(payload, Sum) or not self._stream.takes(payload):
             return self._companion.start(payload)
-        exchange = self._stream.begin(payload.tensor)
+        if self._stream.has_quorum:
+            return PartialPending(self, self._stream, payload)
+        exchange = self._stream.begin(payload.tensor.numpy())
         # How many are in it is known from the companion, whose exchanges also show who is lost.
         tail = torch.ones(1) if payload.tail is None else payload.tail
         return SwitchPending(self, self._stream, exchange, payload, self._companion.start(Sum(tail)))
@@ -269,13 +311,20 @@ class BoundSwitch:
         self._tables.append(table)
         return table
 
+    def set_strategy(self, strategy: Strategy, *, tells: bool) -> None:
+        """Have sums be made by another policy; see `SumsSome`."""
+        self._stream.set_strategy(strategy, tells=tells)
+
     def evict_lost(self) -> None:
-        """Tell the switch which workers the others have gone on without; each of these does."""
-        if self._group is None or self._group.members == self._members:
+        """Tell the switch which workers the others have gone on without, or will where they meet; each does."""
+        if self._group is None:
             return
-        for rank in set(self._members) - set(self._group.members):
+        gone = set(self._members) - set(self._group.members)
+        if self._stream.has_quorum:  # they need not meet for long
+            gone |= set(self._group.lost_members(self._members))
+        for rank in gone:
             self._stream.evict(rank, "the other workers have gone on without it")
-        self._members = self._group.members
+        self._members = tuple(rank for rank in self._members if rank not in gone)
 
     def close(self) -> None:
         self._leave()
@@ -322,6 +371,51 @@ class SwitchPending:
         assert isinstance(reply, Total)
         self._payload.tensor.copy_(torch.from_numpy(mean_of(self._exchange)).view_as(self._payload.tensor))
         return Total(self._payload.tensor, reply.weight, None if self._payload.tail is None else reply.tensor)
+
+
+class PartialPending:
+    """One sum under way of the first workers that bring their parts, trailers and all. A `Pending`.
+
+    Args:
+        fabric, stream: that it goes by.
+        payload: with a tail.
+    """
+
+    def __init__(self, fabric: BoundSwitch, stream: SwitchStream, payload: Sum) -> None:
+        assert payload.tail is not None, "a sum without a tail is of all"
+        self._fabric, self._stream, self._payload = fabric, stream, payload
+        tail = payload.tail.numpy()
+        whole = np.floor(tail)
+        self._exchange = stream.begin(payload.tensor.numpy(), whole, tail - whole)
+        self.sent_bytes = payload.size_bytes
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Wait for it.
+
+        Raises:
+            NetworkError: if the switch is lost, or will not go on with this worker.
+        """
+        self._fabric.evict_lost()
+        return self._stream.wait(self._exchange, timeout)
+
+    def done(self) -> bool:
+        return self._exchange.is_done
+
+    def result(self) -> Reply:
+        payload, who = self._payload, self._exchange.included_in(1)
+        mean_of(self._exchange, who)
+        total, whole, rest = self._exchange.totals
+        assert payload.tail is not None
+        payload.tensor.copy_(torch.from_numpy(total).view_as(payload.tensor))
+        payload.tail.copy_(torch.from_numpy(whole.astype(np.float64) + rest))
+        weight = who.bit_count() / self._fabric.world
+        return Total(payload.tensor, weight, payload.tail, bool(who >> self._fabric.rank & 1))
+
+
+def _strategy_of(sync: Policy | None) -> Strategy:
+    """The strategy of the stream of a job that begins with a policy."""
+    strategy = Strategy() if sync is None or sync.replicated else compile_policy(sync)
+    return strategy if strategy.path == "stream" else Strategy()
 
 
 def _kept_going(client: PacketClient, control: ControlClient, joined: SwitchJobJoined) -> ClientThread:

@@ -236,6 +236,8 @@ class ParametersAfter(msgspec.Struct, tag=8, array_like=True, frozen=True):
         counted: whether it was told that its contribution is in the parameters.
         weights: without a server, of the exchange in this step: this worker's, and the sum over all workers that came
             with the mean; several, if it was not the same for all buckets. Empty without an exchange.
+        given: of this worker's weight, what is in each of these sums, where they may be of some workers; `weights` has
+            one for each bucket then. Empty where they are of all.
     """
 
     model: _Model
@@ -248,6 +250,7 @@ class ParametersAfter(msgspec.Struct, tag=8, array_like=True, frozen=True):
     numbers: tuple[_Count, ...] = ()
     counted: bool = True
     weights: tuple[_Weight, ...] = ()
+    given: tuple[_Weight, ...] = ()
 
     @property
     def is_brought(self) -> bool:

@@ -32,11 +32,11 @@ class Demand:
         Args:
             steps: numbers of the steps that are measured.
         """
-        from offbeat.codec import Cast
+        from offbeat.codec import Cast, innermost
 
         policies = (plan.sync, *(() if plan.controller is None else plan.controller.policies))
         numbers = list(steps)
         part = min(sum(one.contributes(step) is not None for step in numbers) for one in policies) / len(numbers)
-        if isinstance(plan.codec, Cast) and not plan.is_served:
+        if isinstance(innermost(plan.codec), Cast) and not plan.is_served:
             part /= 2
         return cls(all(one.replicated for one in policies), plan.tuning is not None, part)

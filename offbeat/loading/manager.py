@@ -321,7 +321,7 @@ class LoaderManager:
             )
 
     def _leases(self, loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
-        if self._goes_alone:
+        if self._goes_alone or self._plan.has_quorum:
             return False  # nobody deals out to workers that are at different steps
         tuned = self._plan.tuning is not None and self._control.world > 1
         if not tuned and self.server is None and not self._is_elastic:

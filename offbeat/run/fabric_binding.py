@@ -69,7 +69,7 @@ class FabricBinding:
         elif plan.is_served:
             spec = ProcessGroup()
         assert isinstance(spec, Binds), "checked when the plan was made"
-        binds, context = spec, dataclasses.replace(self._context, backend=backend)
+        binds, context = spec, dataclasses.replace(self._context, backend=backend, sync=plan.sync)
         fabric = self._waiter.call(lambda: binds.bind(context), WaitContext("the connection to the others"))
         self._bound.append(fabric)
         return fabric

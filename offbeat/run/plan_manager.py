@@ -12,7 +12,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from offbeat.control import RoundController, swap_sentence
-from offbeat.engine import PlanVote, addresses_of, connect, start_beside
+from offbeat.engine import PlanVote, addresses_of, check_sums_some, connect, start_beside
 from offbeat.errors import NetworkError, OffbeatError, PlanError
 from offbeat.fabric import ProcessGroup, Served
 from offbeat.protocol.worker_status import TableClock
@@ -134,6 +134,7 @@ class PlanManager:
             OffbeatError: if it cannot.
         """
         self._migration.check(plan)
+        self._check_quorum(plan)
         if plan.is_tabled == self.plan.is_tabled or self._control.world == 1:
             return
         here, there = short_name(self.plan.sync), short_name(plan.sync)
@@ -148,6 +149,19 @@ class PlanManager:
                 f"Cannot swap {here} for {there} on a switch while training: {len(self._models)} models are prepared, "
                 "and their steps end at different places. Save a checkpoint, and start again - at `plan.sync`."
             )
+
+    def _check_quorum(self, plan: Plan) -> None:
+        if not plan.has_quorum or self._control.world == 1:
+            return
+        if self._data.leased:
+            raise PlanError(
+                f"Cannot swap {short_name(self.plan.sync)} for {short_name(plan.sync)} on a switch while training: the "
+                "workers share out the samples of a prepared loader step by step, and so wait for all. Begin with a "
+                f"policy like {short_name(plan.sync)}, or give the loader a sampler for distributed data - at "
+                "`plan.sync`."
+            )
+        for one in self._models.prepared:
+            check_sums_some(one, plan)
 
     # -- called while training -----------------------------------------------------------------------------------
 
@@ -209,7 +223,9 @@ class PlanManager:
         if (controller := self.plan.controller) is None or self.plan.is_served or not len(self._models):
             return
         step, samples = self._models.synchronizers[0].step, self._context.metrics.last_samples
-        if not self._controller.stepped(controller, step, samples, step_times, self._context.clock.now_s()):
+        late = set(self._control.members) - step_times.keys() if self.plan.has_quorum else ()
+        now_s = self._context.clock.now_s()
+        if not self._controller.stepped(controller, step, samples, step_times, now_s, late=late):
             return
         if looks and self._migration.due is None and not self._vote.is_due:
             decision = self._controller.ask(controller, self.plan.sync)

@@ -94,7 +94,7 @@ class StepHooks:
         result = synchronizer.after_step()
         session.came_with = []
         if session.server is None and synchronizer.step and not session.plan.is_tabled:
-            self._record(model, synchronizer.step - 1, () if result is None else result.weights)
+            self._record(model, synchronizer.step - 1, result)
         if session.uneven.is_open:
             pass  # those that are done make no step, behind which all could confer
         elif synchronizer.is_collective:
@@ -109,12 +109,13 @@ class StepHooks:
             for prepared in session.models.modules:
                 prepared.register_forward_pre_hook(lambda *_: self._drain())
 
-    def _record(self, model: int, step: int, weights: tuple[float, ...]) -> None:
+    def _record(self, model: int, step: int, result: ExchangeResult | None) -> None:
         """Write the parameters after a step into the history."""
+        weights, given = ((), ()) if result is None else (result.weights, result.given)
         context = self._session.context
         parameters = self._session.models.prepared[model].parameters.values()
         samples = context.metrics.last_samples
-        context.history.record_parameters(model, step, parameters, samples=samples, weights=weights)
+        context.history.record_parameters(model, step, parameters, samples=samples, weights=weights, given=given)
 
     # -- what all do together ------------------------------------------------------------------------------------
 
@@ -128,7 +129,9 @@ class StepHooks:
 
     def _vote_if_asked(self, model: int, synchronizer: SwitchableSync, result: ExchangeResult | None) -> None:
         session = self._session
-        looks = session.context.is_first
+        # The first one may come too late for every update, and what it wants with it: so whoever is in this one looks.
+        is_heard = result is not None and any(result.given)
+        looks = is_heard if session.plan.has_quorum else session.context.is_first
         wanted = session.plans.wants_vote(looks=looks, step_times={} if result is None else result.step_times)
         if session.membership is not None:
             session.membership.stepped(model)

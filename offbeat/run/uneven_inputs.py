@@ -74,6 +74,11 @@ class UnevenInputs:
             return
         together = self._models.together
         for one in together:
+            if one.plan.has_quorum:
+                raise PlanError(
+                    f"Cannot join uneven inputs under {one.plan.sync!r} on a switch: whoever is done would have to be "
+                    "known before each update, and all be waited for. Prepare a loader, or use BSP() - at `plan.sync`."
+                )
             if isinstance(policy := one.plan.sync, StepsLocally):
                 raise PlanError(
                     f"Cannot join uneven inputs under {policy!r}: workers step by themselves, and one that is done "

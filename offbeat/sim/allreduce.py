@@ -4,6 +4,9 @@ All of them end a step together, so a step is worked out rather than played. A b
 has it and the one before is there; a ring takes 2 (N-1)/N of its bytes over the slowest link, in 2 (N-1) rounds
 (Patarasuk and Yuan 2009); a switch takes its bytes once over the slowest link.
 
+On a switch a bucket's sum may be of the first k workers (`KSync`). Those that come later find it there; they hold the
+others up only where these are further ahead than the switch keeps sums.
+
 What a worker loses to bad luck (`[straggle]`) comes behind its backward pass, as in the lab's replays: by then an
 exchange of gradients is over, so that neither hides in the other, and the next exchange waits for whoever lost most.
 
@@ -15,6 +18,8 @@ back what they have gathered in steps of the workers' own is not counted.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from typing import TYPE_CHECKING
 
 from offbeat.float_sum import add_up
@@ -23,6 +28,7 @@ from offbeat.sim.detection_times import MEND_S, retried_s
 from offbeat.sim.disturbances import Disturbances
 from offbeat.sim.faults import Faults
 from offbeat.sim.result import SimResult
+from offbeat.sync import KSync
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -73,6 +79,7 @@ def play(
     faults: Faults | None = None,
     controller: Controller | None = None,
     in_network: bool = False,
+    kept_steps: float = math.inf,
 ) -> SimResult:
     """Play so many steps of all workers.
 
@@ -82,6 +89,7 @@ def play(
         faults: what goes wrong.
         controller: has another policy than `policy` decide.
         in_network: gradients are summed by a switch, not around a ring.
+        kept_steps: steps of which it keeps the sums for who comes too late.
     """
     world = len(compute_times)
     driver = SimulatedController(policy, controller)
@@ -95,6 +103,7 @@ def play(
     untold: list[dict[int, tuple[int, float, float]]] = []
     clock_s = [0.0] * world
     held_s = dict.fromkeys(range(world), 0.0)  # behind the exchange of the step before
+    last_s: deque[float] = deque()  # when the last worker had the sums of the steps that are kept
     for step in range(steps):
         for rank in group.strike(step, clock_s, computed=False, played=played):
             tuning = None if tune is None or tuning is None else tune.leave(tuning, rank)
@@ -110,7 +119,7 @@ def play(
             tuning, counts = tune.plan(tuning, step)
         took = {rank: compute_times[rank].next_s(counts[rank] if tune is not None else None) for rank in group.here}
         begun_s, own_s = list(clock_s), {rank: add_up(times) for rank, times in took.items()}
-        what = driver.contributes(step)
+        what, too_late = driver.contributes(step), frozenset[int]()
         # Bad luck strikes behind the backward pass. Gradients are exchanged by then, changes are not yet.
         after_s = {rank: lost_s if what == "gradient" else 0.0 for rank, (_, lost_s) in took.items()}
         before_s = {rank: own_s[rank] - after_s[rank] for rank in group.here}
@@ -123,15 +132,25 @@ def play(
             gone = group.strike(step, clock_s, computed=True, played=played)
             late_s = {rank: late_s[rank] + clock_s[rank] - computed_s[rank] for rank in group.here}
         if what is not None:
-            end_s = 0.0
+            end_s, ends_s = last_s.popleft() if len(last_s) > kept_steps else 0.0, dict.fromkeys(group.here, 0.0)
+            enough = min(driver.policy.k, len(group.here)) if isinstance(driver.policy, KSync) else len(group.here)
             for bucket in buckets:
-                ready_s = max(
-                    begun_s[rank] + before_s[rank] - took[rank][0] * (1 - bucket.ready) + late_s[rank]
+                each_s = {
+                    rank: begun_s[rank] + before_s[rank] - took[rank][0] * (1 - bucket.ready) + late_s[rank]
                     for rank in group.here
-                )
-                end_s = group.exchange(max(end_s, ready_s), bucket.size_bytes)
+                }
+                ready_s = sorted(each_s.values())[enough - 1]
+                too_late = frozenset(rank for rank, at_s in each_s.items() if at_s > ready_s)
+                end_s = group.exchange(max(end_s, ready_s), bucket.size_bytes, of_all=enough == len(group.here))
+                ends_s = {
+                    rank: end_s
+                    if rank not in too_late
+                    else max(end_s, group.found(rank, max(at_s, ends_s[rank]), bucket.size_bytes))
+                    for rank, at_s in each_s.items()
+                }
+            last_s.append(max(ends_s.values()))
             for rank in group.here:
-                stepping_s = max(end_s, clock_s[rank])
+                stepping_s = max(ends_s[rank], clock_s[rank])
                 clock_s[rank] = group.computed_s(rank, stepping_s, after_s[rank]) + _STEP_S
         computing_s = {rank: before_s[rank] + late_s[rank] + held_s[rank] for rank in group.here}
         held_s = {rank: after_s.get(rank, 0.0) for rank in range(world)}
@@ -148,7 +167,7 @@ def play(
             played.samples[rank].append(counts[rank])
             played.waited_s[rank].append(waits_s[rank])
         exchanged_at_s = None if what is None else min(clock_s[rank] for rank in group.here)
-        if (swap := driver.stepped(step + 1, computing_s, batch, exchanged_at_s)) is not None:
+        if (swap := driver.stepped(step + 1, computing_s, batch, exchanged_at_s, too_late)) is not None:
             end_s = group.confer(max(clock_s[rank] for rank in group.here))
             for rank in group.here:
                 played.step_s[rank][-1] += end_s - clock_s[rank]
@@ -181,12 +200,22 @@ class SimulatedGroup:
         """The time when a worker has computed its step."""
         return self._troubles.done_s(rank, begun_s, takes_s)
 
-    def exchange(self, begun_s: float, size_bytes: float) -> float:
-        """The time when an all-reduce is over that all have been ready for since then."""
+    def found(self, rank: int, begun_s: float, size_bytes: float) -> float:
+        """The time when a worker has a sum that was made without it, for which it asks then."""
+        links, troubles = self._links, self._troubles
+        rate = links.worker[rank] * troubles.part(rank, begun_s) if self._faults.all else links.worker[rank]
+        return troubles.done_s(rank, begun_s, size_bytes / rate + links.to_worker_s)
+
+    def exchange(self, begun_s: float, size_bytes: float, *, of_all: bool = True) -> float:
+        """The time when a sum is there that those whose sum it is have been ready for since then.
+
+        Args:
+            of_all: whether it is of all, who meet anew if one is gone.
+        """
         links, troubles = self._links, self._troubles
         if not self._faults.all:
             return begun_s + self._sum_s(size_bytes, len(self.here), links.slowest, links.to_worker_s)
-        if self._is_broken:
+        if self._is_broken and of_all:
             self._is_broken, begun_s = False, begun_s + MEND_S
         whole_s = max(troubles.whole_s(rank, begun_s) for rank in self.here)
         begun_s = retried_s(begun_s, whole_s, self._faults.there_and_back_s)

@@ -11,7 +11,7 @@ from offbeat.control import RoundController
 from offbeat.sync import StepsLocally
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from offbeat.control import Controller, Swap
     from offbeat.sync import Policy
@@ -38,7 +38,12 @@ class SimulatedController:
         return self.policy.contributes(step + self._ahead)
 
     def stepped(
-        self, steps: int, own_s: Mapping[int, float], samples: float, exchanged_at_s: float | None
+        self,
+        steps: int,
+        own_s: Mapping[int, float],
+        samples: float,
+        exchanged_at_s: float | None,
+        late: Collection[int] = (),
     ) -> Swap | None:
         """Record a step; returns the swap that all vote on behind its exchange.
 
@@ -47,6 +52,7 @@ class SimulatedController:
             own_s: by rank, for how long each worker has computed in this one.
             samples: of each, on average.
             exchanged_at_s: when its exchange was over; None without one.
+            late: those that came too late for it, of whose times nobody hears.
         """
         if self._controller is None:
             return None
@@ -55,8 +61,8 @@ class SimulatedController:
             self._driver.stepped(self._controller, steps, samples, {}, 0.0)
             return None
         whole = max(map(len, self._times.values()), default=0)
-        times = {rank: own for rank, own in self._times.items() if len(own) == whole}
-        self._driver.stepped(self._controller, steps, samples, times, exchanged_at_s)
+        times = {rank: own for rank, own in self._times.items() if len(own) == whole and rank not in late}
+        self._driver.stepped(self._controller, steps, samples, times, exchanged_at_s, late=late)
         self._times = {}
         wanted, self._wanted = self._wanted, None
         return wanted

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat.codec import Cast
+from offbeat.codec import Cast, innermost
 from offbeat.float_sum import add_up
 from offbeat.layout import arrange
 from offbeat.scenario import Replay
@@ -34,7 +34,7 @@ class BucketSize:
 
 def narrowing(plan: Plan | None) -> float:
     """Bytes on the wire for each byte of a float32 gradient."""
-    return 0.5 if plan is not None and isinstance(plan.codec, Cast) else 1.0
+    return 0.5 if plan is not None and isinstance(innermost(plan.codec), Cast) else 1.0
 
 
 def buckets(scenario: Scenario, plan: Plan | None, gradient_bytes: float, narrow: float = 1.0) -> list[BucketSize]:

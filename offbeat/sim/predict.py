@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -188,4 +189,15 @@ def _played(
         faults=faults,
         controller=None if plan is None else plan.controller,
         in_network=plan is not None and plan.fabric.offers.holds == "switch",
+        kept_steps=math.inf if plan is None else _kept_steps(plan, known.gradient_bytes),
     )
+
+
+def _kept_steps(plan: Plan, gradient_bytes: float) -> float:
+    """Steps of which a switch keeps the sums for workers that come too late for them."""
+    from offbeat.fabric import Switch
+
+    if not plan.has_quorum or not isinstance(plan.fabric, Switch):
+        return math.inf
+    chunks = math.ceil(gradient_bytes / 4 / plan.fabric.values)
+    return plan.fabric.slots_for_late / (chunks + min(chunks, plan.fabric.window))

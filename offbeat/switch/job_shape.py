@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from offbeat.errors import PlanError
 from offbeat.switch.packet import MOST_VALUES, MOST_WORKERS, VALUES_STEP
 
-_MOST_SLOTS, _MOST_RING, _MOST_ROWS = 1 << 16, 128, 1 << 20
+MOST_SLOTS, _MOST_RING, _MOST_ROWS = 1 << 16, 128, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class JobShape:
                 f"Cannot keep a table of {self.rows:,} rows: a switch takes {_MOST_ROWS:,} at most. Put more values "
                 "into a row - at `plan.fabric.values`."
             )
-        for name, number, most in (("slots", self.slots, _MOST_SLOTS), ("ring", self.ring, _MOST_RING)):
+        for name, number, most in (("slots", self.slots, MOST_SLOTS), ("ring", self.ring, _MOST_RING)):
             if not 4 <= number <= most or number & (number - 1):
                 raise PlanError(
                     f"Cannot use {name}={number}: choose a power of two from 4 to {most} - at `plan.fabric.{name}`."

@@ -44,7 +44,7 @@ from offbeat.switch.packet_batch import HEADER, PacketBatch
 from offbeat.switch.resend_timer import ResendTimer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -61,23 +61,24 @@ class StreamExchange:
     """One exchange: a sum over the workers, chunk by chunk.
 
     Args:
-        values: [D] float32, which stay as they are.
+        parts: [D] float32 each, which stay as they are; each begins with a chunk of its own.
         first: number of its first chunk.
         clock: its own number.
 
     Attributes:
-        total: [D] the sums, once it is done.
         included: [M] workers whose values are in each chunk's sum, as bits; equal but for chunks that a worker did not
             live to send.
         is_in: whether this worker contributes; None while that is not settled.
     """
 
-    def __init__(self, values: NDArray[np.float32], shape: JobShape, first: int, clock: int) -> None:
+    def __init__(self, parts: Sequence[NDArray[np.float32]], shape: JobShape, first: int, clock: int) -> None:
         self.first, self.clock, self._workers = first, clock, shape.workers
-        chunks = -(-len(values) // shape.values)
+        self._sizes = [len(part) for part in parts]
+        self._ends = np.cumsum([-(-size // shape.values) for size in self._sizes])
+        chunks = int(self._ends[-1])
         padded = np.zeros((chunks, shape.values), np.float32)
-        padded.reshape(-1)[: len(values)] = values
-        self._size = len(values)
+        for part, rows in zip(parts, np.split(padded, self._ends[:-1]), strict=True):
+            rows.reshape(-1)[: len(part)] = part
         self.chunks = padded
         self.primes = -(-chunks // shape.values)
         self.end = first + self.primes + chunks
@@ -110,8 +111,19 @@ class StreamExchange:
         return self.first + self.primes
 
     @property
+    def totals(self) -> list[NDArray[np.float32]]:
+        """The sums of each part, once it is done."""
+        rows = np.split(self.sums, self._ends[:-1])
+        return [one.reshape(-1)[:size] for one, size in zip(rows, self._sizes, strict=True)]
+
+    @property
     def total(self) -> NDArray[np.float32]:
-        return self.sums.reshape(-1)[: self._size]
+        """[D] The sums of the first part."""
+        return self.totals[0]
+
+    def included_in(self, part: int) -> int:
+        """The workers that are in the first chunk of a part, as bits."""
+        return int(self.included[self._ends[part - 1] if part else 0])
 
     def learn(self, prime: int, largest: NDArray[np.int32]) -> None:
         """Take over the largest exponents [V] that a result says."""
@@ -217,12 +229,12 @@ class StreamClient:
         self.enqueue(exchange)
         return exchange
 
-    def next_exchange(self, values: NDArray[np.float32]) -> StreamExchange:
+    def next_exchange(self, *parts: NDArray[np.float32]) -> StreamExchange:
         """The exchange that comes next, which is to be enqueued before there is another; raises as `begin`.
 
         Most of what `begin` does; nobody else has to wait for it.
         """
-        return self._with_headers(StreamExchange(values, self.shape, self._next, self._clock))
+        return self._with_headers(StreamExchange(parts, self.shape, self._next, self._clock))
 
     def enqueue(self, exchange: StreamExchange) -> None:
         """Begin an exchange that `next_exchange` has made."""
@@ -551,12 +563,15 @@ def _are_a_run(numbers: NDArray[np.int64]) -> bool:
     return bool((numbers[1:] == numbers[:-1] + 1).all())
 
 
-def mean_of(exchange: StreamExchange) -> NDArray[np.float32]:
+def mean_of(exchange: StreamExchange, settled: int | None = None) -> NDArray[np.float32]:
     """The exchange's total as if the same workers were in all chunks; in place.
 
     A worker that was lost in the middle is in some chunks only; these count for as many as the exchange settled on.
+
+    Args:
+        settled: the workers that it is to count for, as bits; None for those that the exchange settled on.
     """
-    settled = exchange.contributors
+    settled = exchange.contributors if settled is None else settled
     uneven = np.flatnonzero(exchange.included != np.uint64(settled))
     if len(uneven):
         count = settled.bit_count()

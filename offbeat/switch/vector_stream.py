@@ -118,10 +118,13 @@ class VectorStream:
         slots = header["slot"][order].astype(np.int64)
         chunk = header["chunk"][order]
         kept = self.chunk[slots[self.is_used[slots] & (_lead(chunk, self.chunk[slots]) > 0)]]
+        ahead = _lead(chunk, chunk[:1])
+        if int(ahead.max()) - int(ahead.min()) >= self._shape.slots:  # a slot may be taken over twice
+            kept = np.concatenate([kept, chunk])
         before = self._acked()
         self._note_acked(header["worker"][order], header["bitmap"][order])
-        # A slot that is to be taken over may have been needed at the beginning, and not be at the end.
-        if len(order) > 1 and (_lacking(kept, before) >= 0).any() and (_lacking(kept, self._acked()) < 0).any():
+        # A slot that is to be taken over may be needed by another at the end than at the beginning, or by nobody.
+        if len(order) > 1 and (_lacking(kept, before) != _lacking(kept, self._acked())).any():
             for worker, acked in zip(self._members, before, strict=True):
                 self._members[worker].acked = int(acked)
             for one in order:

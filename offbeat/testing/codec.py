@@ -33,6 +33,7 @@ def check_codec(codec: Codec, *, world: int = 3, rtol: float = 1e-5, atol: float
         _check_update(codec, bucket, world, rtol, atol)
         _check_restart(codec, bucket, world)
         _check_partial(codec, bucket, world, rtol, atol)
+        _check_left_out(codec, bucket, world, rtol, atol)
         _check_zero(codec, bucket, world)
 
 
@@ -102,6 +103,25 @@ def _check_partial(codec: Codec, bucket: Bucket, world: int, rtol: float, atol: 
     )
 
 
+def _check_left_out(codec: Codec, bucket: Bucket, world: int, rtol: float, atol: float) -> None:
+    """Check that of a worker that came too late for an update nothing was sent, and the next update is as it should be.
+
+    Its gradient may come with the next one: then both say so in `sent`.
+    """
+    states = [codec.init(bucket) for _ in range(world)]
+    for seed, late in ((3, 0), (4, None)):
+        gradients = _gradients(bucket, world, seed)
+        weight = 1.0 if late is None else max(1, world - 1) / world
+        results = _exchange(codec, gradients, states, keep_sent=True, weight=weight, left_out=late)
+        assert late is None or not results[late].sent.any(), (  # type: ignore[union-attr]
+            f"{codec!r}: it says that it has sent something to an update that was made without it"
+        )
+        total = torch.stack([r.sent for r in results if r.sent is not None]).sum(0) / weight
+        assert torch.allclose(results[-1].update, total, rtol=rtol, atol=atol), (
+            f"{codec!r}: without a late worker the update is not the sum of what the others sent"
+        )
+
+
 def _check_zero(codec: Codec, bucket: Bucket, world: int) -> None:
     zeros = [torch.zeros(bucket.numel) for _ in range(world)]
     (first, *_) = _exchange(codec, zeros, [codec.init(bucket) for _ in range(world)])
@@ -123,8 +143,9 @@ def _exchange(
     weight: float = 1.0,
     stop_after: int | None = None,
     count: list[int] | None = None,
+    left_out: int | None = None,
 ) -> list[Exchanged]:
-    """Play all workers of one exchange; none of them touches `gradients`."""
+    """Play all workers of one exchange, one of whom may come too late; none of them touches `gradients`."""
     generators = [
         codec.exchange(gradient.clone(), state, keep_sent=keep_sent)
         for gradient, state in zip(gradients, states, strict=True)
@@ -140,7 +161,7 @@ def _exchange(
             for generator in generators:
                 generator.close()
             return []
-        replies = _reply(payloads, weight)
+        replies = _reply(payloads, weight, left_out)
         results, payloads = [], []
         for generator, reply in zip(generators, replies, strict=True):
             try:
@@ -153,10 +174,11 @@ def _exchange(
     raise AssertionError(f"{codec!r}: no end after {_MOST_ROUNDS} rounds")
 
 
-def _reply(payloads: list[Payload], weight: float) -> list[Reply]:
+def _reply(payloads: list[Payload], weight: float, left_out: int | None) -> list[Reply]:
     if isinstance(payloads[0], Sum):
-        total = torch.stack([p.tensor for p in payloads if isinstance(p, Sum)]).sum(0)
-        return [Total(total.clone(), weight) for _ in payloads]
+        inside = [p.tensor for rank, p in enumerate(payloads) if isinstance(p, Sum) and rank != left_out]
+        total = torch.stack(inside).sum(0) if inside else torch.zeros_like(payloads[0].tensor)
+        return [Total(total.clone(), weight, includes_own=rank != left_out) for rank in range(len(payloads))]
     parts = [p.tensors for p in payloads if isinstance(p, Gather)]
     return [[GatheredPart(rank, tuple(t.clone() for t in part)) for rank, part in enumerate(parts)] for _ in payloads]
 

@@ -61,6 +61,7 @@ def _play(controller: Controller, world: int, chance: random.Random, counts: Cou
     back_s = controller.looks_back_s
     every_s = back_s / _ASKED
     waited_s, steps, since_s = dict.fromkeys(range(world), 0.0), dict.fromkeys(range(world), 0.0), 0.0
+    left_out = dict.fromkeys(range(world), 0.0)
     readings: list[Reading] = []
     swaps: list[float] = []
     late, until_s = 0.0, 0.0
@@ -74,8 +75,12 @@ def _play(controller: Controller, world: int, chance: random.Random, counts: Cou
         for worker in range(world):
             waits = late if worker and not loosest else 0.0
             waited_s[worker] += every_s * waits
-            steps[worker] += (1 - late if loosest and not worker else 1.0) * (1 - waits)
-        readings.append(Reading(now_s, {w: int(count) for w, count in steps.items()}, dict(waited_s)))
+            made = (1 - late if loosest and not worker else 1.0) * (1 - waits)
+            steps[worker] += made
+            left_out[worker] += made * late * (not worker and sync != controller.policies[0])
+        whole = {worker: int(count) for worker, count in steps.items()}
+        left = {worker: int(count) for worker, count in left_out.items()}
+        readings.append(Reading(now_s, whole, dict(waited_s), brought=whole, left_out=left))
         readings = [one for one in readings if one.at_s >= now_s - back_s - 2 * every_s]
         if now_s - since_s > back_s:
             paces[sync] = Pace(now_s, brings[sync])

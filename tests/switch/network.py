@@ -66,7 +66,8 @@ class StreamPlay:
         self._chance = chance = random.Random(seed)
         numbers = np.random.default_rng(seed)
         self.workers = chance.randint(1, 4)
-        self.quorum = chance.choice([None, None, max(1, self.workers - 1)])
+        self.quorum = chance.choice([None, None, max(1, self.workers - 1), chance.randint(1, self.workers)])
+        self._hurries = [chance.choice([0.2, 0.2, 0.02]) for _ in range(self.workers)]  # who is late skips nothing
         self._crash = chance.choice([None, None, chance.randint(5, 60)]) if self.workers > 1 else None
         start = chance.choice([0, (1 << 32) - 5])  # the numbers of chunks wrap around
         shape = JobShape(7, self.workers, values=VALUES, slots=chance.choice([4, 8, 16]))
@@ -84,6 +85,8 @@ class StreamPlay:
             [numbers.normal(size=size).astype(np.float32) * np.float32(10.0 ** chance.randint(-3, 3)) for size in sizes]
             for _ in range(self.workers)
         ]
+        # Behind each vector a few whole numbers of its workers, which have to come out exact.
+        self.tails = [[numbers.integers(0, 1 << 20, size=2).astype(np.float32) for _ in sizes] for _ in self.vectors]
         self.exchanges: list[list[StreamExchange]] = [[] for _ in range(self.workers)]
         self.alive = set(range(self.workers))
         self._recorded: list[bytes] = []
@@ -114,8 +117,10 @@ class StreamPlay:
         begun = set()
         for worker in sorted(self.alive):
             mine = self.exchanges[worker]
-            if len(mine) < len(self.vectors[worker]) and self._chance.random() < 0.2:
-                mine.append(self.clients[worker].begin(self.vectors[worker][len(mine)]))
+            if len(mine) < len(self.vectors[worker]) and self._chance.random() < self._hurries[worker]:
+                number, client = len(mine), self.clients[worker]
+                mine.append(client.next_exchange(self.vectors[worker][number], self.tails[worker][number]))
+                client.enqueue(mine[-1])
                 begun.add(worker)
         return begun
 
@@ -175,7 +180,10 @@ class StreamPlay:
     def _check_sums(self) -> None:
         for index in range(len(self.vectors[0])):
             mine = [self.exchanges[worker][index] for worker in sorted(self.alive)]
-            totals = {mean_of(one).tobytes() for one in mine}
+            inside = mine[0].included_in(1)
+            tail = sum((self.tails[w][index] for w in range(self.workers) if inside >> w & 1), np.zeros(2, np.float32))
+            assert mine[0].totals[1].tolist() == tail.tolist(), f"seed {self.seed}: whole numbers are not exact"
+            totals = {mean_of(one).tobytes() + one.totals[1].tobytes() for one in mine}
             assert len(totals) == 1, f"seed {self.seed}: workers have different bits"
             who = mine[0].contributors
             least = self.workers if self.quorum is None else min(self.quorum, self.workers)
@@ -185,7 +193,7 @@ class StreamPlay:
 
     def _check_chunks(self, exchange: StreamExchange, index: int) -> None:
         vectors = [vector[index].astype(np.float64) for vector in self.vectors]
-        for chunk, exponent in enumerate(exchange.agreed.tolist()):
+        for chunk, exponent in enumerate(exchange.agreed.tolist()[:-1]):  # the last one has the whole numbers
             part = slice(chunk * VALUES, (chunk + 1) * VALUES)
             inside = [vectors[w][part] for w in range(self.workers) if int(exchange.included[chunk]) >> w & 1]
             scale = exchange.contributors.bit_count() / max(1, len(inside))

@@ -115,7 +115,7 @@ def test_an_interface_that_is_not_there_is_named() -> None:
         in_a_network_of_its_own(lambda: KernelSwitch("127.0.0.1", ["lo", "port7"]))
 
 
-def test_gradients_are_summed_before_tc() -> None:
+def test_sums_are_made_before_tc() -> None:
     def play() -> tuple[dict[int, int], list[PacketKind]]:
         kernel, number = KernelReplay(2, at_xdp=True), 7
         try:
@@ -125,8 +125,8 @@ def test_gradients_are_summed_before_tc() -> None:
                 sock.send(encode(Packet(PacketKind.JOIN, number, worker, cookie=100 + worker)))
                 assert decode(sock.recv(9000)).kind == PacketKind.JOIN_OK
             subprocess.run(["tc", "qdisc", "del", "dev", "lo", "clsact"], check=True)  # nothing is left but XDP
-            values = (1 << 20,) * 16
             for worker, sock in enumerate(kernel.sockets):
+                values = (1 + worker << 20,) * 16
                 data = Packet(
                     PacketKind.DATA, number, worker, cookie=100 + worker, flags=Flag.FIRST | Flag.PRIME, values=values
                 )
@@ -138,7 +138,7 @@ def test_gradients_are_summed_before_tc() -> None:
             kernel.sockets[0].send(encode(Packet(PacketKind.PROBE, number, 0, cookie=100)))
             kernel.sockets[1].send(encode(data))  # again: the sum is there
             told = [decode(sock.recv(9000)) for sock in kernel.sockets]
-            assert told[1].values == (1 << 21,) * 16
+            assert told[1].values == (2 << 20,) * 16, "the larger of both"
             return counted, [one.kind for one in told]
         finally:
             kernel.close()

@@ -1,0 +1,111 @@
+"""Error feedback: what was not sent of a gradient is sent along with the next one.
+
+Seide et al., "1-bit stochastic gradient descent" (Interspeech 2014); Karimireddy et al., "Error feedback fixes SignSGD
+and other gradient compression schemes" (ICML 2019).
+
+    whole    = grad + residual              what is to be sent
+    residual = whole - sent                 what the others have not received of it
+
+What a codec leaves out is in the residual, and so is all that a worker brought too late for a sum of the first k
+(`KSync(k, late="carry")` on a switch). So updates and residuals add up to the gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat.codec.codec import Codec, Exchange, Exchanged, Rescales, State
+from offbeat.codec.dense import Dense
+from offbeat.errors import PlanError
+
+if TYPE_CHECKING:
+    from offbeat.layout import Bucket
+
+_RESIDUAL, _INNER = "residual", "inner."  # keys of a parameter's state: ours, and before those of the codec within
+
+
+@dataclass(frozen=True)
+class ErrorFeedback:
+    """A codec that sends with each gradient what `inner` has not sent of those before.
+
+    What is carried counts in full: it is added to the next gradient, and nothing is divided by it. So the codec's state
+    is a residual as large as the gradient, on each worker.
+
+    Args:
+        inner: how it is sent.
+
+    Raises:
+        PlanError: if `inner` is no codec, or feeds back by itself.
+
+    >>> ErrorFeedback()
+    ErrorFeedback(inner=Dense())
+    """
+
+    inner: Codec = field(default_factory=Dense)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.inner, type) or not hasattr(self.inner, "exchange"):
+            raise PlanError(
+                f"Cannot feed back the error of {self.inner!r}: use a codec, such as Cast() - at `plan.codec.inner`."
+            )
+        if isinstance(self.inner, ErrorFeedback):
+            raise PlanError(
+                f"Cannot feed back the error of {self.inner!r}: it leaves none. Use {self.inner.inner!r} "
+                "- at `plan.codec.inner`."
+            )
+
+    @property
+    def needs(self) -> frozenset[type]:
+        return self.inner.needs
+
+    def init(self, bucket: Bucket) -> State:
+        """Make the state of a bucket: no residual, and that of the codec within."""
+        inner = self.inner.init(bucket)
+        return {
+            slot.name: {
+                _RESIDUAL: torch.zeros(slot.numel, dtype=bucket.dtype, device=bucket.device),
+                **{_INNER + key: tensor for key, tensor in inner.get(slot.name, {}).items()},
+            }
+            for slot in bucket.slots
+        }
+
+    def exchange(self, grad: torch.Tensor, state: State, *, keep_sent: bool = False) -> Exchange:
+        """Exchange the gradient and the residual, as the codec within does."""
+        residual = torch.cat([tensors[_RESIDUAL] for tensors in state.values()])
+        whole = residual.add_(grad)
+        inner = _inner_of(state)
+        exchanged: Exchanged = yield from self.inner.exchange(grad.copy_(whole), inner, keep_sent=True)
+        assert exchanged.sent is not None, f"{self.inner!r} does not say what it has sent"
+        left = whole.sub_(exchanged.sent).split([tensors[_RESIDUAL].numel() for tensors in state.values()])
+        for (name, tensors), part in zip(state.items(), left, strict=True):
+            tensors[_RESIDUAL].copy_(part)
+            tensors.update({_INNER + key: tensor for key, tensor in inner[name].items()})
+        return Exchanged(exchanged.update, exchanged.sent if keep_sent else None)
+
+    def rescale_(self, state: State, factor: float) -> None:
+        """Change the residual, and the state of the codec within, to that of gradients `factor` times as large."""
+        for tensors in state.values():
+            if _RESIDUAL in tensors:
+                tensors[_RESIDUAL].mul_(factor)
+        if isinstance(self.inner, Rescales):
+            self.inner.rescale_(_inner_of(state), factor)
+
+
+def innermost(codec: Codec) -> Codec:
+    """The codec that decides what is sent, whatever is wrapped around it.
+
+    >>> innermost(ErrorFeedback())
+    Dense()
+    """
+    return codec.inner if isinstance(codec, ErrorFeedback) else codec
+
+
+def _inner_of(state: State) -> State:
+    """The state of the codec within; the same tensors."""
+    return {
+        name: {key.removeprefix(_INNER): tensor for key, tensor in tensors.items() if key.startswith(_INNER)}
+        for name, tensors in state.items()
+    }
