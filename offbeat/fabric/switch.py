@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ from offbeat.errors import NetworkError, PlanError
 from offbeat.fabric.elastic import Elastic
 from offbeat.fabric.fabric import BindContext, Offers
 from offbeat.fabric.in_memory import InMemory
+from offbeat.fabric.staging import CudaCopies, StagedFabric
 from offbeat.fabric.switch_table import SwitchTable
 from offbeat.payload import Gather, Sum, Total
 from offbeat.protocol.switch_control import SetSwitchStrategy, Strategy
@@ -68,7 +69,7 @@ _TEXT_BYTES = 16
 
 @dataclass(frozen=True)
 class Switch:
-    """Sums in the network, by a switch that `offbeat switch serve` has started, and float32 on CPUs.
+    """Sums in the network, by a switch that `offbeat switch serve` has started; of float32, on CPUs or GPUs.
 
     Args:
         address: "host:port" of the switch's control; "" for that of OFFBEAT_SWITCH; `memory://` for a worker that is
@@ -120,19 +121,16 @@ class Switch:
         """The fabric of all that does not go to the switch."""
         return Elastic()
 
-    def bind(self, context: BindContext) -> BoundSwitch:
+    def bind(self, context: BindContext) -> Fabric:
         """Make one worker's end, once all have joined the switch. Collective: every rank calls it.
 
         Raises:
-            PlanError: if the tensors are not on CPUs, there are too many workers, or the switch has no room.
+            PlanError: if there are too many workers, or the switch has no room.
             NetworkError: if nobody answers at the address.
             PeerError: if the switch refuses this worker.
         """
         if context.backend != "gloo":
-            raise PlanError(
-                f"Cannot run {self!r} with a model on a GPU yet: use ProcessGroup(), or a model on CPUs "
-                "- at `plan.fabric`."
-            )
+            return StagedFabric(self.bind(replace(context, backend="gloo")), CudaCopies())
         if self.address == MEMORY:
             return BoundSwitch(InMemory().bind(context), SwitchStream.in_memory(MemorySwitch(), self, 0, 1))
         if context.rank >= context.world:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,12 +18,16 @@ from offbeat.errors import DisagreementError, NetworkError
 from offbeat.fabric import BindContext, BoundSwitch, Elastic, ElasticGroup, ProcessGroup, Switch
 from offbeat.fabric.in_memory import BoundInMemory, InMemoryGroup, InMemoryPending
 from offbeat.fabric.process_group import Works
+from offbeat.fabric.staging import CudaCopies, StagedFabric
 from offbeat.fabric.switch import SwitchStream
 from offbeat.payload import Gather, Payload, Reply, Sum, Total
 from offbeat.switch.memory_switch import MemorySwitch
 from offbeat.testing import check_fabric
 from tests.switch.served import served_switch
 from tests.workers import run_workers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def check_in_threads(world: int, kind: type[BoundInMemory] = BoundInMemory) -> None:
@@ -72,6 +77,82 @@ def test_switch_in_memory(world: int) -> None:
     with ThreadPoolExecutor(world) as pool:
         for future in [pool.submit(check_fabric, end, timeout=timedelta(seconds=10)) for end in ends]:
             future.result()
+
+
+class LateCopies:
+    """The copies of what lies elsewhere, as it were: each is there a few looks later."""
+
+    def __init__(self, seed: int) -> None:
+        self.looks = 0  # at copies that were not there
+        self._numbers = random.Random(seed)
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], LateCopy]:
+        hosts = [torch.full_like(tensor, 77) for tensor in tensors]
+        return hosts, LateCopy(self, tensors, hosts, self._numbers.randrange(4))
+
+
+class LateCopy:
+    """A copy under way. A `CopyEvent`."""
+
+    def __init__(
+        self, copies: LateCopies, tensors: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor], looks: int
+    ) -> None:
+        self._copies, self._tensors, self._hosts, self._looks = copies, tensors, hosts, looks
+
+    def query(self) -> bool:
+        self._copies.looks += self._looks > 0
+        self._looks -= 1
+        if self._looks >= 0:
+            return False
+        self.synchronize()
+        return True
+
+    def synchronize(self) -> None:
+        self._looks = 0
+        for host, tensor in zip(self._hosts, self._tensors, strict=True):
+            host.copy_(tensor)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_staged(world: int) -> None:
+    """Each worker's copies are late in a way of its own."""
+    group, late = InMemoryGroup(world), [LateCopies(rank) for rank in range(world)]
+    ends = [StagedFabric(BoundInMemory(group, rank), copies) for rank, copies in enumerate(late)]
+    with ThreadPoolExecutor(world) as pool:
+        for future in [pool.submit(check_fabric, end, timeout=timedelta(seconds=10)) for end in ends]:
+            future.result()
+    assert all(copies.looks > 20 for copies in late), "some were not there at once"
+
+
+def test_what_is_on_the_host_is_not_copied() -> None:
+    tensor = torch.ones(3)
+    assert CudaCopies().take([tensor])[0][0] is tensor
+    fabric = StagedFabric(BoundInMemory(InMemoryGroup(1), 0), CudaCopies())
+    check_fabric(fabric)
+
+
+def check_staged_on_gpu(address: str) -> None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    group = ElasticGroup(FileStore(os.environ["OFFBEAT_STORE"], world), rank, world)
+    fabric = Switch(address).bind(BindContext(rank, world, backend="nccl", group=group))
+    tensors = [torch.full((100_000,), float(rank + number), device="cuda") for number in range(8)]
+    pendings = [fabric.start(Sum(tensor, torch.ones(2, device="cuda"))) for tensor in tensors]
+    for number, (tensor, pending) in enumerate(zip(tensors, pendings, strict=True)):
+        assert pending.wait(timedelta(seconds=10))
+        reply = pending.result()
+        assert isinstance(reply, Total)
+        assert reply.tensor.data_ptr() == tensor.data_ptr()
+        assert bool((tensor == world * number + sum(range(world))).all())
+        assert reply.tail is not None
+        assert reply.tail.tolist() == [world, world]
+    fabric.close()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_switch_on_a_gpu() -> None:
+    with served_switch() as address:
+        run_workers(2, check_staged_on_gpu, address)
 
 
 def check_switch(address: str) -> None:

@@ -41,14 +41,21 @@ def right_sums(vectors: list[list[NDArray[np.float32]]]) -> list[list[bytes]]:
 
 
 def sums_of(
-    address: str, vectors: list[list[NDArray[np.float32]]], open_socket: Callable[[], UdpSocket] = UdpSocket
+    address: str,
+    vectors: list[list[NDArray[np.float32]]],
+    open_socket: Callable[[], UdpSocket] = UdpSocket,
+    values: int = SHAPE.values,
 ) -> list[list[bytes]]:
-    """Sum vectors of some workers at a switch, all under way at once; the totals that each has."""
+    """Sum vectors of some workers at a switch, all under way at once; the totals that each has.
+
+    Args:
+        values: int32 in a packet.
+    """
     world = len(vectors)
 
     def join(rank: int) -> tuple[StreamClient, UdpSocket, int, Callable[[], None]]:
         control = ControlClient(address, rank=rank)
-        shape, joined = control.join("sums", JobShape(0, world, SHAPE.values, SHAPE.slots))
+        shape, joined = control.join("sums", JobShape(0, world, values, SHAPE.slots))
         sock = open_socket()
         client = StreamClient(shape, rank, joined.cookie)
         return client, sock, sock.connect(control.host, joined.port), control.close

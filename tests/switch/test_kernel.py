@@ -16,7 +16,7 @@ from offbeat.switch.packet import Flag, Packet, PacketKind, decode, encode
 from tests.switch.kernel_replay import KernelReplay, NotedState, in_a_network_of_its_own, why_not
 from tests.switch.network import StreamPlay
 from tests.switch.served import served_switch
-from tests.switch.sums import sums_of
+from tests.switch.sums import integers, right_sums, sums_of
 from tests.switch.test_table import TablePlay
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
@@ -51,18 +51,16 @@ def test_it_does_so_in_many_more_schedules(play: type[StreamPlay] | type[TablePl
     assert replayed(play, range(1000 + 500 * block, 1500 + 500 * block))
 
 
-def test_sums_are_right_and_the_same_for_all_workers() -> None:
-    numbers = np.random.default_rng(0)
-    # Integers of 20 bits are exact as fixed point: the sums are known.
-    vectors = [[numbers.integers(-(1 << 20), 1 << 20, 50_000).astype(np.float32) for _ in range(8)] for _ in range(3)]
+@pytest.mark.parametrize("at_xdp", [False, True])
+@pytest.mark.parametrize("values", [256, 2048])  # 2,048 come in several pieces of memory
+def test_sums_are_right_and_the_same_for_all_workers(values: int, at_xdp: bool) -> None:
+    vectors = integers(3, 8, 50_000)
 
     def summed() -> list[list[bytes]]:
-        with served_switch(interfaces=["lo"]) as address:
-            return sums_of(address, vectors)
+        with served_switch(interfaces=["lo"], at_xdp=at_xdp) as address:
+            return sums_of(address, vectors, values=values)
 
-    totals = in_a_network_of_its_own(summed)
-    expected = [np.sum([mine[i] for mine in vectors], axis=0, dtype=np.float32).tobytes() for i in range(8)]
-    assert totals == [expected] * 3
+    assert in_a_network_of_its_own(summed) == right_sums(vectors)
 
 
 def test_who_says_good_bye_is_not_waited_for_any_more() -> None:

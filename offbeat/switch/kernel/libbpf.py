@@ -142,16 +142,14 @@ class KernelObject:
 
     def map(self, name: str, value: np.dtype[Any], *, is_locked: bool = False) -> KernelMap:
         """A map of the program, whose entries have to be as large as `value`."""
-        found = ctypes.c_void_p(self._library.bpf_object__find_map_by_name(self._object, name.encode()))
-        size = self._library.bpf_map__value_size(found)
+        size = self._library.bpf_map__value_size(self._map(name))
         assert size == value.itemsize, f"entries of {name} have {size} bytes, not {value.itemsize}"
-        return KernelMap(self._library, self._library.bpf_map__fd(found), value, is_locked=is_locked)
+        return KernelMap(self._library, self._library.bpf_map__fd(self._map(name)), value, is_locked=is_locked)
 
     def counts(self, name: str, counters: int) -> list[int]:
         """The sums over all processors of a map's first counters."""
-        found = ctypes.c_void_p(self._library.bpf_object__find_map_by_name(self._object, name.encode()))
         each = np.dtype(("<u8", (self._library.libbpf_num_possible_cpus(),)))
-        table = KernelMap(self._library, self._library.bpf_map__fd(found), each, is_locked=False)
+        table = KernelMap(self._library, self._library.bpf_map__fd(self._map(name)), each, is_locked=False)
         return [int(np.sum(table[key])) for key in range(counters)]
 
     def call(self, program: str, data: bytes) -> bytes:
@@ -163,15 +161,6 @@ class KernelObject:
         )  # fmt: skip
         _check(self._library.bpf_prog_test_run_opts(self._program(program), ctypes.byref(run)), "call")
         return found.tobytes()
-
-    def time_ns(self, program: str, data: bytes, repeat: int) -> int:
-        """Run a program many times on a packet; nanoseconds of one run."""
-        found = np.frombuffer(data, np.uint8)
-        run = _TestRun(
-            sz=ctypes.sizeof(_TestRun), data_in=found.ctypes.data, data_size_in=len(found), repeat=repeat
-        )  # fmt: skip
-        _check(self._library.bpf_prog_test_run_opts(self._program(program), ctypes.byref(run)), "call")
-        return int(run.duration)
 
     def attach(self, program: str, interfaces: Sequence[str], *, is_egress: bool = False) -> None:
         """Have a program see all that comes in at these interfaces, or all that goes out, until `close`.
@@ -248,6 +237,9 @@ class KernelObject:
         if self._object:
             self._library.bpf_object__close(self._object)
             self._object = ctypes.c_void_p()
+
+    def _map(self, name: str) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self._library.bpf_object__find_map_by_name(self._object, name.encode()))
 
     def _program(self, name: str) -> int:
         found = ctypes.c_void_p(self._library.bpf_object__find_program_by_name(self._object, name.encode()))
