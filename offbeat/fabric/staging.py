@@ -126,7 +126,8 @@ class StagedFabric:
             until: an exchange that is to be handed over, whatever has to be waited for.
         """
         while self._waiting and (self._waiting[0].is_copied() or (until is not None and not until.has_begun)):
-            self._waiting.popleft().begin()
+            self._waiting[0].begin()
+            self._waiting.popleft()
 
     def _begin(
         self, tensors: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor], event: CopyEvent | None,

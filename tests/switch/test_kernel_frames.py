@@ -75,9 +75,7 @@ class SwitchPort:
             ">BBHHHBBH4s4s", version << 4 | words, 0, ip_bytes or 4 * words + 8 + len(data), 1, fragment, 64, protocol,
             0, socket.inet_aton(WORKER), socket.inet_aton(to),
         ) + options  # fmt: skip
-        total = sum(struct.unpack(f">{len(ip) // 2}H", ip))
-        checksum = ~((total & 0xFFFF) + (total >> 16)) & 0xFFFF
-        ip = ip[:10] + struct.pack(">H", checksum) + ip[12:]
+        ip = ip[:10] + struct.pack(">H", ~sum_of(ip) & 0xFFFF) + ip[12:]
         udp = struct.pack(">HHHH", 4000, self.switch.port, udp_bytes & 0xFFFF, 0)
         return _TO + _FROM + tag + struct.pack(">H", kind) + ip + udp + data
 
@@ -112,7 +110,7 @@ class SwitchPort:
 
 
 def sum_of(header: bytes) -> int:
-    total = sum(struct.unpack(f">{len(header) // 2}H", header))
+    total: int = sum(struct.unpack(f">{len(header) // 2}H", header))
     return (total & 0xFFFF) + (total >> 16)
 
 

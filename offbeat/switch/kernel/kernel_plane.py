@@ -67,6 +67,7 @@ class KernelPlane:
         self._members = program.map("members", MEMBER)
         self._slots = program.map("slots", slot_of(values), is_locked=True)
         self._exchanges = program.map("exchanges", EXCHANGE, is_locked=True)
+        self._used_rows = 0  # by any job so far: those behind them are zero
         self._rows = program.map("rows", row_of(values), is_locked=True)
 
     @property
@@ -131,7 +132,9 @@ class KernelPlane:
     def _clear(self, job: _KernelJob) -> None:
         for pool in (self._slots, self._exchanges):
             pool.clear(job.first_slot, job.shape.slots)
-        self._rows.clear(job.first_row, job.shape.rows)
+        end = job.first_row + job.shape.rows
+        self._rows.clear(job.first_row, max(0, min(end, self._used_rows) - job.first_row))
+        self._used_rows = max(end, self._used_rows)
 
     def destroy_job(self, number: int) -> None:
         if self._jobs.pop(number, None) is not None:
