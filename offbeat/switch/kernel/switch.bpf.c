@@ -478,7 +478,7 @@ static __always_inline __u32 add_to(__s32 *values, struct scratch *scratch)
 {
 	volatile struct todo *todo = &scratch->todo;
 	__u32 overflows = 0, blocks = todo->blocks;
-	__s32 keeps = todo->keeps, takes = todo->takes, compares = todo->compares;
+	__s32 keeps = todo->keeps, takes = todo->takes, compares = todo->compares & keeps & takes; /* if there are two */
 
 	for (__u32 block = 0; block < MOST_BLOCKS; block++) {
 		if (block >= blocks)
