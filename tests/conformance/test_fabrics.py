@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -23,11 +22,9 @@ from offbeat.fabric.switch import SwitchStream
 from offbeat.payload import Gather, Payload, Reply, Sum, Total
 from offbeat.switch.memory_switch import MemorySwitch
 from offbeat.testing import check_fabric
+from tests.late_copies import LateCopies
 from tests.switch.served import served_switch
 from tests.workers import run_workers
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def check_in_threads(world: int, kind: type[BoundInMemory] = BoundInMemory) -> None:
@@ -77,40 +74,6 @@ def test_switch_in_memory(world: int) -> None:
     with ThreadPoolExecutor(world) as pool:
         for future in [pool.submit(check_fabric, end, timeout=timedelta(seconds=10)) for end in ends]:
             future.result()
-
-
-class LateCopies:
-    """The copies of what lies elsewhere, as it were: each is there a few looks later."""
-
-    def __init__(self, seed: int) -> None:
-        self.looks = 0  # at copies that were not there
-        self._numbers = random.Random(seed)
-
-    def take(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], LateCopy]:
-        hosts = [torch.full_like(tensor, 77) for tensor in tensors]
-        return hosts, LateCopy(self, tensors, hosts, self._numbers.randrange(4))
-
-
-class LateCopy:
-    """A copy under way. A `CopyEvent`."""
-
-    def __init__(
-        self, copies: LateCopies, tensors: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor], looks: int
-    ) -> None:
-        self._copies, self._tensors, self._hosts, self._looks = copies, tensors, hosts, looks
-
-    def query(self) -> bool:
-        self._copies.looks += self._looks > 0
-        self._looks -= 1
-        if self._looks >= 0:
-            return False
-        self.synchronize()
-        return True
-
-    def synchronize(self) -> None:
-        self._looks = 0
-        for host, tensor in zip(self._hosts, self._tensors, strict=True):
-            host.copy_(tensor)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -13,7 +13,10 @@ from torch import nn
 
 import offbeat
 from offbeat.errors import PlanError
+from offbeat.fabric import switch
+from offbeat.run.fabric_binding import FabricBinding
 from offbeat.wire.credentials import Token
+from tests.late_copies import LateCopies
 from tests.switch.served import served_switch
 from tests.workers import WorkerFailed, run_workers
 
@@ -54,6 +57,23 @@ def test_replicas_are_equal_and_train_as_with_ddp(world: int, sync: offbeat.BSP 
     reference = run_workers(world, train, offbeat.Plan(sync=sync))
     for (_, losses), (_, expected) in zip(switched, reference, strict=True):
         assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def train_as_on_gpus(plan: offbeat.Plan) -> tuple[list[str], list[float], int]:
+    """`train`, with all tensors copied to the host and back as if they lay on a GPU; and looks at late copies."""
+    copies, bind = LateCopies(int(os.environ["RANK"])), FabricBinding.bind
+    switch.CudaCopies = lambda: copies  # type: ignore[misc, assignment]
+    FabricBinding.bind = lambda self, plan, backend: bind(self, plan, "nccl")  # type: ignore[method-assign]
+    return *train(plan), copies.looks
+
+
+@pytest.mark.parametrize("sync", [offbeat.BSP(), offbeat.LocalSGD(2)])
+def test_the_way_by_the_host_changes_no_bit(sync: offbeat.BSP | offbeat.LocalSGD) -> None:
+    with served_switch() as address:
+        plan = offbeat.Plan(sync=sync, fabric=offbeat.Switch(address))
+        straight, staged = run_workers(2, train, plan), run_workers(2, train_as_on_gpus, plan)
+    assert [one[0] for one in staged] == [one[0] for one in straight]
+    assert all(looks > 5 for _, _, looks in staged)
 
 
 def test_the_others_go_on_without_a_worker_that_is_killed() -> None:
