@@ -172,3 +172,20 @@ def test_a_table_has_the_room_that_it_is_given() -> None:
         "1. Start it with --table-mib 79.",
         "",
     ]
+
+
+def test_another_program_at_the_xdp_hook_is_left_alone() -> None:
+    def play() -> None:
+        kernel = KernelReplay(1, at_xdp=True)
+        try:
+            with pytest.raises(NetworkError, match=r"at 'lo' by XDP: Device or resource busy\. .* --target ebpf"):
+                KernelSwitch("127.0.0.1", ["lo"], at_xdp=True)
+            kernel.switch.plane.create_job(JobShape(7, 1, values=16, slots=4, ring=4), Strategy())
+            kernel.switch.plane.admit(7, 0, 100)
+            kernel.sockets[0].send(encode(Packet(PacketKind.JOIN, 7, 0, cookie=100)))
+            assert decode(kernel.sockets[0].recv(9000)).kind == PacketKind.JOIN_OK
+        finally:
+            kernel.close()
+        KernelReplay(1, at_xdp=True).close()  # nothing of it is left there
+
+    in_a_network_of_its_own(play)

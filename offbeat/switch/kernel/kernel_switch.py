@@ -68,9 +68,9 @@ class KernelSwitch:
             setting["ip"], setting["port"] = address_of(host, 0) >> 16, self.port
             self._program.map("settings", SETTINGS)[0] = setting
             self.plane = KernelPlane(self._program, self._socket.send, sizes)
-            self._program.attach("take_packet", interfaces)
             if at_xdp:
                 self._program.attach_at_xdp("take_frame", interfaces)
+            self._program.attach("take_packet", interfaces)
         except BaseException:
             self._socket.close()
             self._program.close()

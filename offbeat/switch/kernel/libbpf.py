@@ -206,7 +206,7 @@ class KernelObject:
             else:
                 raise NetworkError(
                     f"Cannot sum what comes in at {name!r} by XDP: {os.strerror(-link)}. If another program is there, "
-                    f"`ip link set dev {name} xdp off` takes it away; or use --target ebpf."
+                    f"which `ip link show {name}` tells, take it away; or use --target ebpf."
                 )
 
     @staticmethod
