@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -62,9 +63,11 @@ def test_replicas_are_equal_and_train_as_with_ddp(world: int, sync: offbeat.BSP 
 def train_as_on_gpus(plan: offbeat.Plan) -> tuple[list[str], list[float], int]:
     """`train`, with all tensors copied to the host and back as if they lay on a GPU; and looks at late copies."""
     copies, bind = LateCopies(int(os.environ["RANK"])), FabricBinding.bind
-    switch.CudaCopies = lambda: copies  # type: ignore[misc, assignment]
-    FabricBinding.bind = lambda self, plan, backend: bind(self, plan, "nccl")  # type: ignore[method-assign]
-    return *train(plan), copies.looks
+    with (
+        mock.patch.object(switch, "CudaCopies", return_value=copies),
+        mock.patch.object(FabricBinding, "bind", lambda self, plan, backend: bind(self, plan, "nccl")),
+    ):
+        return *train(plan), copies.looks
 
 
 @pytest.mark.parametrize("sync", [offbeat.BSP(), offbeat.LocalSGD(2)])
