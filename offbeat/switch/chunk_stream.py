@@ -119,8 +119,9 @@ class ChunkStream:
         slot.exponent = max(slot.exponent, packet.exponent)
         slot.flags |= packet.flags & Flag.SATURATED
         if packet.values:
-            slot.values = slot.values or [0] * self._shape.values
-            if Flag.PRIME in slot.flags:
+            if not slot.values:
+                slot.values = list(packet.values)
+            elif Flag.PRIME in slot.flags:
                 slot.values = [max(kept, value) for kept, value in zip(slot.values, packet.values, strict=True)]
             elif add_to(slot.values, packet.values):
                 slot.flags |= Flag.SATURATED

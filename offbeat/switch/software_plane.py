@@ -158,10 +158,9 @@ class SoftwarePlane:
         for start, end in zip([0, *cuts.tolist()], [*cuts.tolist(), len(batch)], strict=True):
             some = np.arange(start, end)
             if data[start]:
-                self._send_each(job, sends)
-                sends = []
                 self._sum(job, batch.among(some), now_s)
                 continue
+            sends: list[Send] = []
             for i in some:
                 if not is_member[i] and header["kind"][i] != PacketKind.JOIN:
                     self.dropped["refused"] += 1
@@ -172,7 +171,7 @@ class SoftwarePlane:
                 sends += job.state.handle(packet, int(ports[i]), now_s)
                 if packet.kind in (PacketKind.JOIN, PacketKind.LEAVE):
                     job.note_members()
-        self._send_each(job, sends)
+            self._send_each(job, sends)
 
     def _sum(self, job: _Job, batch: PacketBatch, now_s: float) -> None:
         workers, counts = np.unique(batch.header["worker"], return_counts=True)

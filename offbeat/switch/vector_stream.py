@@ -204,16 +204,17 @@ class VectorStream:
         at, slots = at[full], slots[full]
         if not len(at):
             return
-        begun, primes = self.has_values[slots], self.flags[slots] & _PRIME > 0
+        begun = self.has_values[slots]
+        self.values[slots[~begun]] = batch.values[at[~begun]]
         self.has_values[slots] = True
-        if primes.any():
-            self.values[slots[primes & ~begun]] = 0
-            self.values[slots[primes]] = np.maximum(self.values[slots[primes]], batch.values[at[primes]])
-        self.values[slots[~begun & ~primes]] = batch.values[at[~begun & ~primes]]
-        more = slots[begun & ~primes]
-        if not len(more):
+        if not begun.any():
             return
-        addends, sums = batch.values[at[begun & ~primes]], self.values[more]
+        at, slots = at[begun], slots[begun]
+        primes = self.flags[slots] & _PRIME > 0
+        if primes.any():
+            self.values[slots[primes]] = np.maximum(self.values[slots[primes]], batch.values[at[primes]])
+        at, more = at[~primes], slots[~primes]
+        addends, sums = batch.values[at], self.values[more]
         total = sums + addends  # wraps around where it does not fit
         overflown = ((sums ^ total) & (addends ^ total)) < 0
         if overflown.any():

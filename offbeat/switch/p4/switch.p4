@@ -722,7 +722,7 @@ control Ingress(inout headers_t hdr, inout metadata_t meta, inout standard_metad
                                 slot_seen.read(seen, cell);
                             }
                             keeps = (flags & HAS_VALUES) != 0 ? ONES : 0;
-                            compares = (flags & PRIME) != 0 ? ONES : 0;
+                            compares = (flags & PRIME) != 0 ? keeps : 0;
                             if ((flags & COMPLETE) != 0) {
                                 meta.to = TO_SENDER;
                             } else {
@@ -805,7 +805,7 @@ control Ingress(inout headers_t hdr, inout metadata_t meta, inout standard_metad
                addend = addend & takes; larger = (kept ^ HALF) > (addend ^ HALF) ? kept : addend; \
                total = kept + addend; over = (kept ^ total) & (addend ^ total) & ~compares; \
                overflows = overflows | over; kept = addend < HALF ? 32w0x7FFFFFFF : HALF; \
-               total = over < HALF ? total : kept; total = compares != 0 ? larger : total; \
+               total = over < HALF ? total : kept; total = (compares & takes) != 0 ? larger : total; \
                sum##i.write(cell, total); hdr.values.v##i = SWAP32(total);
                         EACH(ADD)
                     }
