@@ -154,7 +154,7 @@ class SoftwarePlane:
             return
         # In the order in which they came: an update that comes before a clock is in before it.
         cuts = np.flatnonzero(data[1:] != data[:-1]) + 1
-        told, sends = 0, list[Send]()  # what is to be sent goes together: a system call each would cost the most
+        told = 0
         for start, end in zip([0, *cuts.tolist()], [*cuts.tolist(), len(batch)], strict=True):
             some = np.arange(start, end)
             if data[start]:
