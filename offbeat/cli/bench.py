@@ -128,6 +128,7 @@ def _write_switch(path: Path, figures: list[SwitchFigure], seconds: float, repea
             "slots": switch_load.SLOTS,
             "chunks_of_an_exchange": switch_load.CHUNKS,
             "exchanges_under_way": switch_load.UNDER_WAY,
+            "garbage_per_s": switch_benchmark.GARBAGE_PER_S,
         },
         "legend": switch_benchmark.LEGEND,
         "rows": rows,
