@@ -25,8 +25,9 @@ WORKERS = (4, 8)
 WINDOWS = (0, 2, 8, 10, 16, 32, 48, None)
 """Steps that a worker may be ahead; 0 is BSP, None ASP."""
 STEPS, WARMUP_STEPS = 1000, 50
-PAPER = {4: {2: 0.78, 10: 0.74, 32: 0.72, None: 0.71}, 8: {10: 0.605}}
+PAPER: dict[int, dict[int | None, float]] = {4: {2: 0.78, 10: 0.74, 32: 0.72, None: 0.71}, 8: {10: 0.605}}
 """Seconds per iteration, as a multiple of BSP's, by the published runs."""
+_NAMES: dict[int | None, str] = {0: "0 (BSP)", None: "none (ASP)"}
 _TOML = """
 [scenario]
 name = "windows"
@@ -120,7 +121,7 @@ def rows(windows: Windows) -> list[list[str]]:
     """A line for each window: ratios, beside those of the published runs."""
     return [
         [
-            {0: "0 (BSP)", None: "none (ASP)"}.get(window, str(window)),
+            _NAMES.get(window, str(window)),
             *(
                 text
                 for workers in WORKERS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import heapq
 import math
 
@@ -96,9 +95,12 @@ def test_a_flow_is_bounded_by_its_own_link() -> None:
 def test_the_last_bytes_of_a_fast_link_come_although_the_clock_cannot_tell_so_little_time() -> None:
     timeline, ended = Timeline(), list[float]()
     flows = Flows(timeline, {"a": 1.25e8})
+
+    def send() -> None:
+        flows.start(FlowPath(("a",), 1.25e8), 64, lambda: ended.append(timeline.now_s))
+
     for start_s in (1000.1 + n / 7 for n in range(50)):
         for late_s in (0.0, 1e-7):
-            send = functools.partial(flows.start, FlowPath(("a",), 1.25e8), 64, lambda: ended.append(timeline.now_s))
             timeline.at(start_s + late_s, send)
     turns = 0
     while timeline._due and turns < 10_000:
