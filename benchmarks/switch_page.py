@@ -104,7 +104,7 @@ def _kernel_ratios(rows: Iterable[Row]) -> list[float]:
         for row in rows
         if row["what"] == "results" and not row["loss_percent"]
     }
-    slow, fast = TARGETS
+    slow, fast, _ = TARGETS
     return [
         of[fast, workers, values] / rate
         for (target, workers, values), rate in of.items()

@@ -24,6 +24,7 @@ class BenchTargetName(enum.Enum):
 
     udp = "udp"
     ebpf = "ebpf"
+    memory = "memory"
     all = "all"
 
 
