@@ -199,12 +199,14 @@ class Recorder:
         Raises:
             PlanError: if a policy was not swapped, which the row is about; `offbeat swap` has said why.
         """
-        self._swap(is_last=True)
         begin_s, end_s = self._span_s
         totals = self._sent_bytes, self._samples, self._gradient_bytes, self._compute_s
-        self._write(RunTotals(*totals, digest, gradient_error, (begin_s, end_s)))
-        if self._file is not None:
-            self._file.close()
+        try:
+            self._swap(is_last=True)
+            self._write(RunTotals(*totals, digest, gradient_error, (begin_s, end_s)))
+        finally:
+            if self._file is not None:
+                self._file.close()
 
     def _swap(self, *, is_last: bool = False) -> None:
         """Have the next policy swapped when it is due, and the one before is: as somebody at a terminal would do it."""
