@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from offbeat.cli.switch_benchmark import LEGEND, TARGETS
+from offbeat.cli.switch_benchmark import LEGEND
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -104,11 +104,10 @@ def _kernel_ratios(rows: Iterable[Row]) -> list[float]:
         for row in rows
         if row["what"] == "results" and not row["loss_percent"]
     }
-    slow, fast, _ = TARGETS
     return [
-        of[fast, workers, values] / rate
+        of["ebpf", workers, values] / rate
         for (target, workers, values), rate in of.items()
-        if target == slow and rate and (fast, workers, values) in of
+        if target == "udp" and rate and ("ebpf", workers, values) in of
     ]
 
 

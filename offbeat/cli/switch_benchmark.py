@@ -167,7 +167,7 @@ def cells_of(
             raise PlanError(f"Cannot lose {loss:g} % of the packets: choose from 0 to 50 - at `--loss`.")
     cells = [SwitchCell("packets", "", 1, size) for size in values]
     for target in targets:
-        sizes = [size for size in values if target == "ebpf" or size <= _MOST_VALUES]
+        sizes = [size for size in values if target not in ("udp", MEMORY) or size <= _MOST_VALUES]
         for count in workers:
             for loss in loss_percents if target != MEMORY else ():
                 cells += [SwitchCell("results", target, count, size, loss_percent=loss) for size in sizes]
@@ -248,7 +248,7 @@ def _measure_target(
     """Have one switch measured in all its cells, once."""
     network = place.network
     namespace, address = network.switch
-    ports = [network.port(host.name)[1] for host in network.topology.hosts] if target == "ebpf" else []
+    ports = [network.port(host.name)[1] for host in network.topology.hosts] if target != "udp" else []
     with SwitchProcess(namespace, address, folder=place.folder, lab=network.lab, ports=ports) as switch:
         for figure in figures:
             tell(f"{figure.cell.words}")

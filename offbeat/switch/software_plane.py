@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from offbeat.switch.data_plane import JobStats, MemberStats
-from offbeat.switch.job_state import JobState, Send
+from offbeat.switch.job_state import JobState
 from offbeat.switch.members import ALL, refusal
 from offbeat.switch.packet import MOST_WORKERS, PacketKind, Reason, decode, distance
 from offbeat.switch.packet_batch import PacketBatch
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from offbeat.protocol.switch_control import Strategy
     from offbeat.switch.clocks import Windows
     from offbeat.switch.job_shape import JobShape
+    from offbeat.switch.job_state import Send
 
     # Packets, the address that each goes to, and which packet goes there.
     SendBatch = Callable[[PacketBatch, NDArray[np.uint64], NDArray[np.int64]], None]
@@ -140,12 +141,10 @@ class SoftwarePlane:
             return
         # In the order in which they came: an update that comes before a clock is in before it.
         cuts = np.flatnonzero(data[1:] != data[:-1]) + 1
-        told, sends = 0, list[Send]()  # what is to be sent goes together: a system call each would cost the most
+        told = 0
         for start, end in zip([0, *cuts.tolist()], [*cuts.tolist(), len(batch)], strict=True):
             some = np.arange(start, end)
             if data[start]:
-                self._send_each(job, sends)
-                sends = []
                 self._sum(job, batch.among(some), now_s)
                 continue
             for i in some:
@@ -155,10 +154,9 @@ class SoftwarePlane:
                     if told > _TOLD:
                         continue
                 packet = decode(batch.rows[i, : batch.sizes[i]].tobytes())
-                sends += job.state.handle(packet, int(ports[i]), now_s)
+                self._send_each(job, job.state.handle(packet, int(ports[i]), now_s))
                 if packet.kind in (PacketKind.JOIN, PacketKind.LEAVE):
                     job.note_members()
-        self._send_each(job, sends)
 
     def _sum(self, job: _Job, batch: PacketBatch, now_s: float) -> None:
         workers, counts = np.unique(batch.header["worker"], return_counts=True)

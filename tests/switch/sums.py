@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from offbeat.switch.client_thread import PacketSocket
-
 _TIMEOUT = timedelta(seconds=30)
-SHAPE = JobShape(7, 2, values=256, slots=256)
+_SLOTS = 256
 
 
 def integers(workers: int, vectors: int, size: int, seed: int = 0) -> list[list[NDArray[np.float32]]]:
@@ -41,33 +39,27 @@ def right_sums(vectors: list[list[NDArray[np.float32]]]) -> list[list[bytes]]:
 
 
 def sums_of(
-    address: str, vectors: list[list[NDArray[np.float32]]], open_socket: Callable[[], UdpSocket] = UdpSocket
-) -> list[list[bytes]]:
-    """Sum vectors of some workers at a switch, all under way at once; the totals that each has."""
-    world = len(vectors)
-
-    def join(rank: int) -> tuple[StreamClient, UdpSocket, int, Callable[[], None]]:
-        control = ControlClient(address, rank=rank)
-        shape, joined = control.join("sums", JobShape(0, world, SHAPE.values, SHAPE.slots))
-        sock = open_socket()
-        client = StreamClient(shape, rank, joined.cookie)
-        return client, sock, sock.connect(control.host, joined.port), control.close
-
-    return summed(vectors, join)
-
-
-def summed(
+    address: str,
     vectors: list[list[NDArray[np.float32]]],
-    join: Callable[[int], tuple[StreamClient, PacketSocket, int, Callable[[], None]]],
+    values: int = 256,
+    open_socket: Callable[[], UdpSocket] = UdpSocket,
 ) -> list[list[bytes]]:
-    """Sum them; `join` makes a rank's client, its socket, the switch's address, and what ends its membership."""
+    """Sum vectors of some workers at a switch, all under way at once; the totals that each has.
+
+    Args:
+        values: int32 in a packet.
+    """
+    world = len(vectors)
     all_are_in = threading.Barrier(len(vectors))
     totals: list[list[bytes]] = [[] for _ in vectors]
     errors: list[BaseException] = []
 
     def work(rank: int) -> None:
-        client, sock, switch, leave = join(rank)
-        thread = ClientThread(client, sock, switch)
+        control = ControlClient(address, rank=rank)
+        shape, joined = control.join("sums", JobShape(0, world, values, _SLOTS))
+        sock = open_socket()
+        client = StreamClient(shape, rank, joined.cookie)
+        thread = ClientThread(client, sock, sock.connect(control.host, joined.port))
         try:
             all_are_in.wait(10)
             under_way = [thread.do(functools.partial(client.begin, vector)) for vector in vectors[rank]]
@@ -77,7 +69,7 @@ def summed(
             all_are_in.wait(30)
         finally:
             thread.close()
-            leave()
+            control.close()
 
     def noted(rank: int) -> None:
         try:

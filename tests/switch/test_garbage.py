@@ -167,7 +167,7 @@ def summed_beside_garbage(interfaces: tuple[str, ...] = ()) -> tuple[Counter[str
         try:
             assert has_begun.wait(10)
             while sent.total() < _ENOUGH:
-                assert sums_of(address, vectors, open_socket) == right_sums(vectors)
+                assert sums_of(address, vectors, open_socket=open_socket) == right_sums(vectors)
         finally:
             is_over.set()
             stranger.join()
