@@ -140,7 +140,7 @@ def _write_switch(path: Path, figures: list[SwitchFigure], seconds: float, repea
 def _show_switch(figures: list[SwitchFigure]) -> None:
     from offbeat.cli.switch_benchmark import LEGEND
 
-    console = Console(width=max(110, Console().width))
+    console = Console(width=max(124, Console().width))
     for what, legend in LEGEND.items():
         rows = [_cells_of(one) for one in figures if one.cell.what == what]
         if not rows:
