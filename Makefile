@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 
 SCENARIOS ?= $(sort $(basename $(notdir $(wildcard benchmarks/scenarios/*.toml))))
 
-.PHONY: demo test test-slow test-random lint mutants docs faults growth threads results results-page predictions limits clean
+.PHONY: demo test test-slow test-random lint mutants docs faults growth threads windows results results-page predictions limits clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { echo "offbeat needs Python 3.11, 3.12 or 3.13: install one, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -36,8 +36,9 @@ docs: $(STAMP)  ## write the pages that are made from the code
 faults: $(STAMP)  ## what survives what: cells that are not in the result yet (a quiet machine, about an hour)
 	$(BIN)/python -m benchmarks.faults
 
-results: $(STAMP)  ## measure again (root, a quiet machine, three hours)
+results: $(STAMP)  ## measure again (root, a quiet machine, four hours)
 	$(BIN)/offbeat bench wire --tls --json benchmarks/results/wire.json
+	$(BIN)/offbeat bench switch --json benchmarks/results/switch.json
 	for name in $(SCENARIOS); do \
 	  $(BIN)/offbeat lab run benchmarks/scenarios/$$name.toml \
 	    --json benchmarks/results/$$name.json --png benchmarks/results/$$name.png || exit 1; \
@@ -62,6 +63,10 @@ growth: $(STAMP)  ## how long simulated steps take, with up to 1,000 workers (a 
 
 threads: $(STAMP)  ## what it brings that workers share the cores (a quiet machine, minutes)
 	$(BIN)/python -m benchmarks.threads
+	$(BIN)/python -m benchmarks.page
+
+windows: $(STAMP)  ## what it saves to let workers be ahead where steps are late now and then, simulated (minutes)
+	$(BIN)/python -m benchmarks.windows
 	$(BIN)/python -m benchmarks.page
 
 results-page: $(STAMP)  ## write the page of results, and the picture of README.md's first screen

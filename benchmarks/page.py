@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from benchmarks import growth, threads
+from benchmarks import growth, switch_page, threads, windows
 from benchmarks.claims import CLAIMS, DIFFERENCES, EXPLAINED, FAR_OFF, Claim, ratio
 from offbeat.lab import results
 from offbeat.lab.predictions import errors
@@ -64,7 +64,9 @@ def page() -> str:
     missing = [name for name in CLAIMS if name not in measured()]
     last = f"\nNot measured yet: {', '.join(missing)}.\n" if missing else ""
     sections = [section(results.read(RESULTS / f"{name}.json")) for name in measured()]
-    return "".join([_HEAD, *sections, wire(RESULTS / "wire.json"), shared_cores(), simulator(), grown(), last])
+    return "".join(
+        [_HEAD, *sections, wire(RESULTS / "wire.json"), switches(), shared_cores(), simulator(), slack(), grown(), last]
+    )
 
 
 def section(report: ResultFile) -> str:
@@ -184,6 +186,29 @@ def wire(path: Path) -> str:
         f"of 1 MiB, requests of 64 bytes, and the memory of a link.\n\n{told}\n{_lines(headings, rows)}\n"
         f"`{report['command']}`, {report['date']}, {report['hardware']['cores']} cores, "
         f"{report['hardware']['processor']}. [Raw records](wire.json).\n"
+    )
+
+
+def switches() -> str:
+    """What `offbeat bench switch` measured; nothing before that was."""
+    return switch_page.section(switch_page.read(), _lines) if switch_page.RESULT.exists() else ""
+
+
+def slack() -> str:
+    """What windows save where a step in seven is late; nothing before that was simulated."""
+    if not windows.RESULT.exists():
+        return ""
+    found = windows.read()
+    headings = ["steps ahead at most"]
+    for workers in windows.WORKERS:
+        headings += [f"{workers} workers, simulated", f"{workers} workers, published"]
+    return (
+        "\n### Windows and stragglers\n\nTime per step on a switch's table as a multiple of BSP's, where each step of "
+        f"each worker, with probability 0.15, takes U(0.5, 2) times its mean longer, over {found.steps:,} steps with "
+        "nothing to send; beside it what the published runs of Nunes et al. (2025) come to, whose network is in them. "
+        "With the network: [four workers](#innetwork_stragglers), [eight](#innetwork_stragglers_eight).\n\n"
+        f"{_lines(headings, windows.rows(found))}\n`{found.command}`, the same on every machine. "
+        "[Raw records](windows.json).\n"
     )
 
 

@@ -60,6 +60,7 @@ _LATER: list[tuple[str, Any]] = [
     ("save_every", None),
     ("mtu", 1500),
     ("switch", "udp"),
+    ("swap", []),
 ]
 
 
@@ -196,17 +197,28 @@ class TrainingScript(_Table, frozen=True, kw_only=True, tag_field="kind", tag="s
         return value >= self.target if self.better == "higher" else value <= self.target
 
 
+class RowSwap(_Table, frozen=True, kw_only=True):
+    """`[[row.swap]]`: `offbeat swap` is run when worker 0 has made so many steps, those to warm up counted.
+
+    `policy` is as on its command line, such as `SSP(8)`.
+    """
+
+    step: Positive
+    policy: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+
+
 class Row(_Table, frozen=True, kw_only=True):
     """One system to measure.
 
     `plan` (offbeat only) is a table, or the path of a TOML file; the default if left out. `save_every` (ddp+restarts
-    only) is the steps between two snapshots.
+    only) is the steps between two snapshots. `swap` (offbeat only) has another policy hold while it trains.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=40, description="of 1 to 40 characters")]
     system: System
     plan: dict[str, Any] | str | None = None
     save_every: Positive | None = None
+    swap: list[RowSwap] = []
 
 
 class Rounds(_Table, frozen=True, kw_only=True):
@@ -400,11 +412,26 @@ class Scenario(_Table, frozen=True, kw_only=True):
                     f'Remove the plan or use system = "offbeat" (row[{index}].plan).'
                 )
             self._check_restarts(row, f"row[{index}]")
+            self._check_swaps(row, f"row[{index}]")
         if self.run.baseline not in names:
             raise ScenarioError(
                 f"Cannot compare with {self.run.baseline!r}: no row has that name{_nearest(self.run.baseline, names)}. "
                 "Name one of the rows (run.baseline)."
             )
+
+    def _check_swaps(self, row: Row, path: str) -> None:
+        steps = self.run.warmup_steps + self.run.steps
+        for index, swap in enumerate(row.swap):
+            if row.system != "offbeat":
+                raise ScenarioError(
+                    f"Cannot swap the policy of {row.system}: only offbeat has one. Remove the swap or use "
+                    f'system = "offbeat" ({path}.swap[{index}]).'
+                )
+            if swap.step >= steps:
+                raise ScenarioError(
+                    f"Cannot swap the policy at step {swap.step}: a run has {steps}, {self.run.warmup_steps} of them "
+                    f"to warm up. Choose an earlier one ({path}.swap[{index}].step)."
+                )
 
     def _check_restarts(self, row: Row, path: str) -> None:
         is_restarted = row.system == "ddp+restarts"

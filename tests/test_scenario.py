@@ -145,6 +145,16 @@ HOSTS = "[hosts]\ncount = 2\nrate_mbps = 100"
             "Cannot have ddp save every 5 steps: .* (row[0].save_every).",
         ),
         ('system = "ddp"', 'system = "ddp+restarts"', "Cannot start a replay again: .* (row[0].system)."),
+        (
+            'system = "ddp"',
+            'system = "ddp"\nswap = [{ step = 3, policy = "ASP" }]',
+            "Cannot swap the policy of ddp: only offbeat has one.* (row[0].swap[0]).",
+        ),
+        (
+            'system = "offbeat"',
+            'system = "offbeat"\nswap = [{ step = 3, policy = "ASP" }, { step = 3000, policy = "BSP" }]',
+            "Cannot swap the policy at step 3000: .* (row[1].swap[1].step).",
+        ),
         ('profile = "resnet50"', "", "Cannot replay nothing: give profile .* (workload.profile)."),
         (
             "scale = 0.01",

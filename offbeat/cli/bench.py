@@ -25,6 +25,7 @@ class BenchTargetName(enum.Enum):
     udp = "udp"
     ebpf = "ebpf"
     xdp = "xdp"
+    memory = "memory"
     all = "all"
 
 
@@ -129,6 +130,7 @@ def _write_switch(path: Path, figures: list[SwitchFigure], seconds: float, repea
             "slots": switch_load.SLOTS,
             "chunks_of_an_exchange": switch_load.CHUNKS,
             "exchanges_under_way": switch_load.UNDER_WAY,
+            "garbage_per_s": switch_benchmark.GARBAGE_PER_S,
         },
         "legend": switch_benchmark.LEGEND,
         "rows": rows,
@@ -139,7 +141,7 @@ def _write_switch(path: Path, figures: list[SwitchFigure], seconds: float, repea
 def _show_switch(figures: list[SwitchFigure]) -> None:
     from offbeat.cli.switch_benchmark import LEGEND
 
-    console = Console(width=max(110, Console().width))
+    console = Console(width=max(124, Console().width))
     for what, legend in LEGEND.items():
         rows = [_cells_of(one) for one in figures if one.cell.what == what]
         if not rows:

@@ -29,6 +29,7 @@ from offbeat.errors import PlanError
 from offbeat.lab.garbage import GarbageTask
 from offbeat.lab.launch import SwitchProcess
 from offbeat.lab.load_workers import LoadOutcome, LoadWorkers
+from offbeat.lab.memory_load import sum_beside_garbage
 from offbeat.lab.network import Network
 from offbeat.lab.random_swaps import RandomSwaps, SwapProof, prove
 from offbeat.lab.switch_load import LoadTask
@@ -39,7 +40,8 @@ from offbeat.topology import Topology
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-TARGETS = ("udp", "ebpf", "xdp")
+MEMORY = "memory"  # garbage alone: without a network there is nothing to be fast over
+TARGETS = ("udp", "ebpf", "xdp", MEMORY)
 SLACKS = (0, 8)
 LEGEND = {
     "results": "chunks whose sums came, per second and worker; GB/s of gradient; loss at the hosts, each way",
@@ -51,6 +53,7 @@ LEGEND = {
 SWAP_LOSS_PERCENTS = (0.0, 1.0, 3.0)
 CLOCKS = 30_000
 GARBAGE_PER_S = 10_000.0
+MEMORY_GARBAGE_PER_S = 1_000.0  # where one interpreter makes it, sums, and is the switch
 _MTU, _JUMBO_MTU = 1500, 9000
 _MOST_VALUES = 352  # of a frame of 1,500 bytes
 _ALONE_S = 0.5  # at most, for what needs no network
@@ -164,14 +167,15 @@ def cells_of(
             raise PlanError(f"Cannot lose {loss:g} % of the packets: choose from 0 to 50 - at `--loss`.")
     cells = [SwitchCell("packets", "", 1, size) for size in values]
     for target in targets:
-        sizes = [size for size in values if target != "udp" or size <= _MOST_VALUES]
+        sizes = [size for size in values if target not in ("udp", MEMORY) or size <= _MOST_VALUES]
         for count in workers:
-            for loss in loss_percents:
+            for loss in loss_percents if target != MEMORY else ():
                 cells += [SwitchCell("results", target, count, size, loss_percent=loss) for size in sizes]
                 cells += [SwitchCell("clocks", target, count, slack=slack, loss_percent=loss) for slack in SLACKS]
             cells += [SwitchCell("garbage", target, count, size) for size in sizes if size <= _MOST_VALUES]
         cells += [
-            SwitchCell("swaps", target, max(workers), loss_percent=loss, clocks=clocks) for loss in SWAP_LOSS_PERCENTS
+            SwitchCell("swaps", target, max(workers), loss_percent=loss, clocks=clocks)
+            for loss in (SWAP_LOSS_PERCENTS if target != MEMORY else ())
         ]
     return [cell for cell in cells if cell.what in what]
 
@@ -201,13 +205,13 @@ def measure_switch(
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         places: dict[int, _Place] = {}
-        for mtu in sorted({cell.mtu for cell in cells if cell.target}):
+        for mtu in sorted({cell.mtu for cell in cells if cell.target not in ("", MEMORY)}):
             own = folder / str(mtu)
             own.mkdir()
             network = stack.enter_context(Network(Topology.star(names), mtu=mtu))
             workers = stack.enter_context(LoadWorkers(network, own))
             places[mtu] = _Place(network, workers, own, histories or own)
-        groups = sorted({(cell.mtu, cell.target) for cell in cells if cell.target}, key=lambda one: (one[0], one[1]))
+        groups = sorted({(cell.mtu, cell.target) for cell in cells if cell.target not in ("", MEMORY)})
         for repeat in range(repeats):
             note = f"repetition {repeat + 1} of {repeats}: "
             # There and back, so that no target always comes after the other.
@@ -217,10 +221,15 @@ def measure_switch(
                 _measure_target(places[mtu], target, here, seconds, lambda what, note=note: tell(note + what))  # type: ignore[misc]
             # At the end, when all processes have started and wait.
             for cell in cells:
-                if not cell.target:
+                if cell.target == MEMORY:
+                    tell(note + cell.words)
+                    rate = MEMORY_GARBAGE_PER_S
+                    found = sum_beside_garbage(cell.workers, cell.values, seconds=seconds, per_second=rate)
+                    _take(figures[cell], found)
+                elif not cell.target:
                     tell(f"{note}a worker by itself, {cell.values} values")
-                    rate = sending_rate(cell.values, seconds=min(_ALONE_S, seconds))
-                    figures[cell].per_second.append(rate.per_second)
+                    alone = sending_rate(cell.values, seconds=min(_ALONE_S, seconds))
+                    figures[cell].per_second.append(alone.per_second)
     return list(figures.values())
 
 

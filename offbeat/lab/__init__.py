@@ -32,7 +32,7 @@ Switches by themselves:
 
 * `packet_loss` - datagrams that are lost at a host's interface, by a program in the kernel
 * `switch_load` - one worker that sums as fast as it can (a program by itself); `load_workers` - one in each host
-* `garbage` - packets that no honest worker sends, and somebody who sends them
+* `garbage` - packets that no honest worker sends, and somebody who sends them; `memory_load` - within one process
 * `random_swaps` - another policy every few milliseconds, and what workers' histories say of it
 
 What comes of it:

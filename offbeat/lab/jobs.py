@@ -126,9 +126,9 @@ class RowJob:
 
     def each(self, places: Sequence[WorkerPlacement]) -> list[dict[str, str]]:
         """Variables for each worker: its work."""
-        return [{WORK: msgspec.json.encode(self._work(place)).decode()} for place in places]
+        return [{WORK: msgspec.json.encode(self._work(rank, place)).decode()} for rank, place in enumerate(places)]
 
-    def _work(self, place: WorkerPlacement) -> Work:
+    def _work(self, rank: int, place: WorkerPlacement) -> Work:
         workload = self.scenario.workload
         data = None
         if isinstance(workload, TrainingScript) and workload.data is not None:
@@ -145,6 +145,7 @@ class RowJob:
             replay=workload if isinstance(workload, Replay) else None,
             straggle=self.scenario.straggle,
             save_every=(self.row.save_every or SAVE_EVERY) if self.restarts else None,
+            swaps=tuple(self.row.swap) if rank == 0 else (),
         )
 
 

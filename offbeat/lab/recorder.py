@@ -14,6 +14,7 @@ import os
 import socket
 import stat
 import statistics
+import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +22,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from offbeat.scenario import Replay
+from offbeat.errors import PlanError
+from offbeat.lab import command_lines
+from offbeat.scenario import Replay, RowSwap
 from offbeat.straggler_model import StragglerLaw
 
 if TYPE_CHECKING:
@@ -50,6 +53,8 @@ class Work(msgspec.Struct, frozen=True):
     straggle: StragglerLaw | None = None
     save_every: int | None = None
     """Steps between two snapshots, for `offbeat.lab.peer_checkpoint`; None: it keeps none."""
+    swaps: tuple[RowSwap, ...] = ()
+    """The policies that this worker has hold by `offbeat swap`; nothing for all but the first."""
 
     @classmethod
     def from_environment(cls) -> Work:
@@ -136,6 +141,8 @@ class Recorder:
         self._samples = 0
         self._sent_bytes = 0
         self._paused_s = 0.0
+        self._swaps = list(self.work.swaps)  # that are to come
+        self._swapping: subprocess.Popen[bytes] | None = None
         self._span_s = [0.0, 0.0]
         self._start_s = self._mark_s = time.perf_counter()
         if earlier:
@@ -158,6 +165,7 @@ class Recorder:
         elif index + 1 == self.work.steps:
             self._sent_bytes += sent_bytes()
             self._span_s[1] = now_s
+        self._swap()
         # What this method itself did belongs to no step.
         self._resume(now_s)
 
@@ -186,12 +194,35 @@ class Recorder:
         self._write(Note(text))
 
     def finish(self, *, digest: str, gradient_error: float | None = None) -> None:
-        """All steps are done: write the totals."""
+        """All steps are done: write the totals.
+
+        Raises:
+            PlanError: if a policy was not swapped, which the row is about; `offbeat swap` has said why.
+        """
         begin_s, end_s = self._span_s
         totals = self._sent_bytes, self._samples, self._gradient_bytes, self._compute_s
-        self._write(RunTotals(*totals, digest, gradient_error, (begin_s, end_s)))
-        if self._file is not None:
-            self._file.close()
+        try:
+            self._swap(is_last=True)
+            self._write(RunTotals(*totals, digest, gradient_error, (begin_s, end_s)))
+        finally:
+            if self._file is not None:
+                self._file.close()
+
+    def _swap(self, *, is_last: bool = False) -> None:
+        """Have the next policy swapped when it is due, and the one before is: as somebody at a terminal would do it."""
+        if self._swapping is not None and (is_last or self._swapping.poll() is not None):
+            if self._swapping.wait() != 0:
+                raise PlanError("Cannot measure a row whose policy was not swapped; `offbeat swap` has said why.")
+            self._swapping = None
+        if self._swaps and is_last:
+            raise PlanError(
+                f"Cannot measure a row in which there was no time left to swap to {self._swaps[0].policy}: swap "
+                "earlier, or make more steps (row.swap.step, run.steps)."
+            )
+        if self._swaps and self._swapping is None and self._done >= self._swaps[0].step:
+            policy = self._swaps.pop(0).policy
+            folder = os.environ["OFFBEAT_RUN_DIR"]
+            self._swapping = subprocess.Popen(command_lines.module("offbeat", "swap", policy, "--job", folder))
 
     def _go_on(self, earlier: list[Line]) -> None:
         """Resume after a restart: what was measured before counts, but for steps that are done again."""

@@ -123,8 +123,10 @@ class Flows:
             return
         self._move()
         ended: list[tuple[int, Flow]] = []
+        shortest_s = 2 * math.ulp(self._timeline.now_s)  # what takes less than the clock can tell would never end
         for one in self._classes.values():
-            while one.ends and one.ends[0][0] <= one.moved + max(_EPSILON, 1e-12 * one.moved):
+            nothing = max(_EPSILON, 1e-12 * one.moved, one.speed * shortest_s)
+            while one.ends and one.ends[0][0] <= one.moved + nothing:
                 _, number, flow = heapq.heappop(one.ends)
                 if not flow.stopped:
                     flow.stopped = True

@@ -101,8 +101,8 @@ class Known:
 
 
 def is_modelled(row: Row) -> bool:
-    """Whether a row's system is."""
-    return row.system == "offbeat" or row.system in _PEERS
+    """Whether a row's system is, and its policies are known before it is run."""
+    return not row.swap and (row.system == "offbeat" or row.system in _PEERS)
 
 
 def predict(
@@ -127,7 +127,8 @@ def predict(
     """
     if not is_modelled(row):
         raise ScenarioError(
-            f"Cannot simulate {row.system}: only offbeat and {' and '.join(_PEERS)} are modelled (row.system)."
+            f"Cannot simulate row {row.name!r}: only offbeat without [[row.swap]] and {' and '.join(_PEERS)} are "
+            "modelled (row.system)."
         )
     struck = scenario.fault if faults is None else faults
     for fault in struck:

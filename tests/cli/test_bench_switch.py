@@ -166,6 +166,14 @@ def test_what_cannot_be_is_said(arguments: tuple[str, ...], says: str, tmp_path:
     assert says in output
 
 
+def test_within_a_process_only_garbage_is_measured() -> None:
+    cells = cells_of(["memory"], [2, 4], [64, 2048], [0, 5])
+    assert [(one.what, one.workers, one.values) for one in cells if one.target] == [
+        ("garbage", 2, 64),
+        ("garbage", 4, 64),
+    ]
+
+
 def test_nothing_to_measure() -> None:
     with pytest.raises(PlanError, match="nothing"):
         cells_of([], [2], [64], [0])

@@ -21,6 +21,7 @@ from offbeat.scenario import (
     Replay,
     Rounds,
     Row,
+    RowSwap,
     Scenario,
     ScenarioTable,
     TrainingScript,
@@ -44,6 +45,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     '`[workload]` with `kind = "script"`': TrainingScript,
     "`[run]`": Rounds,
     "`[[row]]`": Row,
+    "`[[row.swap]]`": RowSwap,
 }
 
 

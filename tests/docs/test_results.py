@@ -6,14 +6,18 @@ import itertools
 import re
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks import switch_page, windows
 from benchmarks.claims import CLAIMS, IDEAL
 from benchmarks.first_screen import PICTURE, ROWS, course, draw
 from benchmarks.page import PAGE, RESULTS, measured, page
 from offbeat.lab import results
 from offbeat.scenario import Scenario
+from offbeat.switch.strategy import compile_policy
+from offbeat.sync import ASP, SSP
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -106,3 +110,64 @@ def test_columns_have_plain_headings() -> None:
     assert "physical limit, ms per step" in headings
     assert not headings & {"row", "limit", "uneven", "idle", "final", "stale, mean/max", "others, s", "back, s", "min"}
     assert not [heading for heading in headings if re.match(r"x \w", heading)]
+
+
+@pytest.mark.parametrize(
+    ("workers", "ratios"),
+    [(4, {2: 0.78, 8: 0.74, 16: 0.73, None: 0.73}), (8, {2: 0.66, 8: 0.61, 16: 0.60, None: 0.60})],
+)
+def test_windows_save_what_order_statistics_say(workers: int, ratios: dict[int | None, float]) -> None:
+    """By a simulation of 30 lines of the switch's rule alone, as by that of the policies."""
+    found = windows.read()
+    assert {window: found.ratio(workers, window) for window in ratios} == pytest.approx(ratios, abs=0.02)
+
+
+def test_the_file_of_windows_is_what_the_simulator_says() -> None:
+    cell = next(cell for cell in windows.read().cells if (cell.workers, cell.window) == (4, 2))
+    assert windows.simulate(4, 2) == cell, "run `make windows`"
+    assert compile_policy(SSP(48)).window_in(64) == 48
+    assert compile_policy(ASP()).window_in(64) == 62, "none of the windows is bounded by the switch's ring"
+
+
+def test_the_section_on_switches_says_what_is_wrong() -> None:
+    def row(what: str, target: str = "udp", **changes: Any) -> dict[str, Any]:
+        told = {"checked": 100, "wrong": 0, "errors": [], "garbage": {}, "refused": {}, "proof": None, "clocks": 0}
+        told |= {"workers": 2, "values": 64, "slack": 0, "loss_percent": 0.0, "median": 1000.0, "gb_per_s": 0.25}
+        return told | {"what": what, "target": target} | changes
+
+    proof = {
+        "swaps": 7, "asked_again": 1, "us_per_swap": 250.0, "grants": 900, "by_lead": {"0": 600, "1": 300}, "mixed": 0,
+        "other_windows": 0, "violations": 0, "clocks_to_effect": 5, "too_late": 0,
+    }  # fmt: skip
+    rows = [
+        row("results"),
+        row("results", "ebpf", median=2500.0),
+        row("garbage", median=900.0, garbage={"cut": 10, "foreign": 5}, refused={"foreign": 15, "STALE_COOKIE": 2}),
+        row("swaps", values=0, checked=0, loss_percent=3.0, clocks=450, proof=proof),
+    ]
+    about = {
+        "settings": {"seconds": 1.0, "repeats": 1, "garbage_per_s": 10_000.0}, "command": "offbeat bench switch",
+        "date": "today", "hardware": {"cores": 2, "processor": "some"},
+    }  # fmt: skip
+
+    def told() -> str:
+        return switch_page.section({"rows": rows, **about}, lambda headings, lines: f"{headings} {list(lines)}")
+
+    text = told()
+    assert "**0 of 300** (met)" in text
+    assert "**2.50 to 2.50 x** (met)" in text
+    assert "**0 of 900 steps, over 7 changes** (met)" in text
+    assert "'900', '1,000', '15', '0 of 100'" in text, "beside garbage, and without"
+    assert "450 steps of each worker" in text
+    assert "15 foreign, 2 stale cookie" in text
+    rows[0]["wrong"], rows[1]["median"], rows[1]["errors"] = 3, 1500.0, ["it hung"]
+    proof["mixed"] = proof["too_late"] = 2
+    text = told()
+    for one in (
+        "**3 of 300** (missed)",
+        "**1.50 to 1.50 x** (missed)",
+        "**2 of 900 steps",
+        "**2** (missed)",
+        "it hung",
+    ):
+        assert one in text

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import socket
+import sys
 import time
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 
-from offbeat.lab import recorder
+from offbeat.errors import PlanError
+from offbeat.lab import command_lines, recorder
 from offbeat.lab.recorder import MeasuredStep, Metric, Note, Recorder, RunTotals, Work, sent_bytes
+from offbeat.scenario import RowSwap
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -114,3 +117,35 @@ def test_on_loopback_bytes_are_those_of_our_sockets(monkeypatch: pytest.MonkeyPa
 def test_elsewhere_they_are_those_of_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such")
     assert sent_bytes() == 0
+
+
+def test_a_row_whose_policy_is_refused_is_not_measured(
+    result: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFBEAT_RUN_DIR", str(tmp_path))  # where nothing trains
+    own = Recorder(compute_s=0.0, gradient_bytes=0, work=Work(steps=3, swaps=(RowSwap(step=1, policy="ASP"),)))
+    own.step(1)
+    with pytest.raises(PlanError, match="was not swapped"):
+        own.finish(digest="")
+
+
+def test_a_swap_for_which_no_time_is_left_is_said(result: Path) -> None:
+    own = Recorder(compute_s=0.0, gradient_bytes=0, work=Work(steps=3, swaps=(RowSwap(step=5, policy="ASP"),)))
+    own.step(1)
+    with pytest.raises(PlanError, match=r"no time left to swap to ASP.*row\.swap\.step"):
+        own.finish(digest="")
+
+
+def test_swaps_are_made_one_after_the_other(result: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    program = f"import sys, time; time.sleep(0.3); print(*sys.argv[1:], file=open({str(said)!r}, 'a'))"
+    monkeypatch.setattr(command_lines, "module", lambda *told: [sys.executable, "-c", program, *told])
+    monkeypatch.setenv("OFFBEAT_RUN_DIR", "here")
+    swaps = (RowSwap(step=2, policy="SSP(8)"), RowSwap(step=3, policy="ASP"))
+    own = Recorder(compute_s=0.0, gradient_bytes=0, work=Work(steps=3, swaps=swaps))
+    end_s = time.monotonic() + 30
+    while not (said.exists() and len(said.read_text().splitlines()) == 2) and time.monotonic() < end_s:
+        own.step(1)
+        time.sleep(0.01)
+    own.finish(digest="")
+    assert said.read_text().splitlines() == [f"offbeat swap {policy} --job here" for policy in ("SSP(8)", "ASP")]

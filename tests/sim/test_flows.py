@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 
 import pytest
@@ -89,6 +90,24 @@ def test_a_flow_is_bounded_by_its_own_link() -> None:
     sent.start("fast", 180)
     sent.timeline.run()
     assert sent.done_s == pytest.approx({"slow": 2.0, "fast": 2.0})
+
+
+def test_the_last_bytes_of_a_fast_link_come_although_the_clock_cannot_tell_so_little_time() -> None:
+    timeline, ended = Timeline(), list[float]()
+    flows = Flows(timeline, {"a": 1.25e8})
+
+    def send() -> None:
+        flows.start(FlowPath(("a",), 1.25e8), 64, lambda: ended.append(timeline.now_s))
+
+    for start_s in (1000.1 + n / 7 for n in range(50)):
+        for late_s in (0.0, 1e-7):
+            timeline.at(start_s + late_s, send)
+    turns = 0
+    while timeline._due and turns < 10_000:
+        timeline.now_s, _, happen = heapq.heappop(timeline._due)
+        happen()
+        turns += 1
+    assert len(ended) == 100, f"{len(ended)} of 100 after {turns} turns"
 
 
 def test_who_stops_leaves_the_link_to_the_others() -> None:

@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from offbeat.switch.client_thread import PacketSocket
-
 _TIMEOUT = timedelta(seconds=30)
-SHAPE = JobShape(7, 2, values=256, slots=256)
+_SLOTS = 256
 
 
 def integers(workers: int, vectors: int, size: int, seed: int = 0) -> list[list[NDArray[np.float32]]]:
@@ -43,8 +41,8 @@ def right_sums(vectors: list[list[NDArray[np.float32]]]) -> list[list[bytes]]:
 def sums_of(
     address: str,
     vectors: list[list[NDArray[np.float32]]],
+    values: int = 256,
     open_socket: Callable[[], UdpSocket] = UdpSocket,
-    values: int = SHAPE.values,
 ) -> list[list[bytes]]:
     """Sum vectors of some workers at a switch, all under way at once; the totals that each has.
 
@@ -52,29 +50,16 @@ def sums_of(
         values: int32 in a packet.
     """
     world = len(vectors)
-
-    def join(rank: int) -> tuple[StreamClient, UdpSocket, int, Callable[[], None]]:
-        control = ControlClient(address, rank=rank)
-        shape, joined = control.join("sums", JobShape(0, world, values, SHAPE.slots))
-        sock = open_socket()
-        client = StreamClient(shape, rank, joined.cookie)
-        return client, sock, sock.connect(control.host, joined.port), control.close
-
-    return summed(vectors, join)
-
-
-def summed(
-    vectors: list[list[NDArray[np.float32]]],
-    join: Callable[[int], tuple[StreamClient, PacketSocket, int, Callable[[], None]]],
-) -> list[list[bytes]]:
-    """Sum them; `join` makes a rank's client, its socket, the switch's address, and what ends its membership."""
     all_are_in = threading.Barrier(len(vectors))
     totals: list[list[bytes]] = [[] for _ in vectors]
     errors: list[BaseException] = []
 
     def work(rank: int) -> None:
-        client, sock, switch, leave = join(rank)
-        thread = ClientThread(client, sock, switch)
+        control = ControlClient(address, rank=rank)
+        shape, joined = control.join("sums", JobShape(0, world, values, _SLOTS))
+        sock = open_socket()
+        client = StreamClient(shape, rank, joined.cookie)
+        thread = ClientThread(client, sock, sock.connect(control.host, joined.port))
         try:
             all_are_in.wait(10)
             under_way = [thread.do(functools.partial(client.begin, vector)) for vector in vectors[rank]]
@@ -84,7 +69,7 @@ def summed(
             all_are_in.wait(30)
         finally:
             thread.close()
-            leave()
+            control.close()
 
     def noted(rank: int) -> None:
         try:

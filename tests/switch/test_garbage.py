@@ -16,17 +16,16 @@ import pytest
 
 from offbeat.errors import PeerError
 from offbeat.lab.garbage import KINDS, GarbageMaker
+from offbeat.lab.memory_load import sum_beside_garbage
 from offbeat.protocol.switch_control import Strategy
 from offbeat.switch.control_client import ControlClient
-from offbeat.switch.memory_switch import MemoryPort, MemorySwitch
 from offbeat.switch.packet import FROM_WORKERS, MOST_VALUES, Packet, PacketKind, decode, encode
 from offbeat.switch.packet_batch import PacketBatch
 from offbeat.switch.software_plane import SoftwarePlane
-from offbeat.switch.stream_client import StreamClient
 from offbeat.switch.udp_socket import UdpSocket
 from tests.switch.kernel_replay import KernelReplay, NotedState, in_a_network_of_its_own, why_not
 from tests.switch.served import served_switch
-from tests.switch.sums import SHAPE, integers, right_sums, summed, sums_of
+from tests.switch.sums import integers, right_sums, sums_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -168,7 +167,7 @@ def summed_beside_garbage(interfaces: tuple[str, ...] = ()) -> tuple[Counter[str
         try:
             assert has_begun.wait(10)
             while sent.total() < _ENOUGH:
-                assert sums_of(address, vectors, open_socket) == right_sums(vectors)
+                assert sums_of(address, vectors, open_socket=open_socket) == right_sums(vectors)
         finally:
             is_over.set()
             stranger.join()
@@ -198,52 +197,8 @@ def test_garbage_changes_no_sum_in_the_kernel() -> None:
 
 
 def test_garbage_changes_no_sum_in_memory() -> None:
-    switch, ports, is_over, sent = MemorySwitch(), list[MemoryPort](), threading.Event(), Counter[str]()
-    maker = GarbageMaker((9, 0, 55))
-    for number, shape, cookies in ((7, SHAPE, (100, 101)), (9, GarbageMaker.own_shape(9), (55,))):
-        switch.plane.create_job(shape, Strategy())
-        for worker, cookie in enumerate(cookies):
-            switch.plane.admit(number, worker, cookie)
-
-    class SeenPort(MemoryPort):
-        def send(self, batch: PacketBatch, to: NDArray[np.uint64], rows: NDArray[np.int64] | None = None) -> None:
-            if self is ports[0]:
-                for data in batch.datagrams():
-                    maker.see(data)
-            super().send(batch, to, rows)
-
-    def join(rank: int) -> tuple[StreamClient, MemoryPort, int, Callable[[], None]]:
-        port = SeenPort(switch, 1000 + rank)
-        switch._ports[port.address] = port
-        ports.append(port)
-        return StreamClient(SHAPE, rank, 100 + rank), port, 0, lambda: None
-
-    def shout() -> None:
-        own = switch.open_port()
-        join = PacketBatch.of([Packet(PacketKind.JOIN, 9, 0, cookie=55)], 0)
-        own.send(join, np.zeros(1, np.uint64))
-        while not is_over.is_set():
-            if not maker.has_seen:
-                time.sleep(0.001)
-                continue
-            one = maker.next()
-            sent[one.kind] += 1
-            place = ports[0].address if one.is_from_victim else own.address
-            with switch.lock:
-                batch = PacketBatch.of([one.datagram], MOST_VALUES)
-                switch.plane.handle(batch, np.full(1, place, np.uint64), 0.0)
-            own.recv(batch)  # what it is told, and does not read
-
-    stranger = threading.Thread(target=shout)
-    stranger.start()
-    try:
-        vectors = integers(2, 24, 20_000)
-        totals = summed(vectors, join)
-    finally:
-        is_over.set()
-        stranger.join()
-    assert totals == right_sums(vectors)
-    refused = Counter(switch.plane.dropped)
-    for number in (7, 9):
-        refused.update(switch.plane.stats(number, 0.0).refused)
-    check(sent, refused)
+    outcome = sum_beside_garbage(2, 64, seconds=2.0, per_second=1000)
+    assert outcome.garbage is not None
+    assert [(one.error, one.wrong) for one in outcome.results] == [("", 0)] * 2
+    assert min(one.checked for one in outcome.results) > 0
+    check(Counter(outcome.garbage.sent), outcome.garbage.refused)
