@@ -54,8 +54,8 @@ def _allowed(history: WorkerHistory, index: int, one: StepGranted) -> int:
     """
     before = [policy for count, policy in history.decided if count <= index][-1:]
     after = [policy for count, policy in history.decided if count == index + 1]
-    bounds = (policy.bound for policy in (*before, *after) if policy is not None)
-    return max((bound for bound in bounds if bound is not None), default=one.window)
+    bounds = (_RING - 2 if policy.bound is None else policy.bound for policy in (*before, *after) if policy is not None)
+    return max(bounds, default=one.window)
 
 
 def _check_known(histories: list[WorkerHistory], result: AuditResult) -> None:

@@ -187,14 +187,18 @@ def test_what_a_table_cannot_do_is_refused(change: Callable[[offbeat.Plan], offb
         change(plan)
 
 
-def swap(plan: offbeat.Plan) -> tuple[list[str], list[float], str]:
-    """Train, and have rank 1 swap the policy in the middle; each step's policy, and when each step ended."""
+def swap(plan: offbeat.Plan, pace_s: float = 0.005) -> tuple[list[str], list[float], str]:
+    """Train, and have rank 1 swap the policy in the middle; each step's policy, and when each step ended.
+
+    Args:
+        pace_s: that a step takes rank 0.
+    """
     run = offbeat.init(plan, timeout=timedelta(seconds=4))
     model = nn.Linear(300, 2, bias=False)
     prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
     policies, ends = [], []
     for step in range(3 * STEPS):
-        time.sleep(0.02 if run.rank else 0.005)
+        time.sleep(0.02 if run.rank else pace_s)
         (prepared(torch.ones(1, 300)).sum() / 64).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -219,6 +223,15 @@ def test_a_swap_holds_for_all_from_the_same_step_on() -> None:
     assert first == ["SSP(bound=1)"] * begins + ["SSP(bound=6)"] * (3 * STEPS - begins)
     # The fast one is further ahead in the end than the first policy would have let it be.
     assert fast[-5] < slow[-8]
+
+
+def test_a_swap_takes_hold_soon_after_a_policy_without_a_bound() -> None:
+    with served_switch() as address:
+        plan = offbeat.Plan(sync=offbeat.ASP(), fabric=offbeat.Switch(address))
+        (first, _, one), (second, _, other) = run_workers(2, swap, plan, 0.018)
+    assert one == other
+    assert first == second
+    assert STEPS < first.index("SSP(bound=6)") <= STEPS + 16, "a ring of 64 clocks has gone by"
 
 
 def cross(

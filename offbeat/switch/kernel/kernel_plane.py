@@ -173,8 +173,7 @@ class KernelPlane:
         ring = job.shape.ring
         check_window(strategy, ring)
         if not self._do(
-            job, _Operation.SET_STRATEGY, window=strategy.window_in(ring), slack=job.strategy.slack_in(ring),
-            quorum=strategy.quorum or 0,
+            job, _Operation.SET_STRATEGY, window=strategy.window_in(ring), quorum=strategy.quorum or 0,
         ):  # fmt: skip
             return None
         job.strategy = strategy
