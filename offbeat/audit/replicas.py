@@ -74,9 +74,10 @@ class WorkerHistory:
         return later[-1] if later else self.plans.get(self.has[index].model)
 
     def decides(self, policy: Policy | None) -> None:
-        """Note that a policy has come to hold here."""
+        """Note that a policy has come to hold here; the same one once more, where all begin with an empty table."""
+        is_again = bool(self.decided) and self.decided[-1][1] == policy
         self.decided.append((len(self.granted), policy))
-        if policy is None or policy.replicated:
+        if policy is None or policy.replicated or is_again:
             self.table_ends()
 
     def table_ends(self) -> None:

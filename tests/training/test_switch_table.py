@@ -20,6 +20,7 @@ from rich.console import Console
 from torch import nn
 
 import offbeat
+from offbeat.audit import verify
 from offbeat.cli.status_client import JobOnlooker
 from offbeat.cli.top_view import TopView
 from offbeat.errors import NumericsError, PlanError
@@ -136,6 +137,39 @@ def test_lag_and_waiting_are_seen_without_an_exchange(tmp_path: Path) -> None:
     leads = {rank: [one["lead"] for one in records if one["kind"] == "step" and one["rank"] == rank] for rank in (0, 1)}
     assert max(leads[0]) == 3
     assert max(leads[1]) <= 1
+
+
+def run_away(plan: offbeat.Plan, folder: Path) -> tuple[str, list[float], list[str]]:
+    """Move parameters much further than the table reaches; their digest, how far they have moved, and what was said."""
+    run = offbeat.init(plan, timeout=timedelta(seconds=4), history=folder)
+    torch.manual_seed(0)
+    model = nn.Linear(300, 2, bias=False)
+    start = model.weight.detach().clone()
+    prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    said: dict[str, None] = {}
+    for _ in range(60):
+        time.sleep(0.01 * (1 + run.rank))
+        (prepared(torch.ones(1, 300)).sum() * (run.rank + 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        said |= {text: None for _, text in run._session.context.metrics.events if "empty one" in text}
+    run.settle()
+    weights = model.weight.detach()
+    moved = (start - weights).unique().tolist()
+    run.close()
+    return hashlib.sha256(weights.numpy().tobytes()).hexdigest(), moved, list(said)
+
+
+def test_a_table_that_fills_up_is_followed_by_an_empty_one(tmp_path: Path) -> None:
+    with served_switch() as address:
+        plan = offbeat.Plan(sync=offbeat.SSP(2), fabric=offbeat.Switch(address))
+        (one, moved, said), (other, _, _) = run_workers(2, run_away, plan, tmp_path)
+    assert one == other
+    # Ranks move by 0.5 and 1 a step, of which half counts: nearly six times as far as the first table reaches.
+    assert moved == pytest.approx([60 * 0.75] * len(moved), rel=1e-6)
+    assert len(said) >= 2, "one table cannot hold that"
+    assert "half as far as its integers reach" in said[0]
+    assert verify(tmp_path).holds, verify(tmp_path).violations
 
 
 def ruined(plan: offbeat.Plan) -> str:
