@@ -85,7 +85,7 @@ class SwitchAverager:
 
     @property
     def table(self) -> SwitchAverager:
-        """This one: the switch decides by which plan all go."""
+        """The averager itself: the switch decides by which plan all go."""
         return self
 
     def begin(self) -> None:

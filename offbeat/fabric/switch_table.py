@@ -146,7 +146,7 @@ class SwitchTable:
         return any(0 < changes < EPOCHS // 2 for changes in later)
 
     def status(self) -> SwitchJobStatus | None:
-        """What the switch knows of all workers' clocks; None if the table is gone.
+        """Ask what the switch knows of all workers' clocks; None if the table is gone.
 
         Raises:
             NetworkError: if the switch is, or does not answer at once.

@@ -62,7 +62,7 @@ class ClockWatch:
         self._epoch = 0
 
     def look(self, clocks: JobClocks, strategy: Strategy, ring: int, now_s: float) -> dict[int, int]:
-        """Look at the clocks; whom to allow more, and before which clock it may begin steps.
+        """Look at the clocks, and find whom to allow more, and before which clock it may begin steps.
 
         Args:
             strategy: that was set last.
@@ -95,7 +95,7 @@ class ClockWatch:
         return {} if strategy.most is None else self._foretold(strategy.window, strategy.most)
 
     def _near_their_end(self, clocks: JobClocks, most: int) -> dict[int, int]:
-        """Whom to allow more where anybody may go ahead by `most`."""
+        """Find whom to allow more where anybody may go ahead by `most`."""
         allowed = {}
         for worker, one in self.workers.items():
             granted = max(distance(clocks.until[worker], clocks.low) - 1, clocks.windows.new)

@@ -75,7 +75,7 @@ class Clocks:
 
     @property
     def is_in_effect(self) -> bool:
-        """As `Windows.are_in_effect`."""
+        """Whether the last change is in effect for all; see `Windows.are_in_effect`."""
         return self.windows.are_in_effect(self.low)
 
     def set_strategy(self, strategy: Strategy) -> list[Answer] | None:

@@ -226,7 +226,7 @@ class KernelPlane:
         self._tell(job, self._grant(job, ALL))
 
     def _grant(self, job: _KernelJob, worker: int) -> Packet:
-        """What tells one worker, or all, how far all are, and which steps may be begun."""
+        """Make the packet that tells one worker, or all, how far all are, and which steps may be begun."""
         state = self._state[job.index]
         return Packet(
             PacketKind.GRANT, job.shape.number, worker, cookie=0 if worker == ALL else int(state["until"][worker]),
