@@ -284,11 +284,8 @@ class PlanManager:
         known = None
         with contextlib.suppress(NetworkError):  # whoever waits for the table says so
             known = None if table is None else table.status()
-        return (
-            ()
-            if known is None
-            else tuple(TableClock(one.worker, one.lag, one.waited_s, one.silent_s) for one in known.members)
-        )
+        members = () if known is None else known.members
+        return tuple(TableClock(one.worker, one.lag, one.waited_s, one.silent_s) for one in members)
 
     def _look_at_table(self, table: SwitchTable, step: int) -> None:
         """See who is the first worker, which the others find out nowhere else while they exchange nothing, and ask the
@@ -330,7 +327,7 @@ class PlanManager:
         except OffbeatError as error:
             self._tell(f"The plan stays as it is. {error}")
             self._vote.answer("", str(error))
-            if reason:
+            if reason and isinstance(error, PlanError):  # else it may be wanted again
                 self._controller.refused(self.plan.controller)
             return
         if not are_set or not all(are_set):  # of several models' tables some may be asked twice, which changes nothing
