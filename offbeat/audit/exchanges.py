@@ -116,15 +116,15 @@ def _slack(given: list[float]) -> float:
 
 def _check_lead(history: WorkerHistory, result: AuditResult) -> None:
     """Check, each time, how many steps the worker made alone since the last exchange."""
-    exchanged: dict[tuple[int, int], int] = {}
+    exchanged: dict[tuple[int, int, int], int] = {}
     for index, has in enumerate(history.has):
         if has.life:
             continue
-        place, policy = (has.model, history.loaded(index)), history.policy(index)
+        place, policy = (has.model, history.loaded(index), history.table(index)), history.policy(index)
         if has.weights:
             exchanged[place] = has.step
             result.releases += 1
-        if policy is None or place not in exchanged:
+        if policy is None or not policy.replicated or place not in exchanged:
             continue
         bound = policy.every - 1 if isinstance(policy, StepsLocally) else 0
         lead = has.step - exchanged[place]

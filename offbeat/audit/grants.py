@@ -12,6 +12,8 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from offbeat.audit.findings import AuditResult
     from offbeat.audit.replicas import WorkerHistory
     from offbeat.history import StepGranted
@@ -25,7 +27,7 @@ def check_grants(histories: list[WorkerHistory], result: AuditResult) -> None:
     if not granted:
         return
     result.checked.add(3)
-    windows: dict[tuple[int, int], dict[int, str]] = defaultdict(dict)
+    windows: dict[tuple[int, int, int], dict[int, str]] = defaultdict(dict)
     for history, index, one in granted:
         result.releases += 1
         lead = one.clock - one.low
@@ -39,8 +41,8 @@ def check_grants(histories: list[WorkerHistory], result: AuditResult) -> None:
                 (_told(history, one),),
             )
         if lead > 0:  # else any window grants it
-            windows[one.model, one.clock].setdefault(one.window, _told(history, one))
-    for (_, clock), by in sorted(windows.items()):
+            windows[one.model, history.table_of(index), one.clock].setdefault(one.window, _told(history, one))
+    for (_, _, clock), by in sorted(windows.items()):
         if len(by) > 1:
             result.violated(3, f"Step {clock} was granted by two windows, {min(by)} and {max(by)}.", tuple(by.values()))
     _check_known(histories, result)
@@ -54,26 +56,36 @@ def _allowed(history: WorkerHistory, index: int, one: StepGranted) -> int:
     """
     before = [policy for count, policy in history.decided if count <= index][-1:]
     after = [policy for count, policy in history.decided if count == index + 1]
-    bounds = (policy.bound for policy in (*before, *after) if policy is not None)
-    return max((bound for bound in bounds if bound is not None), default=one.window)
+    bounds = (_RING - 2 if policy.bound is None else policy.bound for policy in (*before, *after) if policy is not None)
+    return max(bounds, default=one.window)
 
 
 def _check_known(histories: list[WorkerHistory], result: AuditResult) -> None:
     """See that nobody knew of steps that others never finished, as far as those recorded everything."""
     for history in histories:
-        low = 0
-        for one in history.granted:
-            if one.low < low:
+        low: dict[tuple[int, int], int] = defaultdict(int)
+        for place, one in _by_table(history):
+            if one.low < low[place]:
                 result.violated(3, f"Rank {history.rank} knew less of the others than before.", (_told(history, one),))
-            low = max(low, one.low)
-    for model in {one.model for history in histories for one in history.granted}:
-        known = max(one.low for history in histories for one in history.granted if one.model == model)
-        for history in histories:
-            own = [one.clock for one in history.granted if one.model == model]
-            if own and history.is_whole and max(own) + _RING < known:
+            low[place] = max(low[place], one.low)
+    known: dict[tuple[int, int], int] = defaultdict(int)
+    for place, one in (found for history in histories for found in _by_table(history)):
+        known[place] = max(known[place], one.low)
+    for history in histories:
+        own: dict[tuple[int, int], int] = defaultdict(int)
+        for place, one in _by_table(history):
+            own[place] = max(own[place], one.clock)
+        for place, last in own.items():
+            if history.is_whole and last + _RING < known[place]:
                 result.violated(
-                    3, f"Step {known} was taken for finished by all, and rank {history.rank} ended at {max(own)}."
+                    3, f"Step {known[place]} was taken for finished by all, and rank {history.rank} ended at {last}."
                 )
+
+
+def _by_table(history: WorkerHistory) -> Iterator[tuple[tuple[int, int], StepGranted]]:
+    """Each grant, with its model and which of that model's tables it was by."""
+    for index, one in enumerate(history.granted):
+        yield (one.model, history.table_of(index)), one
 
 
 def _told(history: WorkerHistory, one: StepGranted) -> str:

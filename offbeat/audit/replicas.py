@@ -48,6 +48,8 @@ class WorkerHistory:
         admitted: ranks that joined while it trained, without a server.
         granted: by what a switch's table let it go on, in order.
         decided: how many of these were recorded before each policy came to hold, in order.
+        tables: how many of `has` and of `granted` were recorded before each place where a table at a switch is over:
+            its clocks do not go on in the next one.
         crosses: where its stretch of the run borders on others.
         is_whole: nothing is missing at its end.
     """
@@ -61,6 +63,7 @@ class WorkerHistory:
     admitted: set[int] = field(default_factory=set)
     granted: list[StepGranted] = field(default_factory=list)
     decided: list[tuple[int, Policy | None]] = field(default_factory=list)
+    tables: list[tuple[int, int]] = field(default_factory=list)
     crosses: list[FabricMigrated] = field(default_factory=list)
     world: int = 0
     is_whole: bool = False
@@ -69,6 +72,25 @@ class WorkerHistory:
         """The policy that held when its `index`-th record was made; None if that is not known."""
         later = [policy for before, policy in self.swaps if before <= index]
         return later[-1] if later else self.plans.get(self.has[index].model)
+
+    def decides(self, policy: Policy | None) -> None:
+        """Note that a policy has come to hold here; the same one once more, where all begin with an empty table."""
+        is_again = bool(self.decided) and self.decided[-1][1] == policy
+        self.decided.append((len(self.granted), policy))
+        if policy is None or policy.replicated or is_again:
+            self.table_ends()
+
+    def table_ends(self) -> None:
+        """Note that a table, if there was one, is over here."""
+        self.tables.append((len(self.has), len(self.granted)))
+
+    def table(self, index: int) -> int:
+        """Count the tables that were over when its `index`-th record was made."""
+        return sum(has <= index for has, _ in self.tables)
+
+    def table_of(self, grant: int) -> int:
+        """Count the tables that were over when it went on by its `grant`-th grant."""
+        return sum(granted <= grant for _, granted in self.tables)
 
     def loaded(self, index: int) -> int:
         """Count the checkpoints that had been loaded when its `index`-th record was made."""
@@ -91,10 +113,10 @@ def read_worker(log: HistoryLog) -> WorkerHistory:
         if isinstance(record, ModelPrepared):
             history.world = max(history.world, record.world)
             history.plans[record.model] = _policy(record.plan)
-            history.decided.append((len(history.granted), history.plans[record.model]))
+            history.decides(history.plans[record.model])
         elif isinstance(record, PlanAdopted):
             history.swaps.append((len(history.has), _policy(record.plan)))
-            history.decided.append((len(history.granted), history.swaps[-1][1]))
+            history.decides(history.swaps[-1][1])
         elif isinstance(record, ParametersAfter):
             history.has.append(record)
         elif isinstance(record, WorkersAdmitted):
@@ -105,6 +127,7 @@ def read_worker(log: HistoryLog) -> WorkerHistory:
             history.crosses.append(record)
         elif isinstance(record, CheckpointLoaded):
             history.loads.append(len(history.has))
+            history.table_ends()
     return history
 
 
@@ -174,7 +197,7 @@ def _places(history: WorkerHistory) -> Iterator[tuple[Hashable, int]]:
             # From which step on a policy counts is not recorded; whether a step ended with an average is.
             if policy is None or (isinstance(policy, StepsLocally) and not has.weights):
                 continue
-            step = (has.model, has.step, history.loaded(index))
+            step = (has.model, has.step, history.loaded(index), history.table(index))
             times[step] += 1  # the optimizer may step twice between two exchanges
             key = (*step, times[step])
         yield key, index

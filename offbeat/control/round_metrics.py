@@ -92,11 +92,11 @@ class RoundMetrics:
 
     @property
     def at_s(self) -> float:
-        """When the last reading was."""
+        """The time of the last reading."""
         return self._last.at_s
 
     def read(self, reading: Reading, *, batch: float, looks_back_s: float) -> None:
-        """Somebody else has measured how far workers are, and how long each has waited.
+        """Take in how far workers are, and how long each has waited, as a switch knows it.
 
         Args:
             batch: samples of a step.

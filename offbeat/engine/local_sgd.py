@@ -38,7 +38,7 @@ class Averager(Protocol):
 
     @property
     def table(self) -> SwitchAverager | None:
-        """This one, if a switch decides by which plan all go, so that they need not meet for that; else None."""
+        """The averager itself, if a switch decides by which plan all go, so that they need not meet; else None."""
 
     def begin(self) -> None:
         """Anchor here, before the first step of a worker's own; the parameters are the same on all workers."""

@@ -3,6 +3,8 @@
     parameters = those of the beginning - table        read by each worker when the policy lets it go on
     table     += its change / number of workers        behind each of its steps
 
+A table reaches some way. Where values have come half as far all meet, and begin with an empty one where they are.
+
 So the optimizer is each worker's own: its momentum is that of its own gradients, where a server's is that of all. The
 factor is the same in every mode (Nunes et al., "No worker left (too far) behind", 2025). Buffers stay each worker's own
 until all `settle`.
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 
 _HEADROOM = 3  # a parameter may move 2**3 times as far as the largest lies from 0
 _LEAST_EXPONENT = 3
+HALF_FULL = "parameters have moved half as far as its integers reach"
+"""The reason for which all meet, to begin with an empty table."""
 
 
 class SwitchAverager:
@@ -52,8 +56,11 @@ class SwitchAverager:
         model: whose changes are pushed.
         reducer: of its gradients, which has no work meanwhile.
         buffers: the model's, or None if they are not to be synchronised.
-        policy: who may go on when.
+        policy: who may go on when, at the beginning.
         context: of this worker.
+
+    Attributes:
+        policy: who may go on when.
 
     Raises:
         ModelError: if the parameters are not float32 on CPUs.
@@ -63,7 +70,7 @@ class SwitchAverager:
         self, model: PreparedModel, reducer: Reducer, buffers: Buffers | None, policy: Policy, context: WorkerContext
     ) -> None:
         self._model, self._reducer, self._buffers, self._context = model, reducer, buffers, context
-        self._policy = policy
+        self.policy = policy
         buckets = arrange(model.parameters, bucket_bytes=reducer.plan.bucket_bytes).buckets
         if any(bucket.dtype != torch.float32 or bucket.device.type != "cpu" for bucket in buckets):
             raise ModelError(
@@ -78,7 +85,7 @@ class SwitchAverager:
 
     @property
     def table(self) -> SwitchAverager:
-        """This one: the switch decides by which plan all go."""
+        """The averager itself: the switch decides by which plan all go."""
         return self
 
     def begin(self) -> None:
@@ -91,10 +98,10 @@ class SwitchAverager:
     def _join(self) -> SwitchTable:
         fabric, control = self._model.fabric, self._context.control
         if not isinstance(fabric, HoldsTables):
-            raise ModelError(f"Cannot train with {self._policy!r} on this fabric: it holds no table.")
+            raise ModelError(f"Cannot train with {self.policy!r} on this fabric: it holds no table.")
         largest = float(np.abs(self._base).max())
         exponent = max(_LEAST_EXPONENT, int(np.frexp(largest)[1]) + _HEADROOM)
-        strategy = compile_policy(self._policy)
+        strategy = compile_policy(self.policy)
         self._table = fabric.open_table(self._model.number, len(self._base), strategy, exponent)
         control.sum("all have joined the switch's table")  # who came later would not be waited for
         return self._table
@@ -117,7 +124,7 @@ class SwitchAverager:
         self._change /= self._context.world
         pending = table.push(self._change)
         metrics.sent_bytes += pending.sent_bytes
-        self._take(self._wait(pending, f"the next step ({self._policy!r})", step))
+        self._take(self._wait(pending, f"the next step ({self.policy!r})", step))
         if table.grant is not None:
             self._context.history.record_grant(self._model.number, table.grant)
         return ExchangeResult(
@@ -175,6 +182,20 @@ class SwitchAverager:
         if self._table is not None:
             self._table.leave()
 
+    def meet(self, plan: Plan) -> bool:
+        """Have nobody go further than a step that all make, so that all can begin with an empty table behind it.
+
+        Args:
+            plan: that holds, and goes on to.
+        """
+        return self._opened.set_strategy(Strategy("table", window=0), plan.to_toml(), HALF_FULL)
+
+    def begin_anew(self) -> None:
+        """Have an empty table, where all have the same parameters: they may move as far again. Collective."""
+        before = self._opened
+        self.begin()
+        before.leave()
+
     def swap(self, plan: Plan, reason: str = "") -> bool:
         """Have another plan's policy hold for all workers; see `SwitchTable.set_strategy`.
 
@@ -206,9 +227,10 @@ class SwitchAverager:
             for name, _, value in anchor.slots:
                 state_checks.copy_(value, state[name], name, "anchor")
             anchor.restore_parameters_()
-        if self._table is not None:  # what it holds belongs to other parameters
-            self._table.leave()
-        self.begin()
+        if self._table is None:
+            self.begin()
+        else:  # what it holds belongs to other parameters
+            self.begin_anew()
 
     @property
     def _opened(self) -> SwitchTable:

@@ -186,6 +186,8 @@ class SwitchableSync:
             self._set_strategy(Strategy())  # whatever else is exchanged before the next step is of all
         if self._local is not None and not self._is_to_end:
             self._local.adopt(plan)
+            if (table := self.table) is not None:
+                table.policy = plan.sync
         if not self.is_collective:
             return
         if self._local is not None and self._is_to_end:

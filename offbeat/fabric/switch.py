@@ -19,6 +19,7 @@ exact, and fractions to 2^(L - 31), with 2^L workers. What has no trailer is of 
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from dataclasses import dataclass, replace
@@ -206,6 +207,7 @@ class SwitchStream:
         self._client, self._thread = client, thread
         self.values, self.control, self.job = values, control, job
         self._strategy = strategy or Strategy()
+        self._openings = itertools.count()  # of tables: each has a name of its own
 
     def open_table(self, number: int, size: int, strategy: Strategy, exponent: int) -> SwitchTable:
         """Join one model's table; see `HoldsTables`."""
@@ -215,7 +217,7 @@ class SwitchStream:
                 "Cannot have workers go on at their own pace on memory://: it is for one that is alone. Use BSP(), or "
                 "start a switch with `offbeat switch serve` - at `plan.sync`."
             )
-        control, worker, job = self.control, self._client.worker, f"{self.job}-{number}"
+        control, worker, job = self.control, self._client.worker, f"{self.job}-{number}-{next(self._openings)}"
         rows = -(-size // shape.values)
         wanted = JobShape(0, shape.workers, shape.values, _LEAST_SLOTS, _RING, rows)
         own, joined = control.join(job, wanted, strategy, exponent=exponent)

@@ -135,13 +135,18 @@ class SwitchTable:
         return True
 
     @property
+    def is_half_full(self) -> bool:
+        """Whether a value has come half as far as the table's integers reach."""
+        return self._client.is_half_full
+
+    @property
     def is_changing(self) -> bool:
         """Whether a change of the policy has been set that does not hold for this worker yet."""
         later = ((epoch - self._epoch) % EPOCHS for epoch in (self._set_epoch, self._client.windows.epoch))
         return any(0 < changes < EPOCHS // 2 for changes in later)
 
     def status(self) -> SwitchJobStatus | None:
-        """What the switch knows of all workers' clocks; None if the table is gone.
+        """Ask what the switch knows of all workers' clocks; None if the table is gone.
 
         Raises:
             NetworkError: if the switch is, or does not answer at once.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.control import RoundController, swap_sentence
 from offbeat.engine import PlanVote, addresses_of, check_sums_some, connect, start_beside
+from offbeat.engine.local_sgd_switch import HALF_FULL
 from offbeat.errors import NetworkError, OffbeatError, PlanError
 from offbeat.fabric import ProcessGroup, Served
 from offbeat.protocol.worker_status import TableClock
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from offbeat.engine.factory import SynchronizerFactory
+    from offbeat.engine.local_sgd_switch import SwitchAverager
     from offbeat.engine.model_registry import ModelRegistry
     from offbeat.engine.server_session import ServerSession
+    from offbeat.engine.switchable_sync import SwitchableSync
     from offbeat.engine.worker_context import WorkerContext
     from offbeat.fabric import FabricSpec
     from offbeat.fabric.switch_table import SwitchTable
@@ -266,6 +269,7 @@ class PlanManager:
         if self.plan.is_tabled:
             self._steer_table()
             self._take_table_plan()
+            self._meet_where_half_full()
         elif self._migration.due is not None:
             self._go_over()
         elif self.server is not None:
@@ -296,11 +300,8 @@ class PlanManager:
         known = None
         with contextlib.suppress(NetworkError):  # whoever waits for the table says so
             known = None if table is None else table.status()
-        return (
-            ()
-            if known is None
-            else tuple(TableClock(one.worker, one.lag, one.waited_s, one.silent_s) for one in known.members)
-        )
+        members = () if known is None else known.members
+        return tuple(TableClock(one.worker, one.lag, one.waited_s, one.silent_s) for one in members)
 
     def _look_at_table(self, table: SwitchTable, step: int) -> None:
         """See who is the first worker, which the others find out nowhere else while they exchange nothing, and ask the
@@ -324,6 +325,13 @@ class PlanManager:
         if decision is not None:
             self._vote.propose(self.plan.controlled(decision.sync), decision.reason)
 
+    def _meet_where_half_full(self) -> None:
+        """Have all begin with an empty table before the values of this one have come too far."""
+        for one in self._models.synchronizers if self._leads_table else ():
+            table = None if one.table is None else one.table.opened
+            if one.table is not None and table is not None and table.is_half_full and not table.is_changing:
+                one.table.meet(self.plan)
+
     def _swap_table(self) -> None:
         """Have the policy hold that this worker wants, if it does, as soon as the last one is in effect for all."""
         if not self._vote.is_due or not self.plan.is_tabled:
@@ -335,7 +343,7 @@ class PlanManager:
         except OffbeatError as error:
             self._tell(f"The plan stays as it is. {error}")
             self._vote.answer("", str(error))
-            if reason:
+            if reason and isinstance(error, PlanError):  # else it may be wanted again
                 self._controller.refused(self.plan.controller)
             return
         if not are_set or not all(are_set):  # of several models' tables some may be asked twice, which changes nothing
@@ -345,9 +353,14 @@ class PlanManager:
         """Go by the plan whose policy has come to hold at the switch."""
         for one in self._models.synchronizers:
             text, reason = ("", "") if one.table is None else one.table.new_plan()
-            if not text or (plan := self.plan.swapped(text, whole=True)) == self.plan:
+            if not text:
                 continue
-            if plan.is_served:  # all are at the same step, and exchange gradients until they are at the server
+            plan = self.plan.swapped(text, whole=True)
+            if reason == HALF_FULL and one.table is not None:
+                self._begin_table_anew(one, one.table)
+            elif plan == self.plan:
+                pass
+            elif plan.is_served:  # all are at the same step, and exchange gradients until they are at the server
                 self._take(self.plan, dataclasses.replace(self.plan, sync=BSP(), controller=None), self._clock.now_s())
                 told, refusal = self._expect_server(plan), ""
                 if self._migration.is_due():
@@ -356,6 +369,14 @@ class PlanManager:
                     self._vote.answer(told, refusal)
             else:
                 self._vote.answer(self._take(self.plan, plan, self._clock.now_s(), reason), "")
+
+    def _begin_table_anew(self, one: SwitchableSync, table: SwitchAverager) -> None:
+        """Go on with an empty table, where all are at the same step for that. Collective."""
+        began_s = self._clock.now_s()
+        table.begin_anew()
+        self._context.history.record_plan(self.plan)
+        took_ms = 1000 * (self._clock.now_s() - began_s)
+        self._tell(f"From step {one.step} on the table at the switch is an empty one: {HALF_FULL} ({took_ms:.0f} ms).")
 
     def close(self) -> None:
         """The run is over."""

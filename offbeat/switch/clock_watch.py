@@ -3,6 +3,10 @@
 A switch lets a worker go on, or not, with the packet that says its step is over, and keeps no times. So a wait is
 measured to within the time between two looks. Where a policy lets single workers go further than all (`most` above
 `window`), it is foretold from these times how far each may go, as it is at a server (`offbeat.sync.DSSP`).
+
+A policy without a bound (`ASP`) is carried out by a window of a few steps; whoever comes near its end is allowed as
+many more by name, before it has to wait. Another policy is in effect behind what was granted, and so it is soon: behind
+a window as large as the ring it would be when all have made as many steps.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offbeat.switch.packet import distance, is_newer, wrapped
+from offbeat.switch.strategy import NEAR
 from offbeat.sync import DSSP
 
 if TYPE_CHECKING:
@@ -57,7 +62,7 @@ class ClockWatch:
         self._epoch = 0
 
     def look(self, clocks: JobClocks, strategy: Strategy, ring: int, now_s: float) -> dict[int, int]:
-        """Look at the clocks; whom to allow more, and before which clock it may begin steps.
+        """Look at the clocks, and find whom to allow more, and before which clock it may begin steps.
 
         Args:
             strategy: that was set last.
@@ -66,14 +71,15 @@ class ClockWatch:
         past_s, self._looked_s = now_s - self._looked_s, now_s
         here = {worker: self.workers.get(worker) or WatchedClock(at) for worker, at in clocks.finished.items()}
         self.workers = here
-        most = max(clocks.windows.old, clocks.windows.new, strategy.slack_in(ring)) + 1
+        # Who rests says that it is as far ahead as the ring has room for.
+        most = min(max(clocks.windows.old, clocks.windows.new, strategy.slack_in(ring)) + 1, ring - 3)
         for worker, one in here.items():
             steps = distance(clocks.finished[worker], one.finished)
             one.finished, one.brought = clocks.finished[worker], distance(clocks.finished[worker], clocks.low)
             one.waited_s += past_s * one.waits
             may_go_on = clocks.windows.grants(one.finished, clocks.low) or is_newer(clocks.until[worker], one.finished)
             one.held = steps > 0 or one.waits
-            one.waits = not may_go_on and one.brought <= most  # who rests says that it is further
+            one.waits = not may_go_on and one.brought <= most
             if steps > 0:
                 one.interval_s = None if one.last_ready_s is None else (now_s - one.last_ready_s) / steps
                 one.last_ready_s = now_s
@@ -82,14 +88,26 @@ class ClockWatch:
             if (is_within and not is_newer(clocks.until[worker], one.finished)) or clocks.windows.epoch != self._epoch:
                 one.until = None
         self._epoch = clocks.windows.epoch
-        return self._allowances(strategy) if clocks.windows.are_in_effect(clocks.low) else {}
-
-    def _allowances(self, strategy: Strategy) -> dict[int, int]:
-        if strategy.window is None or strategy.most is None:
+        if not clocks.windows.are_in_effect(clocks.low):
             return {}
-        policy, allowed = DSSP(strategy.window, strategy.most), {}
+        if strategy.window is None:
+            return self._near_their_end(clocks, strategy.slack_in(ring))
+        return {} if strategy.most is None else self._foretold(strategy.window, strategy.most)
+
+    def _near_their_end(self, clocks: JobClocks, most: int) -> dict[int, int]:
+        """Find whom to allow more where anybody may go ahead by `most`."""
+        allowed = {}
         for worker, one in self.workers.items():
-            if not one.waits or one.until is not None or one.brought > strategy.most:
+            granted = max(distance(clocks.until[worker], clocks.low) - 1, clocks.windows.new)
+            wanted = min(one.brought + NEAR, most)
+            if one.brought < most and wanted > granted and granted - one.brought <= NEAR // 2:
+                allowed[worker], one.waits = wrapped(clocks.low + wanted + 1), False
+        return allowed
+
+    def _foretold(self, window: int, most: int) -> dict[int, int]:
+        policy, allowed = DSSP(window, most), {}
+        for worker, one in self.workers.items():
+            if not one.waits or one.until is not None or one.brought > most:
                 continue
             if (extra := policy.extra(self.workers, worker)) is not None:
                 one.until = wrapped(one.finished + extra)

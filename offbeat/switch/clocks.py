@@ -10,7 +10,8 @@ too: by a broadcast `GRANT` a worker may go on although its own clock was lost.
 Each clock within the ring has a bit per worker, as a switch's pipeline can keep it. To change the windows moves
 nothing, since all of them look at the same bits; that a change is in effect from clock low + old + 1 on means that no
 step is granted by two different windows, whatever is lost, delayed or repeated: a grant for such a clock by the old
-window would need a `low` that has moved since, and every packet that says so has the new windows in it.
+window would need a `low` that has moved since, and every packet that says so has the new windows in it. What was
+allowed by name lies before the change, too: it is in effect no earlier, and until it is, nothing more is allowed.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Clocks:
 
     @property
     def is_in_effect(self) -> bool:
-        """As `Windows.are_in_effect`."""
+        """Whether the last change is in effect for all; see `Windows.are_in_effect`."""
         return self.windows.are_in_effect(self.low)
 
     def set_strategy(self, strategy: Strategy) -> list[Answer] | None:
@@ -91,7 +92,8 @@ class Clocks:
         if not self.is_in_effect:
             return None
         old, ring = self.windows, self._shape.ring
-        effective = wrapped(self.low + self.strategy.slack_in(ring) + 1)
+        by_name = (distance(self._members[worker].until, self.low) for worker in self._members)
+        effective = wrapped(self.low + max(old.new + 1, *by_name, 0))
         self.windows = Windows(old.new, strategy.window_in(ring), effective, (old.epoch + 1) % (1 << 16))
         self.strategy = strategy
         return [self.to_all()]

@@ -34,6 +34,7 @@ from offbeat.protocol.switch_control import (
 from offbeat.switch.clock_watch import ClockWatch
 from offbeat.switch.clocks import Windows
 from offbeat.switch.job_shape import JobShape
+from offbeat.switch.strategy import watched
 
 if TYPE_CHECKING:
     from offbeat.switch.data_plane import DataPlane
@@ -126,7 +127,7 @@ class ControlServer:
             number = secrets.randbits(16)
         shape = JobShape(number, shape.workers, shape.values, shape.slots, shape.ring, shape.rows)
         strategy = message.strategy
-        self._plane.create_job(shape, strategy, clock=message.clock, exponent=message.exponent)
+        self._plane.create_job(shape, watched(strategy, shape.ring), clock=message.clock, exponent=message.exponent)
         job = self._jobs[message.job] = SwitchJob(message.job, shape, strategy)
         return job
 
@@ -152,7 +153,7 @@ class ControlServer:
             )
             return SwitchRefused(message.request, why)
         try:
-            windows = self._plane.set_strategy(job.shape.number, strategy)
+            windows = self._plane.set_strategy(job.shape.number, watched(strategy, job.shape.ring))
         except PlanError as error:
             return SwitchRefused(message.request, str(error))
         if windows is None:

@@ -20,6 +20,9 @@ from offbeat.sync import ASP, BSP, DSSP, SSP, KSync, LocalSGD
 if TYPE_CHECKING:
     from offbeat.sync import Policy
 
+NEAR = 8
+"""Steps ahead, under a policy without a bound, that a worker is let at a time."""
+
 
 def compile_policy(policy: Policy) -> Strategy:
     """Compile a policy's record.
@@ -45,6 +48,13 @@ def compile_policy(policy: Policy) -> Strategy:
         f"Cannot use {policy!r} on a switch: it adds up what comes and counts clocks, but gives no turns and knows no "
         "groups of workers. Use BSP(), SSP(4), or fabric=ParameterServer() - at `plan.sync`."
     )
+
+
+def watched(strategy: Strategy, ring: int) -> Strategy:
+    """The record by which a switch carries out this one where control watches its clocks; see `clock_watch`."""
+    if strategy.path != "table" or strategy.window is not None:
+        return strategy
+    return Strategy("table", window=min(NEAR, ring - 2), most=ring - 2)
 
 
 def check_window(strategy: Strategy, ring: int) -> None:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 Phase = Literal["computing", "push", "clock", "pull", "rest"]
 EPOCHS = 1 << 16
+_HALF = 1 << 30
 
 
 def too_far(exponent: int) -> str:
@@ -172,6 +173,12 @@ class TableClient:
         """[size] the table as it was read last."""
         exponent = np.full(self.shape.rows, self.exponent, np.int8)
         return to_floats(self._table, exponent, 1).reshape(-1)[:size]
+
+    @property
+    def is_half_full(self) -> bool:
+        """Whether a value of the table, as it was read last, has come half as far as integers reach."""
+        table = self._table
+        return bool(table.size) and max(int(table.max()), -int(table.min())) >= _HALF
 
     @property
     def may_go_on(self) -> bool:

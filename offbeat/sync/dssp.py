@@ -33,7 +33,7 @@ class TimedWorker(Protocol):
 
     @property
     def last_ready_s(self) -> float | None:
-        """When it had its last contribution."""
+        """The time of its last contribution."""
 
     @property
     def interval_s(self) -> float | None:

@@ -65,6 +65,33 @@ def test_allowances_and_swaps_of_the_policy_together(tmp_path: Path) -> None:
     assert result.releases == 3 * STEPS
 
 
+THERE_AND_BACK = {8: offbeat.SSP(0), 20: offbeat.BSP(), 32: offbeat.SSP(3), 44: offbeat.LocalSGD(2), 52: offbeat.SSP(1)}
+
+
+def go_there_and_back(folder: Path, plan: offbeat.Plan) -> None:
+    """Go from the stream to a table and back, again and again: each table's clocks begin at 0."""
+    net = torch.nn.Linear(300, 4)
+    with offbeat.init(plan, history=folder, timeout=timedelta(seconds=5)) as run:
+        model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.01))
+        for step in range(STEPS + 10):
+            time.sleep(0.02 if run.rank else 0.01)
+            (model(torch.ones(2, 300)).sum() / 640).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if run.rank == 1 and step in THERE_AND_BACK:
+                run.swap(sync=THERE_AND_BACK[step])
+        assert run.plan.sync == offbeat.SSP(1)
+        run.settle()
+
+
+def test_tables_that_follow_each_other_are_not_taken_for_one(tmp_path: Path) -> None:
+    with served_switch() as address:
+        run_workers(2, go_there_and_back, tmp_path, offbeat.Plan(fabric=offbeat.Switch(address)))
+    result = verify(tmp_path)
+    assert result.holds, result.violations
+    assert result.checked == {1, 2, 3}
+
+
 def train(folder: Path, plan: offbeat.Plan) -> int:
     """Make steps of uneven length, and swap the policy again and again; how often it was."""
     torch.manual_seed(0)

@@ -6,10 +6,14 @@ import random
 
 import pytest
 
+from offbeat.protocol.switch_control import Strategy
 from offbeat.switch.clock_watch import ClockWatch, WatchedClock
 from offbeat.switch.clocks import Windows
 from offbeat.switch.data_plane import JobClocks
-from offbeat.switch.strategy import compile_policy
+from offbeat.switch.job_shape import JobShape
+from offbeat.switch.job_state import JobState
+from offbeat.switch.packet import Packet, PacketKind
+from offbeat.switch.strategy import NEAR, compile_policy, watched
 from offbeat.sync import DSSP, Member, State
 from offbeat.sync.actions import Remember
 from offbeat.sync.dssp import Allowance
@@ -81,6 +85,28 @@ def test_it_allows_what_the_policy_decides_at_a_server() -> None:
         paces = [chance.choice([1.0, 1.7, 2.6, 4.1, 7.3]) * (1 + worker / 97) for worker in range(chance.randint(2, 4))]
         allowances += play(policy, paces, 60.0)[1]
     assert allowances > 300
+
+
+def test_who_may_go_as_far_ahead_as_it_likes_never_waits_and_is_allowed_a_few_steps_at_a_time() -> None:
+    strategy, watch = Strategy("table", window=None), ClockWatch()
+    carried = watched(strategy, RING)
+    state = JobState(JobShape(7, 2, values=64, ring=RING), carried)
+    for worker in (0, 1):
+        state.admit(worker, worker)
+        state.members[worker].port = worker
+    for clock in range(1, RING - 2):
+        state.handle(Packet(PacketKind.CLOCK, 7, 0, clock=clock), 0)
+        clocks, members = state.clocks, state.members
+        assert clocks.windows.grants(clock, clocks.low) or members[0].until > clock, f"it waits behind step {clock}"
+        finished = {worker: members[worker].finished for worker in (0, 1)}
+        until = {worker: members[worker].until for worker in (0, 1)}
+        read = JobClocks(clocks.low, clocks.windows, finished, until)
+        for worker, allowed in watch.look(read, strategy, RING, clock / 100).items():
+            state.allow(worker, allowed)
+        assert members[0].until <= max(clock + NEAR + 1, NEAR + 1)
+    assert watch.workers[0].waited_s == 0
+    assert state.set_strategy(Strategy("table", window=0)) is not None
+    assert state.clocks.windows.effective == members[0].until <= RING - 1
 
 
 def test_it_measures_how_long_each_worker_waits() -> None:

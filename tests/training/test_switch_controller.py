@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import subprocess
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -83,6 +85,37 @@ def test_a_controller_goes_to_a_looser_policy_while_somebody_is_late_and_back() 
     assert 40 <= loose <= 75, "nobody was late before, and somebody was then"
     assert "SSP(bound=0)" in first[loose:], "it never went back"
     assert "spent waiting for others" in said
+
+
+def stop_in_the_middle(plan: offbeat.Plan) -> tuple[list[str], list[float]]:
+    """Train, and have rank 1 be stopped for a while; each step's policy, and when each step ended."""
+    run = offbeat.init(plan, timeout=timedelta(seconds=8))
+    model = nn.Linear(300, 2, bias=False)
+    prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    policies, ends = [], []
+    for step in range(80):
+        if run.rank == 1 and step == 30:
+            with subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"]):
+                os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.02)
+        (prepared(torch.ones(4, 300)).sum() / 640).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        policies.append(repr(run.plan.sync))
+        ends.append(time.monotonic())
+    run.settle()
+    run.close()
+    return policies, ends
+
+
+def test_a_controller_hears_of_a_worker_that_is_stopped_while_it_is() -> None:
+    controller = offbeat.WaitThreshold(tight=offbeat.SSP(0), loose=offbeat.ASP(), window_s=0.5, least_s=0.7)
+    with served_switch(timeout=timedelta(seconds=8)) as address:
+        plan = offbeat.Plan(sync=offbeat.SSP(0), fabric=offbeat.Switch(address), controller=controller)
+        (policies, ends), (_, others) = run_workers(2, stop_in_the_middle, plan)
+    assert max(after - before for before, after in itertools.pairwise(others)) > 2.9, "it was stopped"
+    assert max(after - before for before, after in itertools.pairwise(ends)) < 2.5, "the other one waited for it"
+    assert "ASP()" in policies
 
 
 def test_a_controller_goes_on_without_the_worker_that_asked_it() -> None:

@@ -20,6 +20,7 @@ from rich.console import Console
 from torch import nn
 
 import offbeat
+from offbeat.audit import verify
 from offbeat.cli.status_client import JobOnlooker
 from offbeat.cli.top_view import TopView
 from offbeat.errors import NumericsError, PlanError
@@ -138,6 +139,39 @@ def test_lag_and_waiting_are_seen_without_an_exchange(tmp_path: Path) -> None:
     assert max(leads[1]) <= 1
 
 
+def run_away(plan: offbeat.Plan, folder: Path) -> tuple[str, list[float], list[str]]:
+    """Move parameters much further than the table reaches; their digest, how far they have moved, and what was said."""
+    run = offbeat.init(plan, timeout=timedelta(seconds=4), history=folder)
+    torch.manual_seed(0)
+    model = nn.Linear(300, 2, bias=False)
+    start = model.weight.detach().clone()
+    prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    said: dict[str, None] = {}
+    for _ in range(60):
+        time.sleep(0.01 * (1 + run.rank))
+        (prepared(torch.ones(1, 300)).sum() * (run.rank + 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        said |= {text: None for _, text in run._session.context.metrics.events if "empty one" in text}
+    run.settle()
+    weights = model.weight.detach()
+    moved = (start - weights).unique().tolist()
+    run.close()
+    return hashlib.sha256(weights.numpy().tobytes()).hexdigest(), moved, list(said)
+
+
+def test_a_table_that_fills_up_is_followed_by_an_empty_one(tmp_path: Path) -> None:
+    with served_switch() as address:
+        plan = offbeat.Plan(sync=offbeat.SSP(2), fabric=offbeat.Switch(address))
+        (one, moved, said), (other, _, _) = run_workers(2, run_away, plan, tmp_path)
+    assert one == other
+    # Ranks move by 0.5 and 1 a step, of which half counts: nearly six times as far as the first table reaches.
+    assert moved == pytest.approx([60 * 0.75] * len(moved), rel=1e-6)
+    assert len(said) >= 2, "one table cannot hold that"
+    assert "half as far as its integers reach" in said[0]
+    assert verify(tmp_path).holds, verify(tmp_path).violations
+
+
 def ruined(plan: offbeat.Plan) -> str:
     """Train, with NaN in the gradient of rank 1's third step; what it ends with."""
     run = offbeat.init(plan, timeout=timedelta(seconds=4))
@@ -187,14 +221,18 @@ def test_what_a_table_cannot_do_is_refused(change: Callable[[offbeat.Plan], offb
         change(plan)
 
 
-def swap(plan: offbeat.Plan) -> tuple[list[str], list[float], str]:
-    """Train, and have rank 1 swap the policy in the middle; each step's policy, and when each step ended."""
+def swap(plan: offbeat.Plan, pace_s: float = 0.005) -> tuple[list[str], list[float], str]:
+    """Train, and have rank 1 swap the policy in the middle; each step's policy, and when each step ended.
+
+    Args:
+        pace_s: that a step takes rank 0.
+    """
     run = offbeat.init(plan, timeout=timedelta(seconds=4))
     model = nn.Linear(300, 2, bias=False)
     prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
     policies, ends = [], []
     for step in range(3 * STEPS):
-        time.sleep(0.02 if run.rank else 0.005)
+        time.sleep(0.02 if run.rank else pace_s)
         (prepared(torch.ones(1, 300)).sum() / 64).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -219,6 +257,15 @@ def test_a_swap_holds_for_all_from_the_same_step_on() -> None:
     assert first == ["SSP(bound=1)"] * begins + ["SSP(bound=6)"] * (3 * STEPS - begins)
     # The fast one is further ahead in the end than the first policy would have let it be.
     assert fast[-5] < slow[-8]
+
+
+def test_a_swap_takes_hold_soon_after_a_policy_without_a_bound() -> None:
+    with served_switch() as address:
+        plan = offbeat.Plan(sync=offbeat.ASP(), fabric=offbeat.Switch(address))
+        (first, _, one), (second, _, other) = run_workers(2, swap, plan, 0.018)
+    assert one == other
+    assert first == second
+    assert STEPS < first.index("SSP(bound=6)") <= STEPS + 16, "a ring of 64 clocks has gone by"
 
 
 def cross(

@@ -177,8 +177,7 @@ class KernelPlane:
         ring = job.shape.ring
         check_window(strategy, ring)
         if not self._do(
-            job, _Operation.SET_STRATEGY, window=strategy.window_in(ring), slack=job.strategy.slack_in(ring),
-            quorum=strategy.quorum or 0,
+            job, _Operation.SET_STRATEGY, window=strategy.window_in(ring), quorum=strategy.quorum or 0,
         ):  # fmt: skip
             return None
         job.strategy = strategy
@@ -231,7 +230,7 @@ class KernelPlane:
         self._tell(job, self._grant(job, ALL))
 
     def _grant(self, job: _KernelJob, worker: int) -> Packet:
-        """What tells one worker, or all, how far all are, and which steps may be begun."""
+        """Make the packet that tells one worker, or all, how far all are, and which steps may be begun."""
         state = self._state[job.index]
         return Packet(
             PacketKind.GRANT, job.shape.number, worker, cookie=0 if worker == ALL else int(state["until"][worker]),

@@ -371,7 +371,7 @@ struct grant {
 	__u32 has_moved; /* whether all are to be told */
 };
 
-/* Advance `low` to the last step that all members have finished. The job is locked; so is it in the next two. */
+/* Advance `low` to the last step that all members have finished. The job is locked; so is it in the next three. */
 static __always_inline int advance(struct job *job)
 {
 	__s64 least = UNKNOWN;
@@ -386,6 +386,18 @@ static __always_inline int advance(struct job *job)
 		return 0;
 	job->low += (__u32)least;
 	return 1;
+}
+
+/* Steps from `low` to the first one that nobody can have been granted yet, by the window or by name. */
+static __always_inline __u32 farthest(struct job *job)
+{
+	__s64 most = (__s64)job->window_new + 1;
+
+	for (int w = 0; w < MOST_WORKERS; w++) {
+		__s64 more = ((__s64)distance(job->until[w], job->low) & -(__s64)(job->members >> w & 1)) - most;
+		most += more & ~(more >> 63);
+	}
+	return most;
 }
 
 static __always_inline int finish(struct job *job, __u32 worker, __u32 clock)
@@ -1062,9 +1074,9 @@ int take_command(struct __sk_buff *skb)
 		if (distance(job->effective - 1, job->low) > 0) {
 			c.is_done = 0; /* the change before is not in effect for all */
 		} else {
+			job->effective = job->low + farthest(job);
 			job->window_old = job->window_new;
 			job->window_new = c.window;
-			job->effective = job->low + c.slack + 1;
 			job->epoch = (job->epoch + 1) & 0xffff;
 			job->quorum = c.quorum;
 		}
