@@ -194,8 +194,8 @@ class Plan:
     def _check_controller(self, controller: Controller) -> None:
         if isinstance(controller, type) or not hasattr(controller, "policies"):
             raise PlanError(
-                f"Cannot use {controller!r} as a controller: use WaitThreshold(), ByProgress(...), or None "
-                "- at `plan.controller`."
+                f"Cannot use {controller!r} as a controller: use WaitThreshold(), ByProgress(...), AdaptQuorum(...), "
+                "or None - at `plan.controller`."
             )
         alone = (
             []

@@ -79,6 +79,8 @@ class CodecState:
         for kind in _KINDS:
             self._states[kind] = {}
             saved = state.get(kind, {})
+            if not isinstance(codec, Rescales) and any("residual" in one for one in saved.values()):
+                codec = ErrorFeedback(codec)  # of an earlier policy, which is sent along
             for bucket in layout.buckets if saved else ():
                 for name, tensors in self.of(codec, bucket, deltas=kind == "deltas").items():
                     for key, tensor in tensors.items() if name in saved else ():

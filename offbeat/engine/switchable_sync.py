@@ -201,10 +201,9 @@ class SwitchableSync:
 
     def _set_strategy(self, strategy: Strategy) -> None:
         """Have sums be made by another policy; nobody begins one before all have been told. Collective."""
-        fabric, control = self._model.fabric, self._context.control
-        if isinstance(fabric, SumsSome):
-            fabric.set_strategy(strategy, tells=control.is_leader)
-            control.sum("the switch is told how many make an update")
+        if isinstance(self._model.fabric, SumsSome):
+            self._model.fabric.set_strategy(strategy)
+            self._context.control.sum("the switch is told how many make an update")
 
     @property
     def has_own_optimizer(self) -> bool:

@@ -134,11 +134,8 @@ class HoldsTables(Protocol):
 class SumsSome(Protocol):
     """A bound fabric whose sums may be of the first `Strategy.quorum` workers; sums without a tail are of all."""
 
-    def set_strategy(self, strategy: Strategy, *, tells: bool) -> None:
-        """Have sums be made by another policy. Between exchanges of all, which confer before the next one.
-
-        Args:
-            tells: whether this worker tells the switch; one of all does.
+    def set_strategy(self, strategy: Strategy) -> None:
+        """Have sums be made by another policy. All call it between two exchanges, and confer before the next one.
 
         Raises:
             PlanError: if it cannot carry that out.

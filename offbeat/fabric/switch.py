@@ -249,9 +249,9 @@ class SwitchStream:
             return False
         return payload.tail is not None if self.has_quorum else tensor.numel() >= self.values
 
-    def set_strategy(self, strategy: Strategy, *, tells: bool) -> None:
+    def set_strategy(self, strategy: Strategy) -> None:
         """Have sums be made by another policy; see `SumsSome`."""
-        if tells and self.control is not None:
+        if self.control is not None:  # each tells, since any may be lost before it has
             self.control.ask(lambda number: SetSwitchStrategy(number, self.job, strategy))
         self._strategy = strategy
 
@@ -311,9 +311,9 @@ class BoundSwitch:
         self._tables.append(table)
         return table
 
-    def set_strategy(self, strategy: Strategy, *, tells: bool) -> None:
+    def set_strategy(self, strategy: Strategy) -> None:
         """Have sums be made by another policy; see `SumsSome`."""
-        self._stream.set_strategy(strategy, tells=tells)
+        self._stream.set_strategy(strategy)
 
     def evict_lost(self) -> None:
         """Tell the switch which workers the others have gone on without, or will where they meet; each does."""

@@ -123,7 +123,8 @@ class ShardedLoader:
         if control.world > 1:
             control.check_equal("data", _describe(self.loader), "Give every worker the same seed and the same dataset.")
         self._goes_alone = False  # the workers have a server since, and agree on nothing more
-        # Each rank's epoch, as it was agreed on last; empty if lengths are not known.
+        # The epoch of each rank that was there, as it was agreed on last; empty if lengths are not known.
+        self._ranks: tuple[int, ...] = (0,)
         self._agreed: list[EpochSize] = []
         lengths = [one.length for one in self._epoch_sizes()]  # compared by all, so that all refuse
         self._longest = max(lengths, default=0)
@@ -281,7 +282,7 @@ class ShardedLoader:
             batch = next(batches, _END)
             real = batch is not _END
             if epoch_sizes:
-                who = tuple(place for place, one in enumerate(epoch_sizes) if one.length > index)
+                who = tuple(rank for rank, one in zip(self._ranks, epoch_sizes, strict=True) if one.length > index)
             else:
                 who = self._who_has_data(real)
             if not who:
@@ -306,7 +307,7 @@ class ShardedLoader:
     @property
     def _place(self) -> int:
         """The place of this worker among those whose epoch sizes it knows."""
-        return 0 if self._apart else self._control.rank
+        return 0 if self._apart else self._ranks.index(self._control.rank)
 
     def _weight(self, batch: Any, real: bool, relative: float | None) -> float:
         if relative is not None or self._apart or self._goes_alone:
@@ -340,10 +341,10 @@ class ShardedLoader:
         if self._goes_alone:
             return self._agreed
         mine = epoch_size_of(self.loader)
-        epoch_sizes = [mine]
+        self._ranks, epoch_sizes = (0,), [mine]
         if not self._apart:
             texts = self._control.texts("the agreement on the number of batches", mine.to_text())
-            epoch_sizes = [EpochSize.from_text(text) for text in texts.values()]
+            self._ranks, epoch_sizes = tuple(texts), [EpochSize.from_text(text) for text in texts.values()]
         self._agreed = epoch_sizes if all(one.length >= 0 for one in epoch_sizes) else []
         return self._agreed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,12 @@ import torch
 
 import offbeat
 from offbeat.audit import AuditResult, verify
+from offbeat.audit.exchanges import check_exchanges
+from offbeat.audit.replicas import WorkerHistory
 from offbeat.control import ByProgress
 from offbeat.fabric import Elastic
 from offbeat.history import HistoryLog, HistoryWriter, ParametersAfter, WorkersAdmitted
-from offbeat.sync import BSP, LocalSGD
+from offbeat.sync import BSP, KSync, LocalSGD
 from tests.workers import run_workers
 
 if TYPE_CHECKING:
@@ -144,3 +147,41 @@ def test_who_joined_and_kept_no_history_is_missing_too(recorded: Path, tmp_path:
     result = verify(tmp_path)
     assert result.checked == {1}
     assert "The history of rank 3 is not there: what was exchanged cannot be added up." in result.notes
+
+
+def summed(given: list[list[float]], sums: list[list[float]]) -> AuditResult:
+    """The findings where three workers say that they gave this to each bucket of a step, and that this came of it."""
+    result = AuditResult()
+    histories = []
+    for rank in range(WORLD):
+        has = ParametersAfter(0, 0, 0.0, None, 1.0, weights=(1.0, *sums[rank]), given=tuple(given[rank]))
+        histories.append(WorkerHistory(rank, "", {0: KSync(2)}, [has], world=WORLD, is_whole=True))
+    check_exchanges(histories, result)
+    return result
+
+
+def test_sums_of_some_are_added_up_bucket_by_bucket() -> None:
+    result = summed([[1, 0], [1, 1], [0, 1]], [[2, 2]] * 3)
+    assert result.holds, result.violations
+    assert (result.applied, result.dropped) == (3, 0)
+    result = summed([[1, 1], [1, 1], [0, 0]], [[2, 2]] * 3)
+    assert result.holds, result.violations
+    assert (result.applied, result.dropped) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "sums", "law", "says"),
+    [
+        ([[1, 0], [1, 1], [0, 0]], [[2, 2]] * 3, 2, "something counts twice"),
+        ([[1, 1], [1, 1], [0, 1]], [[2, 2]] * 3, 2, "a weight of 3 was given, and of 2 the mean was made"),
+        ([[1, 1], [1, 1], [0, 0]], [[2, 2], [2, 2], [2, 3]], 2, "means differ"),
+        ([[1, 0], [1, 1], [0, 0]], [[2, 1]] * 3, 3, r"made of 1 contributions, and KSync\(k=2"),
+        ([[1], [1], [0, 0]], [[2], [2], [2, 2]], 2, "different numbers of buckets"),
+    ],
+)
+def test_sums_that_do_not_add_up_are_found(
+    given: list[list[float]], sums: list[list[float]], law: int, says: str
+) -> None:
+    violations = summed(given, sums).violations
+    assert {one.law for one in violations} >= {law}
+    assert any(re.search(says, one.what) for one in violations), violations

@@ -20,6 +20,7 @@ from offbeat.fabric.process_group import Works
 from offbeat.fabric.staging import CudaCopies, StagedFabric
 from offbeat.fabric.switch import SwitchStream
 from offbeat.payload import Gather, Payload, Reply, Sum, Total
+from offbeat.protocol.switch_control import Strategy
 from offbeat.switch.memory_switch import MemorySwitch
 from offbeat.testing import check_fabric
 from tests.late_copies import LateCopies
@@ -64,13 +65,18 @@ def test_elastic(world: int) -> None:
     run_workers(world, check_elastic)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_switch_in_memory(world: int) -> None:
-    group, switch, spec = InMemoryGroup(world), MemorySwitch(), Switch("memory://")
-    ends = [
-        BoundSwitch(BoundInMemory(group, rank), SwitchStream.in_memory(switch, spec, rank, world))
+def in_memory(world: int, strategy: Strategy | None = None) -> list[BoundSwitch]:
+    group, switch, spec = InMemoryGroup(world), MemorySwitch(), Switch("memory://", values=16)
+    return [
+        BoundSwitch(BoundInMemory(group, rank), SwitchStream.in_memory(switch, spec, rank, world, strategy))
         for rank in range(world)
     ]
+
+
+@pytest.mark.parametrize("has_quorum", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_switch_in_memory(world: int, has_quorum: bool) -> None:
+    ends = in_memory(world, Strategy(quorum=world) if has_quorum else None)
     with ThreadPoolExecutor(world) as pool:
         for future in [pool.submit(check_fabric, end, timeout=timedelta(seconds=10)) for end in ends]:
             future.result()
@@ -116,6 +122,24 @@ def check_staged_on_gpu(address: str) -> None:
 def test_switch_on_a_gpu() -> None:
     with served_switch() as address:
         run_workers(2, check_staged_on_gpu, address)
+
+
+def test_a_sum_of_some_says_of_whom_and_its_trailer_is_exact() -> None:
+    first, second, third = in_memory(3, Strategy(quorum=2))
+    brought = [torch.full((40,), 2.0**rank) for rank in range(3)]
+    tails = [torch.tensor([1.0, 3_000_001.0 + rank, 0.1]) for rank in range(3)]
+    pending = [end.start(Sum(brought[rank], tails[rank])) for rank, end in ((0, first), (2, third))]
+    assert all(one.wait(timedelta(seconds=10)) for one in pending), "the second worker is not waited for"
+    late = second.start(Sum(brought[1], tails[1]))
+    assert late.wait(timedelta(seconds=10))
+    for reply, includes_own in ((pending[0].result(), True), (pending[1].result(), True), (late.result(), False)):
+        assert isinstance(reply, Total)
+        assert reply.tail is not None
+        assert (reply.weight, reply.includes_own) == (2 / 3, includes_own)
+        assert reply.tensor.tolist() == [5.0] * 40
+        assert reply.tail.tolist() == pytest.approx([2.0, 6_000_004.0, 0.2], rel=1e-7)
+    for end in (first, second, third):
+        end.close()
 
 
 def check_switch(address: str) -> None:

@@ -7,9 +7,9 @@ from copy import copy
 
 import pytest
 
-from offbeat.control import ByProgress, Keep, Metrics, Pace, Reading, Swap, WaitThreshold
+from offbeat.control import AdaptQuorum, ByProgress, Keep, Metrics, Pace, Reading, Swap, WaitThreshold
 from offbeat.errors import PlanError
-from offbeat.fabric import Elastic, FabricSpec, ParameterServer, ProcessGroup
+from offbeat.fabric import Elastic, FabricSpec, ParameterServer, ProcessGroup, Switch
 from offbeat.plan import Plan
 from offbeat.sync import ASP, BSP, SSP, KSync, LocalSGD, Policy
 from offbeat.testing import check_controller
@@ -24,10 +24,12 @@ SERVER = ParameterServer()
         WaitThreshold(explore=True),
         WaitThreshold(tight=SSP(2), loose=LocalSGD(8), above=0.5, below=0.1, window_s=1.0, least_s=1.0),
         ByProgress((BSP(), SSP(4), ASP()), at=(0.25, 0.9), steps=50),
+        AdaptQuorum(3, 4),
+        AdaptQuorum(1, 4, too_late=0.8),
     ],
     ids=repr,
 )
-def test_ours_keep_the_rules(controller: WaitThreshold | ByProgress) -> None:
+def test_ours_keep_the_rules(controller: WaitThreshold | ByProgress | AdaptQuorum) -> None:
     asked = check_controller(controller)
     assert asked["swaps"] >= 1
     assert asked["decisions"] > 1000
@@ -165,6 +167,14 @@ def test_who_has_only_waited_says_nothing_about_how_even_workers_are() -> None:
         (lambda: ByProgress((BSP(), ASP()), at=(0.5, 0.6), steps=9), "plan.controller.at"),
         (lambda: ByProgress((BSP(), ASP(), ASP()), at=(0.5, 0.6), steps=9), "plan.controller.policies"),
         (lambda: ByProgress((BSP(), ASP()), at=(0.5,), steps=0), "plan.controller.steps"),
+        (lambda: AdaptQuorum(4, 4), "plan.controller.most"),
+        (lambda: AdaptQuorum(2, 4, late="lose"), "plan.controller.late"),  # type: ignore[arg-type]
+        (lambda: AdaptQuorum(2, 4, above=0.2, below=0.2), "plan.controller.below"),
+        (lambda: AdaptQuorum(2, 4, too_late=1.0), "plan.controller.too_late"),
+        (lambda: AdaptQuorum(2, 4, least_s=0), "plan.controller.least_s"),
+        (lambda: Plan(sync=KSync(4), controller=AdaptQuorum(2, 4), fabric=SERVER).check_world(3), "plan.sync.k"),
+        (lambda: Plan(controller=AdaptQuorum(2, 4), fabric=SERVER), r"Begin with sync=KSync\(k=4"),
+        (lambda: Plan(controller=AdaptQuorum(2, 4)), "there is no server"),
         (lambda: Plan(controller=WaitThreshold()), "there is no server"),
         (lambda: Plan(controller=WaitThreshold(), fabric=ProcessGroup()), r"with ASP\(\).* there is no server"),
         (lambda: Plan(controller=ByProgress((BSP(), SSP(2)), at=(0.5,), steps=9), fabric=Elastic()), "with SSP"),
@@ -179,7 +189,49 @@ def test_what_cannot_be_is_refused_when_the_plan_is_made(make: object, says: str
         make()  # type: ignore[operator]
 
 
+def adapting(k: int, waited: float, left_out: float, *, since_s: float = 0.0, too_late: float = 0.3) -> Keep | Swap:
+    """Four workers that wait for that part of the time, and of whose contributions that part comes too late; what a
+    controller of two to four makes of that.
+    """
+    readings = [
+        Reading(
+            at_s,
+            brought := {w: int(10 * at_s) for w in range(4)},
+            dict.fromkeys(range(4), waited * at_s),
+            brought=brought,
+            left_out={w: int(10 * at_s * left_out) for w in range(4)},
+        )
+        for at_s in (0.0, *[10 + number / 4 for number in range(41)])
+    ]
+    return AdaptQuorum(2, 4, too_late=too_late).decide(Metrics(KSync(k), tuple(readings), since_s))
+
+
+def test_the_quorum_falls_while_much_is_waited_and_not_too_many_would_come_too_late() -> None:
+    down = Swap(KSync(3), "35% of the last 2 s were spent waiting for others, above 30%")
+    assert adapting(4, 0.35, 0.0) == down
+    assert adapting(4, 0.35, 0.0, since_s=17.0) == Keep(), "not for less than 4 s"
+    assert adapting(4, 0.25, 0.0) == Keep()
+    assert adapting(3, 0.35, 0.25) == Keep(), "half of all would"
+    assert isinstance(adapting(3, 0.35, 0.25, too_late=0.6), Swap)
+    assert adapting(2, 0.35, 0.0) == Keep(), "that is the least"
+    assert AdaptQuorum(2, 4).decide(dataclasses.replace(told(BSP(), 0.9), sync=KSync(7))) == Keep(), "it knows no such"
+
+
+def test_the_quorum_rises_where_too_many_come_too_late_and_where_hardly_anybody_would_wait() -> None:
+    up = Swap(KSync(4), "40% of the contributions of the last 2 s came too late, above 30%")
+    assert adapting(3, 0.35, 0.4) == up
+    assert adapting(3, 0.05, 0.0) == Swap(
+        KSync(4), "less than 10% of the last 2 s would have been spent waiting for others"
+    )
+    assert adapting(4, 0.0, 0.0) == Keep(), "that is the most"
+    assert adapting(3, 0.05, 0.0, since_s=13.0) == Keep(), "a trial takes 8 s"
+    assert adapting(3, 0.2, 0.2) == Keep()
+
+
 def test_a_plan_with_a_controller_is_what_it_prints_and_what_it_writes() -> None:
+    adapts = Plan(sync=KSync(4), fabric=Switch("127.0.0.1:1"), controller=AdaptQuorum(2, 4))
+    assert Plan.from_toml(adapts.to_toml()) == adapts
+    assert eval(repr(adapts.controller)) == adapts.controller
     for controller in (WaitThreshold(loose=SSP(4)), ByProgress((BSP(), SSP(2), ASP()), at=(0.25, 0.5), steps=100)):
         plan = Plan(fabric=SERVER, controller=controller)
         assert Plan.from_toml(plan.to_toml()) == plan

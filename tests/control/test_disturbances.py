@@ -12,8 +12,8 @@ from functools import cache
 
 import pytest
 
-from offbeat.control import WaitThreshold
-from offbeat.sync import ASP, BSP, SSP, Policy
+from offbeat.control import AdaptQuorum, WaitThreshold
+from offbeat.sync import ASP, BSP, SSP, KSync, Policy
 from tests.control.cluster import TROUBLES, curve, play, seconds_to, throughput
 
 FIXED: dict[str, Policy] = {"BSP()": BSP(), "SSP(4)": SSP(4), "ASP()": ASP()}
@@ -30,6 +30,15 @@ def scores(trouble: str) -> dict[str, tuple[float, float]]:
         name: (throughput(played, 30.0), seconds_to(curve(played, UNTIL_S, LR, MOMENTUM), LOSS))
         for name, played in plays.items()
     }
+
+
+def test_the_quorum_falls_while_a_worker_is_stopped_and_rises_again() -> None:
+    controller, trouble = AdaptQuorum(6, 8), "stopped for 20 s"
+    fixed, adapted = play(KSync(8), None, trouble, steps=330), play(KSync(8), controller, trouble, steps=330)
+    assert throughput(adapted, 20.0) > 1.5 * throughput(fixed, 20.0)
+    assert adapted.swaps[0][1] == KSync(7)
+    assert "spent waiting for others" in adapted.swaps[0][2]
+    assert adapted.swaps[-1][1] == KSync(8), "it is back"
 
 
 def test_who_is_stopped_for_long_is_not_waited_for() -> None:

@@ -36,6 +36,7 @@ class Cast(offbeat.codec.Cast):
         sent = units * GRID
         reply = yield Sum(units.to(torch.int8) if self.dtype == "int8" else sent.to(torch.bfloat16))
         assert isinstance(reply, Total)
+        sent *= reply.includes_own
         rest = (whole - sent).split([tensors["residual"].numel() for tensors in state.values()])
         for tensors, residual in zip(state.values(), rest, strict=True):
             tensors["residual"].copy_(residual)

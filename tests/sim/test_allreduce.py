@@ -8,12 +8,14 @@ import pytest
 
 from offbeat.batching import BatchTuning
 from offbeat.codec import Cast
+from offbeat.control import AdaptQuorum
+from offbeat.fabric import Switch
 from offbeat.plan import Plan
 from offbeat.sim import Known, predict
 from offbeat.sim.links import GOODPUT
 from offbeat.sim.message_sizes import buckets
 from offbeat.straggler_model import Straggler
-from offbeat.sync import LocalSGD
+from offbeat.sync import SSP, KSync, LocalSGD
 from tests.sim.scenarios import played, world
 
 RING_S = 2 * 7 / 8 * 0.1 / GOODPUT
@@ -82,3 +84,33 @@ def test_a_peer_is_a_plan_of_ddp() -> None:
     scenario = world()
     row = msgspec.structs.replace(scenario.row[0], system="ddp")
     assert predict(scenario, row, None, Known.of(scenario)) == played(Plan(), scenario)
+
+
+SWITCH = Switch("127.0.0.1:1", slots=1 << 16)
+
+
+def test_on_a_switch_nobody_waits_for_who_comes_too_late_now_and_then() -> None:
+    scenario = world(extra="[straggle]\nprobability = 0.15", steps=200)
+    all_, some = Plan(fabric=SWITCH), Plan(sync=KSync(6), fabric=SWITCH)
+    waits, goes_on = played(all_, scenario), played(some, scenario)
+    assert goes_on.seconds_per_step < 0.8 * waits.seconds_per_step
+    # Each makes all steps, with what is lost in them: so it is no faster than who only waits for its own.
+    assert goes_on.seconds_per_step > played(Plan(sync=SSP(60), fabric=SWITCH), scenario).seconds_per_step - 0.01
+
+
+def test_a_machine_that_is_always_slow_is_waited_for_once_the_switch_keeps_no_more_sums() -> None:
+    hosts = "".join(
+        f'[[host]]\nname = "h{rank}"\nrate_mbps = 1000\ncompute_factor = {2.0 if rank == 0 else 1.0}\n'
+        for rank in range(8)
+    )
+    few = Plan(sync=KSync(7), fabric=Switch("127.0.0.1:1"))  # 8192 slots, 1285 packets in a step
+    early = played(few, world(hosts=hosts, warmup=3, steps=3))
+    late = played(few, world(hosts=hosts, warmup=40, steps=40))
+    assert early.seconds_per_step < 1.5
+    assert late.seconds_per_step > 1.9
+
+
+def test_a_controller_lowers_the_quorum_in_virtual_time() -> None:
+    scenario = world(extra="[straggle]\nprobability = 0.15", steps=200)
+    plan = Plan(sync=KSync(8), fabric=SWITCH, controller=AdaptQuorum(5, 8, too_late=0.5))
+    assert played(plan, scenario).seconds_per_step < 0.9 * played(Plan(fabric=SWITCH), scenario).seconds_per_step

@@ -209,7 +209,6 @@ def test_the_others_go_on_without_a_worker_that_is_killed() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda plan: dataclasses.replace(plan, sync=offbeat.KSync(1)), "of some workers only"),
         (lambda plan: dataclasses.replace(plan, codec=offbeat.Cast("bf16")), "whole changes"),
         (lambda plan: dataclasses.replace(plan, tuning=offbeat.BatchTuning()), "part of the data"),
         (lambda plan: dataclasses.replace(plan, sync=offbeat.RoundRobin()), "gives no turns"),
