@@ -201,4 +201,4 @@ def _kept_steps(plan: Plan, gradient_bytes: float) -> float:
     if not plan.has_quorum or not isinstance(plan.fabric, Switch):
         return math.inf
     chunks = math.ceil(gradient_bytes / 4 / plan.fabric.values)
-    return plan.fabric.slots_for_late / (chunks + min(chunks, plan.fabric.window))
+    return plan.fabric.slots_for_late / (chunks + math.ceil(chunks / plan.fabric.values))
