@@ -84,14 +84,16 @@ class SwitchAverager:
         self._join()
 
     def _join(self) -> SwitchTable:
-        fabric, control = self._model.fabric, self._context.control
+        fabric = self._model.fabric
         if not isinstance(fabric, HoldsTables):
             raise ModelError(f"Cannot train with {self._policy!r} on this fabric: it holds no table.")
         largest = float(np.abs(self._base).max())
         exponent = max(_LEAST_EXPONENT, int(np.frexp(largest)[1]) + _HEADROOM)
         strategy = compile_policy(self._policy)
-        self._table = fabric.open_table(self._model.number, len(self._base), strategy, exponent)
-        control.sum("all have joined the switch's table")  # who came later would not be waited for
+        number, size = self._model.number, len(self._base)
+        self._table = self._context.waiter.call(
+            lambda: fabric.open_table(number, size, strategy, exponent), WaitContext("the switch's table")
+        )
         return self._table
 
     def stepped(self) -> None:
@@ -129,6 +131,7 @@ class SwitchAverager:
         clocks = control.numbers_of("how far all say they are", table.clock)
         self._take(self._wait(table.resume(max(clocks.values()), len(self._base)), "the table that all read", step))
         control.sum("all have read the switch's table")  # nobody pushes before
+        table.settle()
         self._even_buffers(step)
         parameters = self._model.parameters.values()
         self._context.history.record_parameters(self._model.number, table.clock, parameters)
@@ -162,7 +165,7 @@ class SwitchAverager:
             average_states(self._model.optimizer, self._model.parameters, communicator, control)
         control.sum("all leave the switch's table")
         self._even_buffers(0)
-        self.leave()
+        self._opened.close()
 
     def leave(self) -> None:
         """Have the others go on without this worker."""
@@ -196,7 +199,7 @@ class SwitchAverager:
                 state_checks.copy_(value, state[name], name, "anchor")
             anchor.restore_parameters_()
         if self._table is not None:  # what it holds belongs to other parameters
-            self._table.leave()
+            self._table.close()
         self.begin()
 
     @property

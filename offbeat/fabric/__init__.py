@@ -5,7 +5,8 @@
 * `process_group` - the collectives of a torch process group (Gloo, NCCL)
 * `elastic` - all-reduce that goes on without the workers it loses; `retryable` - what it exchanges, again if need be;
   `elastic_group` - who is left, and how they find together
-* `switch` - sums in the network, beside an elastic companion (`offbeat.switch`); `switch_table` - sums there that last
+* `switch` - sums in the network, beside an elastic companion (`offbeat.switch`); `switch_table` - sums there that last;
+  `switch_session` - a worker's place at a switch, also at one that was started again
 * `parameter_server` - the description of a sharded server (`offbeat.server`)
 * `in_memory` - workers as threads of one process, for tests, docs and a worker that is alone
 """

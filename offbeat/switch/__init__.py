@@ -16,7 +16,8 @@ keeps it until it is read (`table`). Everything but sockets is without I/O.
   `memory_switch`; `kernel` - by an eBPF program at the ports of this machine; `p4` - the program and the rules of a
   P4 switch
 * `udp_socket` - batches of datagrams, one system call each
-* `control_server`, `control_client` - who takes part, by which policy, over authenticated links
+* `control_server`, `control_client` - who takes part, by which policy, over authenticated links; `rejoin_meeting` - of
+  the workers of a job that a switch has forgotten
 * `serve` - a switch as a process
 * `switch_doctor` - what works between this machine and a switch: `trial_job` sums by itself, `sending_rate` is how fast
   a worker's own side is, `offloads` what an interface does with packets

@@ -68,9 +68,11 @@ class SoftwarePlane:
 
     # -- control -------------------------------------------------------------------------------------------------
 
-    def create_job(self, shape: JobShape, strategy: Strategy, *, clock: int = 0, exponent: int = 0) -> None:
+    def create_job(
+        self, shape: JobShape, strategy: Strategy, *, clock: int = 0, exponent: int = 0, windows: Windows | None = None
+    ) -> None:
         assert shape.number not in self._jobs, f"job {shape.number} is there already"
-        state = JobState(shape, strategy, clock=clock, exponent=exponent, stream=VectorStream)
+        state = JobState(shape, strategy, clock=clock, exponent=exponent, windows=windows, stream=VectorStream)
         assert isinstance(state.stream, VectorStream)
         self._jobs[shape.number] = _Job(state, state.stream)
 

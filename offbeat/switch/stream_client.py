@@ -15,16 +15,27 @@ not given more.
 
 Call order: `begin` for each exchange, in the same order on all workers; `packets` and `receive` until the exchange
 `is_done`; both may be called at any time.
+
+A switch that was started again knows nothing of them. `begin_again` then does what `offbeat.fabric.elastic` does behind
+the loss of a worker, from the first exchange on whose result somebody lacks:
+
+    completed by some           one of these supplies the result: the bits of its floats, as integers, plus zeros
+    completed by none           summed again, without workers that were lost meanwhile
+
+A result is kept for that until nobody can lack it: when an exchange is complete all have begun it, and whoever has
+begun it had taken (`is_taken`) what was taken before it was begun here.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offbeat.errors import NumericsError
+from offbeat.errors import NetworkError, NumericsError
+from offbeat.protocol.group_progress import GroupProgress
 from offbeat.switch.fixed_point import exponents, to_floats, to_integers
 from offbeat.switch.packet import (
     HEADER_BYTES,
@@ -41,6 +52,8 @@ from offbeat.switch.packet_batch import PacketBatch
 from offbeat.switch.resend_timer import ResendTimer
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
 
     from offbeat.switch.job_shape import JobShape
@@ -49,6 +62,7 @@ _OVERTAKEN = 3  # results of later chunks, after which a packet is taken for los
 _BURSTS = 4  # of a window; no smaller part of it is sent while something is under way
 _LEAST_UNDER_WAY = 4  # packets, after some came too late
 _MOST_ATTEMPTS = 8
+_SUPPLIED = 1  # exponent of a chunk that carries the bits of floats
 _FATAL = frozenset({Reason.UNKNOWN_JOB, Reason.NOT_A_MEMBER, Reason.STALE_COOKIE, Reason.WRONG_PORT, Reason.MALFORMED})
 
 
@@ -65,26 +79,78 @@ class StreamExchange:
         included: [M] workers whose values are in each chunk's sum, as bits; equal but for chunks that a worker did not
             live to send.
         is_in: whether this worker contributes; None while that is not settled.
+        is_taken: whether its worker has come to the end of waiting for it, which that worker says.
+        supplier: the worker whose result all take over; None if it is a sum.
     """
 
     def __init__(self, values: NDArray[np.float32], shape: JobShape, first: int, clock: int, window: int) -> None:
-        self.first, self.clock = first, clock
+        self.clock, self.floor, self.is_taken = clock, clock, False
         chunks = -(-len(values) // shape.values)
         padded = np.zeros((chunks, shape.values), np.float32)
         padded.reshape(-1)[: len(values)] = values
         self._size = len(values)
         self.chunks = padded
         self.primes = min(chunks, window)
-        self.end = first + self.primes + chunks
-        self.own = exponents(padded)
+        self._own = exponents(padded)
+        self.place(first)
+
+    def place(self, first: int, supplier: int | None = None) -> None:
+        """Have it begin with chunk `first`, and know nothing of results."""
+        self.first, self.end, self.supplier = first, first + self.primes + len(self.chunks), supplier
+        chunks = len(self.chunks)
         self.agreed = np.full(chunks, ZERO_EXPONENT, np.int8)
         self.is_known = np.zeros(chunks, np.bool_)
         self.attempts = np.zeros(chunks, np.uint16)
-        self.sums = np.zeros_like(padded)
+        self.sums = np.zeros_like(self.chunks)
         self.included = np.zeros(chunks, np.uint64)
         self.missing = self.primes + chunks
         self.is_in: bool | None = None
         self.contributors = 0
+        self.own = self._own if supplier is None else np.full(chunks, ZERO_EXPONENT, np.int8)
+
+    def supplied(self, first: int, supplier: int, *, is_supplier: bool) -> StreamExchange:
+        """An exchange by which those that lack this one's result get it; this one stays as it is."""
+        other = copy.copy(self)
+        other.place(first, supplier)
+        if is_supplier:
+            other.chunks = self.sums
+            other.own = np.where(self.sums.view(np.int32).any(axis=1), _SUPPLIED, ZERO_EXPONENT).astype(np.int8)
+        return other
+
+    def to_integers(self, chunks: NDArray[np.int64], workers: int) -> NDArray[np.int32]:
+        """The integers of some of its chunks, as they are sent."""
+        if self.supplier is not None:
+            return self.chunks[chunks].view(np.int32)
+        return to_integers(self.chunks[chunks], self.agreed[chunks], workers)
+
+    def take_sums(self, chunks: NDArray[np.int64], integers: NDArray[np.int32], workers: int) -> None:
+        """Take in the sums of some chunks, as they have come."""
+        if self.supplier is not None:
+            self.sums[chunks] = integers.view(np.float32)
+        else:
+            self.sums[chunks] = to_floats(integers, self.agreed[chunks], workers)
+
+    def finish(self) -> None:
+        """Have the total as if the same workers were in all chunks; what was brought is forgotten.
+
+        A worker that was lost in the middle is in some chunks only; these count for as many as the exchange settled on.
+
+        Raises:
+            NetworkError: if the one that was to supply the result is not in all.
+        """
+        self.chunks = self.sums
+        if self.supplier is not None:
+            if not (self.included >> np.uint64(self.supplier) & np.uint64(1)).all():
+                raise NetworkError(
+                    f"Cannot go on: rank {self.supplier} was lost while it gave the others a sum that the switch had "
+                    "lost. Start the job again from its last checkpoint."
+                )
+            return
+        uneven = np.flatnonzero(self.included != np.uint64(self.contributors))
+        if len(uneven):
+            count = self.contributors.bit_count()
+            here = np.array([int(self.included[i]).bit_count() for i in uneven])
+            self.sums[uneven] *= (count / np.maximum(here, 1)).astype(np.float32)[:, None]
 
     @property
     def is_done(self) -> bool:
@@ -106,6 +172,7 @@ class StreamClient:
         window: packets that may be under way.
         rto_s: the shortest time after which an unanswered packet is sent again.
         chunk, clock: the numbers that the next exchange begins with.
+        keeps: whether results are kept until nobody can lack them, for `begin_again`.
 
     Attributes:
         has_joined: whether the switch has answered to its `JOIN`.
@@ -124,12 +191,21 @@ class StreamClient:
         rto_s: float = 0.005,
         chunk: int = 0,
         clock: int = 0,
+        keeps: bool = False,
     ) -> None:
-        self.shape, self.worker, self.cookie = shape, worker, cookie
+        self.worker, self._keeps = worker, keeps
         self.window = min(window, shape.span)
         self._timer = ResendTimer(rto_s)
+        self._clock = clock  # of the next exchange
+        self._kept: deque[StreamExchange] = deque()  # in order, from the first whose result another may lack
+        self.sent = self.resent = 0
+        self._begin(shape, cookie, chunk)
+
+    def _begin(self, shape: JobShape, cookie: int, chunk: int) -> None:
+        """Begin with chunk `chunk`, and nothing under way."""
+        self.shape, self.cookie = shape, cookie
         self._allowed = float(self.window)  # packets under way, at present
-        self._next, self._clock = chunk, clock  # of the next exchange
+        self._next = chunk  # of the next exchange
         self._acked = self._cursor = chunk  # first chunk without a result, first that was never sent
         self._exchanges: deque[StreamExchange] = deque()
         slots = shape.slots
@@ -144,7 +220,6 @@ class StreamClient:
         self.has_joined = False
         self.refusal: Reason | None = None
         self.held_up_by: int | None = None
-        self.sent = self.resent = 0
 
     # -- exchanges -----------------------------------------------------------------------------------------------
 
@@ -167,8 +242,47 @@ class StreamClient:
 
     def enqueue(self, exchange: StreamExchange) -> None:
         """Begin an exchange that `next_exchange` has made."""
+        if exchange.first != self._next:  # the job was begun again meanwhile
+            exchange.place(self._next)
         self._next, self._clock = exchange.end, self._clock + 1
         self._exchanges.append(exchange)
+        if self._keeps:
+            exchange.floor = next((one.clock for one in self._kept if not one.is_taken), exchange.clock)
+            self._kept.append(exchange)
+
+    # -- a switch that was started again -------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> GroupProgress:
+        """The exchanges whose results are here."""
+        below = next((one.clock for one in self._kept if not one.is_done), self._clock)
+        return GroupProgress(below, tuple(one.clock for one in self._kept if one.is_done and one.clock > below))
+
+    def begin_again(self, shape: JobShape, cookie: int, progress: Mapping[int, GroupProgress]) -> None:
+        """Do again, in a new job, what somebody lacks.
+
+        Args:
+            progress: of all workers of the job, by rank.
+
+        Raises:
+            NetworkError: if that cannot be done.
+        """
+        first = min(one.below for one in progress.values())
+        if first < (self._kept[0].clock if self._kept else self._clock):
+            raise NetworkError(f"Cannot go on: another worker lacks the result of exchange {first}, which is not kept.")
+        self._begin(shape, cookie, 0)
+        for exchange in self._kept:
+            if exchange.clock < first:
+                continue
+            again, supplier = exchange, min((w for w, p in progress.items() if p.has(exchange.clock)), default=None)
+            if supplier is None:
+                exchange.place(self._next)
+            elif exchange.is_done:
+                again = exchange.supplied(self._next, supplier, is_supplier=supplier == self.worker)
+            else:
+                exchange.place(self._next, supplier)
+            self._next = again.end
+            self._exchanges.append(again)
 
     @property
     def rto_s(self) -> float:
@@ -319,10 +433,10 @@ class StreamClient:
                 too_large = exchange.own[which] > agreed
                 header["exponent"][at] = np.where(too_large, exchange.own[which], agreed)
                 flags[data] |= np.where(too_large, int(Flag.SATURATED), 0)
-                full = ~too_large & (agreed != ZERO_EXPONENT)
+                full = ~too_large & (agreed != ZERO_EXPONENT) & (exchange.supplier in (None, self.worker))
                 header["count"][at[full]] = values // VALUES_STEP
                 batch.sizes[at[full]] = HEADER_BYTES + 4 * values
-                batch.values[at[full]] = to_integers(exchange.chunks[which[full]], agreed[full], self.shape.workers)
+                batch.values[at[full]] = exchange.to_integers(which[full], self.shape.workers)
         header["flags"][rows] = VERSION << 4 | flags
 
     # -- receiving -----------------------------------------------------------------------------------------------
@@ -400,12 +514,19 @@ class StreamClient:
             exchange.included[chunk] = seen
             full = header["count"][at] > 0
             if full.any():
-                sums = to_floats(batch.values[at[full]], exchange.agreed[chunk[full]], self.shape.workers)
-                exchange.sums[chunk[full]] = sums
+                exchange.take_sums(chunk[full], batch.values[at[full]], self.shape.workers)
         exchange.missing -= len(which)
+        if exchange.is_done:
+            exchange.finish()
+            self._forget(exchange.floor)
         slots = (exchange.first + index) % self.shape.slots
         self._is_received[slots], self._is_under_way[slots], self._is_lost[slots] = True, False, False
         self.held_up_by = None
+
+    def _forget(self, floor: int) -> None:
+        """Let go of what all others have, too."""
+        while self._kept and self._kept[0].clock < floor:
+            self._kept.popleft()
 
     def _sum_again(self, exchange: StreamExchange, chunk: NDArray[np.int64], exponent: NDArray[np.int8]) -> None:
         """Sum chunks that did not fit again, with larger exponents."""
@@ -455,17 +576,3 @@ class StreamClient:
         """Numbers as they are counted here, of those in packets, which wrap around."""
         ahead = (chunk.astype(np.int64) - self._acked + (1 << 31)) % (1 << 32) - (1 << 31)
         return self._acked + ahead
-
-
-def mean_of(exchange: StreamExchange) -> NDArray[np.float32]:
-    """The exchange's total as if the same workers were in all chunks; in place.
-
-    A worker that was lost in the middle is in some chunks only; these count for as many as the exchange settled on.
-    """
-    settled = exchange.contributors
-    uneven = np.flatnonzero(exchange.included != np.uint64(settled))
-    if len(uneven):
-        count = settled.bit_count()
-        here = np.array([int(exchange.included[i]).bit_count() for i in uneven])
-        exchange.sums[uneven] *= (count / np.maximum(here, 1)).astype(np.float32)[:, None]
-    return exchange.total

@@ -14,7 +14,7 @@ from offbeat.switch.job_shape import JobShape
 from offbeat.switch.job_state import JobState, Send
 from offbeat.switch.packet import decode, encode
 from offbeat.switch.packet_batch import PacketBatch
-from offbeat.switch.stream_client import StreamClient, StreamExchange, mean_of
+from offbeat.switch.stream_client import StreamClient, StreamExchange
 from offbeat.switch.vector_stream import VectorStream
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class StreamPlay:
     def _check_sums(self) -> None:
         for index in range(len(self.vectors[0])):
             mine = [self.exchanges[worker][index] for worker in sorted(self.alive)]
-            totals = {mean_of(one).tobytes() for one in mine}
+            totals = {one.total.tobytes() for one in mine}
             assert len(totals) == 1, f"seed {self.seed}: workers have different bits"
             who = mine[0].contributors
             least = self.workers if self.quorum is None else min(self.quorum, self.workers)
