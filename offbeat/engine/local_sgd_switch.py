@@ -127,8 +127,8 @@ class SwitchAverager:
     def _settle(self, step: int) -> None:
         control, table = self._context.control, self._opened
         table.rest()
-        clocks = control.numbers_of("where all are at the switch's table", 0)  # all have pushed what they had
-        clocks = control.numbers_of("how far all say they are", table.clock)
+        control.sum("all have pushed to the switch's table what they had")
+        clocks = control.numbers_of("how far all say they are", table.halt())
         self._take(self._wait(table.resume(max(clocks.values()), len(self._base)), "the table that all read", step))
         control.sum("all have read the switch's table")  # nobody pushes before
         table.settle()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from offbeat.switch.control_client import ControlClient
     from offbeat.switch.table_client import StepGrant, TableClient
 
+T = TypeVar("T")
 _LOOK = timedelta(milliseconds=200)  # while other workers are waited for
 
 
@@ -102,11 +103,15 @@ class SwitchTable:
 
     @property
     def clock(self) -> int:
-        """The last step that this worker has finished, or says it has while it rests."""
+        """The last step that this worker has finished, or says it has."""
         return self._client.clock
 
+    def halt(self) -> int:
+        """Stay where it is, now that all rest; the last step that this worker says it has finished."""
+        return self._do(self._client.halt)
+
     def resume(self, clock: int, size: int) -> TablePending:
-        """Begin to go on behind `clock`, the largest of those that rest, with the table's first `size` values."""
+        """Begin to go on behind `clock`, the largest of those that have halted, with the table's first `size` values."""
         self._do(lambda: self._client.resume(clock))
         return TablePending(self, size)
 
@@ -114,9 +119,9 @@ class SwitchTable:
         """Note that all have read the same table, and that nobody has pushed since."""
         self._do(self._client.settle)
 
-    def _do(self, act: Callable[[], None]) -> None:
+    def _do(self, act: Callable[[], T]) -> T:
         assert self._thread is not None
-        self._thread.do(act)
+        return self._thread.do(act)
 
     def wait(self, timeout: timedelta) -> bool:
         """Wait until what was begun is done; whether it is. Raises as `ClientThread.wait`."""

@@ -125,6 +125,7 @@ class TableClient:
         self.settled, self.is_restored = 0, True
         self._after: Phase = "computing"  # what it does once it has brought back what it had added
         self._restored = clock  # the clock that it does so by
+        self._has_halted = False
         self.clock = self.low = self.until = clock
         self.windows = Windows(0, 0, clock, 0)
         self.phase: Phase = "computing"
@@ -176,14 +177,20 @@ class TableClient:
         assert self.doing == "computing", self.doing
         self._go_on_to("rest")
 
+    def halt(self) -> int:
+        """Say of no more steps that they are over, now that all rest; returns the last one of which it was said."""
+        assert self.doing == "rest", self.doing
+        self._has_halted = True
+        return self.clock
+
     def resume(self, clock: int) -> None:
-        """Go on behind `clock`, which all members that rest have agreed on, and read the table first.
+        """Go on behind `clock`, which all members have agreed on, and read the table first.
 
         Args:
-            clock: the largest `clock` of those that rest.
+            clock: the largest of those that have halted. A change of a step that is said to be over would not count.
         """
-        assert self.doing == "rest", self.doing
-        self.clock = clock
+        assert self._has_halted, "it would not know which steps it has said to be over"
+        self.clock, self._has_halted = clock, False
         self._go_on_to("pull")
 
     def settle(self) -> None:
@@ -276,6 +283,8 @@ class TableClient:
             return self._batch.first(0)
         if self._began_s < 0:
             self._began_s = now_s
+        if self.phase == "rest" and self._has_halted:
+            return self._batch.first(0)
         if self.phase == "rest":
             ahead = wrapped(self.low + self.shape.ring - 2)
             if is_newer(ahead, self.clock):
