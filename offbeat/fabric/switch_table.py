@@ -111,7 +111,7 @@ class SwitchTable:
         return self._do(self._client.halt)
 
     def resume(self, clock: int, size: int) -> TablePending:
-        """Begin to go on behind `clock`, the largest of those that have halted, with the table's first `size` values."""
+        """Begin to go on behind `clock`, the largest where one has halted, with the table's first `size` values."""
         self._do(lambda: self._client.resume(clock))
         return TablePending(self, size)
 

@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -42,20 +42,24 @@ class KilledSwitch:
         """Kill it as the kernel does when memory is short."""
         self._end(signal.SIGKILL)
 
+    def restart(self) -> None:
+        """Kill it, and start it again."""
+        self.kill()
+        self.start()
+
     @contextlib.contextmanager
-    def restarted_at(self, mark: Path) -> Iterator[None]:
-        """Kill it, and start it again, when a file comes to be there; which has to happen meanwhile."""
+    def struck_at(self, mark: Path, strike: Callable[[], None]) -> Iterator[None]:
+        """Strike when a file comes to be there, which has to happen meanwhile."""
         is_over, has_struck = threading.Event(), threading.Event()
 
-        def strike() -> None:
+        def watch() -> None:
             while not mark.exists():
                 if is_over.wait(0.005):
                     return
-            self.kill()
-            self.start()
+            strike()
             has_struck.set()
 
-        thread = threading.Thread(target=strike)
+        thread = threading.Thread(target=watch)
         thread.start()
         try:
             yield
@@ -74,5 +78,6 @@ class KilledSwitch:
         self._end(signal.SIGTERM)
 
     def _end(self, number: int) -> None:
-        self.process.send_signal(number)
-        self.process.communicate()
+        if self.process.returncode is None:
+            self.process.send_signal(number)
+            self.process.communicate()

@@ -23,6 +23,7 @@ from offbeat.switch.packet import Flag, Packet, PacketKind, decode, encode
 from offbeat.switch.stream_client import StreamClient
 from offbeat.switch.udp_socket import UdpSocket
 from tests.switch.kernel_replay import KernelReplay, NotedState, in_a_network_of_its_own, why_not
+from tests.switch.killed_switch import KilledSwitch
 from tests.switch.network import StreamPlay
 from tests.switch.served import served_switch
 from tests.switch.test_table import TablePlay
@@ -214,3 +215,25 @@ def test_fragments_of_others_go_their_way() -> None:
 def test_an_interface_that_is_not_there_is_named() -> None:
     with pytest.raises(NetworkError, match=r"at 'port7': there is no such interface; there are lo"):
         in_a_network_of_its_own(lambda: KernelSwitch("127.0.0.1", ["lo", "port7"]))
+
+
+def filters() -> str:
+    """What sees the packets that come in by loopback."""
+    shown = subprocess.run(["tc", "filter", "show", "dev", "lo", "ingress"], check=True, capture_output=True, text=True)
+    return shown.stdout
+
+
+def test_the_next_program_takes_the_place_of_one_that_was_killed() -> None:
+    vectors = [[np.full(3000, float(rank + 1), np.float32)] for rank in range(2)]
+    expected = [[np.full(3000, 3.0, np.float32).tobytes()]] * 2
+
+    def sums() -> None:
+        with KilledSwitch(["lo"]) as switch:
+            assert sums_of(switch.address, vectors) == expected
+            switch.kill()
+            assert filters().count("direct-action") == 1, "it was not left behind"
+            switch.start()
+            assert filters().count("direct-action") == 1
+            assert sums_of(switch.address, vectors) == expected
+
+    in_a_network_of_its_own(sums)

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from datetime import timedelta
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,7 +15,11 @@ from torch import nn
 
 import offbeat
 from tests.switch.killed_switch import KilledSwitch
+from tests.switch.served import served_switch
 from tests.workers import WorkerFailed, run_workers
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 STEPS = 16
 TIMEOUT = timedelta(seconds=8)
@@ -56,7 +60,7 @@ def test_a_stream_goes_on_bit_for_bit_at_a_switch_that_was_restarted(
     with KilledSwitch() as switch:
         plan = offbeat.Plan(sync=sync, fabric=offbeat.Switch(switch.address, values=64), bucket_bytes=1 << 16)
         undisturbed = run_workers(3, train, plan, None)
-        with switch.restarted_at(tmp_path / "mark"):
+        with switch.struck_at(tmp_path / "mark", switch.restart):
             results = run_workers(3, train, plan, tmp_path / "mark")
     assert [digests for digests, _ in results] == [digests for digests, _ in undisturbed]
 
@@ -94,8 +98,33 @@ def test_a_table_has_every_change_once_at_a_switch_that_was_restarted(
 ) -> None:
     with KilledSwitch() as switch:
         plan = offbeat.Plan(sync=sync, fabric=offbeat.Switch(switch.address))
-        with switch.restarted_at(tmp_path / "mark"):
+        with switch.struck_at(tmp_path / "mark", switch.restart):
             results = run_workers(3, move, plan, tmp_path / "mark", settles)
     assert len({digest for digest, _ in results}) == 1
     expected = STEPS * 0.5 * (1 + 2 + 3) / 64 / 3
     assert results[0][1] == pytest.approx([expected] * len(results[0][1]), abs=1e-6)
+
+
+def test_what_is_added_behind_a_settle_counts(tmp_path: Path) -> None:
+    with served_switch() as address:
+        plan = offbeat.Plan(sync=offbeat.SSP(2), fabric=offbeat.Switch(address))
+        results = run_workers(2, move, plan, tmp_path / "mark", True)
+    assert len({digest for digest, _ in results}) == 1
+    assert results[0][1] == pytest.approx([STEPS * 0.5 * (1 + 2) / 64 / 2] * len(results[0][1]), abs=1e-6)
+
+
+def test_the_others_go_on_without_who_is_lost_with_the_switch(tmp_path: Path) -> None:
+    with KilledSwitch() as switch:
+        plan = offbeat.Plan(fabric=offbeat.Switch(switch.address, values=64), bucket_bytes=1 << 16)
+        with switch.struck_at(tmp_path / "mark", switch.restart):
+            results = run_workers(3, train, plan, tmp_path / "mark", 2, faulty=2)
+    assert results[0][0] == results[1][0]
+    assert len(results[0][0]) == STEPS
+
+
+def test_a_switch_that_does_not_come_back_is_told_in_a_sentence(tmp_path: Path) -> None:
+    says = r"The switch is lost, and .* Cannot reach 127\.0\.0\.1:\d+ .*offbeat switch serve"
+    with KilledSwitch() as switch, switch.struck_at(tmp_path / "mark", switch.kill):
+        plan = offbeat.Plan(fabric=offbeat.Switch(switch.address))
+        with pytest.raises(WorkerFailed, match=says):
+            run_workers(2, train, plan, tmp_path / "mark")
