@@ -247,6 +247,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim(BARRIER, "ssp(8)", "ssp(0)", at_most=0.25),
         Claim(POINTS, "ssp(8)", "bsp", at_least=-0.005),
     ),
+    "innetwork_faults": tuple(Claim(COST, row, at_most=1.5) for row in ("bsp", "ssp(8)")),
     "swap": (Claim(JUMP, "swapped five times", "bsp, served", at_most=0),),
     "accuracy_mnist": (Claim(NEVER, "", at_most=0),),
     "accuracy_chars": (Claim(NEVER, "", at_most=0),),

@@ -1,8 +1,8 @@
 """Descriptions of faults: what goes wrong, at which worker and step. `offbeat.testing.faults` makes it happen.
 
 A fault strikes when the named worker begins a step, at that worker, or at a shard of its parameter server, or at the
-switch that sums its gradients: then the worker's step only says when. It is written down before it strikes, so that whoever asked for it can see that it did:
-a fault that never fires proves nothing.
+switch that sums its gradients: then the worker's step only says when. It is written down before it strikes, so that
+whoever asked for it can see that it did: a fault that never fires proves nothing.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def changes_sum(self) -> bool:
         """Whether parameters may become another sum than that of all gradients, and rightly so.
 
-        A worker ends or joins, a gradient is another, somebody may be given up, or a server goes on from a snapshot. To a
-        switch that was killed all bring back what they had added.
+        A worker ends or joins, a gradient is another, somebody may be given up, or a server goes on from a snapshot. All
+        bring back what they had added to a switch that was killed.
         """
         long = self.kind in LASTING and self.seconds >= _GIVEN_UP_S
         killed = self.target in ("server", "coordinator") and self.kind == "sigkill"
