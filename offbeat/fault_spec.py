@@ -96,8 +96,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def changes_sum(self) -> bool:
         """Whether parameters may become another sum than that of all gradients, and rightly so.
 
-        A worker ends or joins, a gradient is another, somebody may be given up, or a server goes on from a snapshot. All
-        bring back what they had added to a switch that was killed.
+        A worker ends or joins, a gradient is another, somebody may be given up, or a server goes on from a snapshot. To
+        a switch that was killed all bring back what they had added.
         """
         long = self.kind in LASTING and self.seconds >= _GIVEN_UP_S
         killed = self.target in ("server", "coordinator") and self.kind == "sigkill"

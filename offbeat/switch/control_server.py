@@ -81,7 +81,7 @@ class ControlServer:
     def __init__(self, plane: DataPlane, *, target: str, port: int) -> None:
         self._plane, self._target, self._port = plane, target, port
         self._jobs: dict[str, SwitchJob] = {}
-        self._meetings: dict[str, RejoinMeeting] = {}  # by the name of the job that is to begin again
+        self._meetings: dict[str, RejoinMeeting[SwitchPeer]] = {}  # by the name of the job that is to begin again
 
     def accept(self, link: PeerLink) -> SwitchPeer:
         """Take a link into use.

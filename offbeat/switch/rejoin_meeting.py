@@ -6,7 +6,7 @@ nobody takes for lost: whoever is missing would lack what the others add up from
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from offbeat.switch.clocks import Windows
 from offbeat.switch.packet import wrapped
@@ -16,19 +16,21 @@ if TYPE_CHECKING:
 
     from offbeat.protocol.group_progress import GroupProgress
     from offbeat.protocol.switch_control import JoinSwitchJob, Strategy, SwitchReturn
-    from offbeat.switch.control_server import SwitchPeer
 
 
-class RejoinMeeting:
+P = TypeVar("P")
+
+
+class RejoinMeeting(Generic[P]):
     """One job's meeting.
 
     Attributes:
-        waiting: who is here, by rank, and what it asked.
+        waiting: who is here, by rank: its link, and what it asked.
         lost: ranks that somebody knows to be gone.
     """
 
     def __init__(self) -> None:
-        self.waiting: dict[int, tuple[SwitchPeer, JoinSwitchJob]] = {}
+        self.waiting: dict[int, tuple[P, JoinSwitchJob]] = {}
         self.lost: set[int] = set()
 
     @property
@@ -61,7 +63,7 @@ class RejoinMeeting:
     def change(self) -> tuple[Strategy, str, Windows | None]:
         """The policy's record, its plan and windows, of whoever knows the latest."""
 
-        def epoch(asked: tuple[SwitchPeer, JoinSwitchJob]) -> int:
+        def epoch(asked: tuple[P, JoinSwitchJob]) -> int:
             windows = None if asked[1].again is None else asked[1].again.windows
             return -1 if windows is None else windows[3]
 
