@@ -1,4 +1,4 @@
-"""How far a worker is in exchanges that all workers number alike: told when they meet again behind a loss."""
+"""A worker's progress in exchanges that all workers number alike, told when they meet again behind a loss."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Strategy(msgspec.Struct, frozen=True):
 
 
 class SwitchReturn(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker knows of a job that a switch has forgotten.
+    """A worker's knowledge of a job that a switch has forgotten.
 
     Args:
         members: the ranks that are still there, as far as it knows.

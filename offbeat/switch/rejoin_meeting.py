@@ -45,7 +45,7 @@ class RejoinMeeting(Generic[P]):
 
     @property
     def progress(self) -> dict[int, GroupProgress]:
-        """How far each is in its exchanges."""
+        """The exchanges whose results each has."""
         return {rank: one.progress for rank, one in self._returns.items() if rank in self.expected}
 
     @property
