@@ -61,7 +61,7 @@ class OtherWorkers:
         if self._group is None:
             return (self._rank,)
         gone = self._gone()
-        return tuple(rank for rank in self._group.members if rank not in gone)
+        return tuple(rank for rank in self._group.members if rank == self._rank or rank not in gone)
 
     def evict_lost(self, control: ControlClient, job: str, members: tuple[int, ...]) -> None:
         """Have a job wait no longer for those of its members that are gone."""
@@ -99,8 +99,22 @@ class SwitchSession:
         self.control = dial(self._lost)
 
     def add(self, job: RejoinsSwitch) -> None:
-        """Have a job joined again if need be."""
+        """Have a job that is joined already joined again if need be."""
         self._jobs.append(job)
+
+    def join(self, job: RejoinsSwitch) -> None:
+        """Join a job once all others do, and again if need be. Raises as `RejoinsSwitch.join_again`."""
+        while True:
+            control = self.wait()
+            try:
+                job.join_again(control, self.others)
+            except NetworkError:
+                if not control.is_lost:
+                    raise
+            with self._state:
+                if not self._is_away and not control.is_lost:
+                    self._jobs.append(job)
+                    return
 
     def remove(self, job: RejoinsSwitch) -> None:
         """Forget a job that is over for all."""
@@ -180,6 +194,8 @@ class SwitchSession:
             job.pause()
         self.control.close()
         self.control = self._dial(self._lost)
+        if self._is_closed:
+            return
         try:
             for job in jobs:
                 job.join_again(self.control, self.others)

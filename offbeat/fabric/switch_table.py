@@ -59,14 +59,7 @@ class SwitchTable:
         self._has_left = False
         self._epoch = 0  # of the policy that this worker's plan has
         self._known = _KnownPolicy(strategy, "", first_windows(strategy, client.shape.ring, client.clock))
-        while self._thread is None:
-            control = session.wait()
-            try:
-                self.join_again(control, session.others)
-            except NetworkError:
-                if not control.is_lost:
-                    raise
-        session.add(self)
+        session.join(self)
 
     @property
     def size(self) -> int:

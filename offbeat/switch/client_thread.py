@@ -117,7 +117,7 @@ class ClientThread:
         """Let `act` have the client for itself, then look at what is to be sent."""
         with self._changed:
             found = act()
-        os.eventfd_write(self._wake, 1)
+            self._wake_up()
         return found
 
     def wait(self, is_done: Callable[[], bool], timeout: timedelta) -> bool:
@@ -151,10 +151,13 @@ class ClientThread:
     def go_on(self, sock: PacketSocket, switch: int) -> None:
         """Go on with another switch, over a socket of its own; see the constructor."""
         with self._changed:
+            if self._is_closed:
+                sock.close()
+                return
             self._replaced.append(self._socket)
             self._socket, self._switch[:] = sock, switch
             self._is_paused, self._unknown_since_s = False, math.inf
-        os.eventfd_write(self._wake, 1)
+            self._wake_up()
 
     def fail(self, error: OffbeatError) -> None:
         """Have whoever waits learn that it is of no use."""
@@ -167,12 +170,16 @@ class ClientThread:
         with self._changed:
             if self._is_closed:
                 return
+            self._wake_up()
             self._is_closed = True
-        os.eventfd_write(self._wake, 1)
         self._thread.join()
         for sock in (self._socket, *self._replaced):
             sock.close()
         os.close(self._wake)
+
+    def _wake_up(self) -> None:
+        if not self._is_closed:
+            os.eventfd_write(self._wake, 1)
 
     # -- on the thread -------------------------------------------------------------------------------------------
 

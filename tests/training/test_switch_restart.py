@@ -89,6 +89,37 @@ def move(plan: offbeat.Plan, mark: Path, settles: bool) -> tuple[str, list[float
     return digest, moved
 
 
+def move_and_go(plan: offbeat.Plan, mark: Path) -> tuple[str, list[float]]:
+    """As `move`, but rank 2 has left long before the others, who go on without it."""
+    run = offbeat.init(plan, timeout=TIMEOUT)
+    torch.manual_seed(0)
+    model = nn.Linear(3000, 2, bias=False)
+    start = model.weight.detach().clone()
+    prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    for step in range(4 if run.rank == 2 else STEPS):
+        if run.rank == 1 and step == STEPS - 4:
+            mark.touch()
+        time.sleep(0 if run.rank == 2 else 0.02)
+        (prepared(torch.ones(1, 3000)).sum() * (run.rank + 1) / 64).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if run.rank != 2:
+        run.settle()
+    moved = (start - model.weight.detach()).unique().tolist()
+    run.close()
+    return "", moved
+
+
+def test_what_one_has_added_that_is_done_is_not_lost_with_the_switch(tmp_path: Path) -> None:
+    with KilledSwitch() as switch:
+        plan = offbeat.Plan(sync=offbeat.ASP(), fabric=offbeat.Switch(switch.address))
+        with switch.struck_at(tmp_path / "mark", switch.restart):
+            results = run_workers(3, move_and_go, plan, tmp_path / "mark", faulty=2)
+    expected = 0.5 * (STEPS * (1 + 2) + 4 * 3) / 64 / 3
+    for _, moved in results[:2]:
+        assert moved == pytest.approx([expected] * len(moved), abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("sync", "settles"),
     [(offbeat.SSP(2), True), (offbeat.SSP(0), False), (offbeat.ASP(), False), (offbeat.DSSP(1, 4), True)],
