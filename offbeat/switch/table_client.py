@@ -243,6 +243,7 @@ class TableClient:
     def go_on(self) -> None:
         """Go on with what it did: all have brought back what they had added."""
         assert self.is_restored, "not all is in the table"
+        self._brought = self._update  # so that its memory is free
         self._begin(self._after)
 
     @property
