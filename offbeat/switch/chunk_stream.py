@@ -5,9 +5,10 @@
     own: workers that go on must not be able to undo it. The result is kept until its slot is taken over, for those
     that lost it, and that is refused as long as a member lacks the result.
 
-An exchange is a bucket's chunks: first `PRIME` ones, which carry only exponents, then those with values. Its first
-chunk settles who contributes: all members, or the first `quorum` of them. Who is not in it gets results only. A chunk
-in which a value did not fit is flagged, and summed again in the same slot: a further attempt.
+An exchange is a bucket's chunks: first `PRIME` ones, of whose values, the exponents of what follows, the largest are
+kept instead of sums; then those with values. Its first chunk settles who contributes: all members, or the first
+`quorum` of them. Who is not in it gets results only. A chunk in which a value did not fit is flagged, and summed again
+in the same slot: a further attempt.
 
 It is written to be read, not to be fast; `vector_stream` does the same to whole batches, and tests hold one against the
 other.
@@ -38,8 +39,7 @@ class ChunkSlot:
         flags: what is said of it.
         seen: workers that are in it, as bits.
         exponent: the largest that one of them used or wants.
-        ahead: the largest exponent of the chunk that lies one priming further on.
-        values: the sum; empty while it is one of zeros.
+        values: the sum, or the largest if it primes; empty while it is one of zeros.
         is_complete: whether the result stands.
     """
 
@@ -49,7 +49,6 @@ class ChunkSlot:
     flags: Flag
     seen: int = 0
     exponent: int = ZERO_EXPONENT
-    ahead: int = ZERO_EXPONENT
     values: list[int] = field(default_factory=list)
     is_complete: bool = False
 
@@ -118,11 +117,12 @@ class ChunkStream:
 
     def _add(self, slot: ChunkSlot, packet: Packet) -> None:
         slot.exponent = max(slot.exponent, packet.exponent)
-        slot.ahead = max(slot.ahead, packet.ahead)
         slot.flags |= packet.flags & Flag.SATURATED
         if packet.values:
             slot.values = slot.values or [0] * self._shape.values
-            if add_to(slot.values, packet.values):
+            if Flag.PRIME in slot.flags:
+                slot.values = [max(kept, value) for kept, value in zip(slot.values, packet.values, strict=True)]
+            elif add_to(slot.values, packet.values):
                 slot.flags |= Flag.SATURATED
 
     def _complete(self, slot: ChunkSlot) -> list[Answer]:
@@ -147,7 +147,7 @@ class ChunkStream:
         packet = Packet(
             PacketKind.RESULT, self._shape.number, worker, cookie=slot.seen >> 32, clock=slot.clock, chunk=slot.chunk,
             slot=slot.chunk % self._shape.slots, epoch=slot.attempt, bitmap=slot.seen & 0xFFFFFFFF,
-            exponent=slot.exponent, ahead=slot.ahead, flags=slot.flags, values=tuple(slot.values),
+            exponent=slot.exponent, flags=slot.flags, values=tuple(slot.values),
         )  # fmt: skip
         return Answer(worker, packet)
 

@@ -47,16 +47,37 @@ def exponents(chunks: NDArray[np.float32]) -> NDArray[np.int8]:
     return np.where(most > 0, found, ZERO_EXPONENT).astype(np.int8)
 
 
+def scales(exponent: NDArray[np.int8], workers: int) -> NDArray[np.float32]:
+    """[M] what the values of chunks with exponents [M] are multiplied by, of so many workers; 0 for chunks of zeros."""
+    scale = np.ldexp(np.float32(1), 31 - _spare_bits(workers) - np.maximum(exponent, LEAST_EXPONENT).astype(np.int32))
+    return np.where(exponent == ZERO_EXPONENT, np.float32(0), scale)
+
+
+def units(exponent: NDArray[np.int8], workers: int) -> NDArray[np.float32]:
+    """[M] what a sum of 1 stands for in chunks with exponents [M], of so many workers."""
+    unit: NDArray[np.float32] = np.ldexp(np.float32(1), exponent.astype(np.int32) + _spare_bits(workers) - 31)
+    return unit
+
+
+def quantize(chunks: NDArray[np.float32], scale: NDArray[np.float32], out: NDArray[np.int32]) -> None:
+    """Write chunks [M, V], multiplied by scales [M] and rounded, to `out` [M, V]."""
+    scaled = chunks * scale[:, None]
+    np.rint(scaled, out=scaled)
+    np.copyto(out, scaled, casting="unsafe")
+
+
 def to_integers(chunks: NDArray[np.float32], exponent: NDArray[np.int8], workers: int) -> NDArray[np.int32]:
     """Quantize chunks [M, V] with exponents [M] that hold for all of so many workers."""
-    scaled = chunks * np.ldexp(np.float32(1), 31 - _spare_bits(workers) - exponent.astype(np.int32))[:, None]
-    return np.rint(scaled, out=scaled).astype(np.int32)
+    integers = np.empty(chunks.shape, np.int32)
+    quantize(chunks, scales(exponent, workers), integers)
+    return integers
 
 
 def to_floats(integers: NDArray[np.int32], exponent: NDArray[np.int8], workers: int) -> NDArray[np.float32]:
     """Turn sums [M, V] of the integers of so many workers back into floats."""
-    unit = np.ldexp(np.float32(1), exponent.astype(np.int32) + _spare_bits(workers) - 31)
-    return integers.astype(np.float32) * unit[:, None]
+    floats: NDArray[np.float32] = integers.astype(np.float32)
+    floats *= units(exponent, workers)[:, None]
+    return floats
 
 
 def error_bound(exponent: int, workers: int) -> float:

@@ -15,7 +15,7 @@
     24     4     bitmap        contributors 0 to 31 (RESULT); effective clock (GRANT); clock of the READ (ROW); first
                                chunk that the sender lacks (DATA)
     28     1     exponent      of the payload
-    29     1     ahead         exponent of the chunk that lies one priming further on
+    29     1     0
     30     1     window_old    steps before the effective clock (GRANT); the kind that was refused (NACK)
     31     1     window_new    steps from the effective clock on (GRANT); `Reason` (NACK)
 
@@ -39,7 +39,7 @@ VALUES_STEP = 16  # a payload is a multiple of so many int32
 MOST_VALUES = 2048
 MOST_WORKERS = 64
 ZERO_EXPONENT = -127  # of a chunk of zeros
-_LAYOUT = struct.Struct("<HBBHBBIIIHHIbbBB")
+_LAYOUT = struct.Struct("<HBBHBBIIIHHIbxBB")
 _HALF, _WHOLE = 1 << 31, 1 << 32
 
 
@@ -80,7 +80,7 @@ class Flag(enum.IntFlag):
     """The flags of a packet."""
 
     FIRST = 1  # the first chunk of an exchange, which settles who contributes to it
-    PRIME = 2  # a chunk without payload, of which only the exponent of a later one counts
+    PRIME = 2  # a chunk of exponents, of which the largest counts, and not the sum
     PARTIAL = 4  # not all of the job's workers contributed
     SATURATED = 8  # a value did not fit; the chunk is summed again, with a larger exponent
 
@@ -138,7 +138,6 @@ class Packet:
     epoch: int = 0
     bitmap: int = 0
     exponent: int = 0
-    ahead: int = 0
     window_old: int = 0
     window_new: int = 0
     flags: Flag = NO_FLAGS
@@ -165,7 +164,7 @@ def encode(packet: Packet) -> bytes:
     header = _LAYOUT.pack(
         MAGIC, VERSION << 4 | packet.flags, packet.kind, packet.job, packet.worker,
         len(packet.values) // VALUES_STEP, packet.cookie, packet.clock, packet.chunk, packet.slot, packet.epoch,
-        packet.bitmap, packet.exponent, packet.ahead, packet.window_old, packet.window_new,
+        packet.bitmap, packet.exponent, packet.window_old, packet.window_new,
     )  # fmt: skip
     return header + struct.pack(f"<{len(packet.values)}i", *packet.values)
 
@@ -178,7 +177,7 @@ def decode(data: bytes | memoryview) -> Packet:
     """
     if len(data) < HEADER_BYTES:
         raise PeerError(f"it has {len(data)} bytes, a header has {HEADER_BYTES}")
-    (magic, flags, kind, job, worker, count, cookie, clock, chunk, slot, epoch, bitmap, exponent, ahead, old,
+    (magic, flags, kind, job, worker, count, cookie, clock, chunk, slot, epoch, bitmap, exponent, old,
      new) = _LAYOUT.unpack_from(data)  # fmt: skip
     if magic != MAGIC:
         raise PeerError(f"it begins with {magic:#06x}, packets of this protocol with {MAGIC:#06x}")
@@ -190,7 +189,7 @@ def decode(data: bytes | memoryview) -> Packet:
     if values > MOST_VALUES or len(data) != HEADER_BYTES + 4 * values:
         raise PeerError(f"it has {len(data)} bytes, and says it has {HEADER_BYTES + 4 * values}")
     return Packet(
-        PacketKind(kind), job, worker, cookie, clock, chunk, slot, epoch, bitmap, exponent, ahead, old, new,
+        PacketKind(kind), job, worker, cookie, clock, chunk, slot, epoch, bitmap, exponent, old, new,
         Flag(flags & 15), struct.unpack_from(f"<{values}i", data, HEADER_BYTES),
     )  # fmt: skip
 

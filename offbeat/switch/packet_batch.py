@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offbeat.switch.packet import FROM_WORKERS, HEADER_BYTES, MAGIC, VALUES_STEP, VERSION, Packet, encode
+from offbeat.switch.packet import (
+    FROM_WORKERS,
+    HEADER_BYTES,
+    MAGIC,
+    VALUES_STEP,
+    VERSION,
+    Packet,
+    PacketKind,
+    encode,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,10 +26,14 @@ HEADER = np.dtype(
     [
         ("magic", "<u2"), ("flags", "u1"), ("kind", "u1"), ("job", "<u2"), ("worker", "u1"), ("count", "u1"),
         ("cookie", "<u4"), ("clock", "<u4"), ("chunk", "<u4"), ("slot", "<u2"), ("epoch", "<u2"), ("bitmap", "<u4"),
-        ("exponent", "i1"), ("ahead", "i1"), ("window_old", "u1"), ("window_new", "u1"),
+        ("exponent", "i1"), ("_", "u1"), ("window_old", "u1"), ("window_new", "u1"),
     ]
 )  # fmt: skip
 assert HEADER.itemsize == HEADER_BYTES
+_BEGINNING = np.dtype(
+    "<u8"
+)  # of a header, up to `count`; and what of it says which job's and what kind of packet it is
+_WHAT = np.uint64(0x0000_FFFF_FFF0_FFFF)
 
 
 class PacketBatch:
@@ -50,8 +63,16 @@ class PacketBatch:
 
     def first(self, packets: int) -> PacketBatch:
         """The first so many, in the same memory."""
+        return self._part(slice(packets))
+
+    def behind(self, packets: int) -> PacketBatch:
+        """Leave out the first so many, in the same memory."""
+        return self._part(slice(packets, None))
+
+    def _part(self, which: slice) -> PacketBatch:
         batch = object.__new__(PacketBatch)
-        batch._hold(self.rows[:packets], self.sizes[:packets])
+        batch.rows, batch.sizes = self.rows[which], self.sizes[which]
+        batch.header, batch.values = self.header[which], self.values[which]
         return batch
 
     def among(self, which: NDArray[np.bool_] | NDArray[np.int64]) -> PacketBatch:
@@ -78,6 +99,16 @@ class PacketBatch:
             known = (header["kind"] >= 1) & (header["kind"] <= 15)
         ours: NDArray[np.bool_] = whole & known & (header["job"] == job)
         return ours
+
+    def are_all(self, kind: PacketKind, job: int) -> bool:
+        """Whether all are whole packets of one kind, of this job, without looking at each by itself."""
+        wanted = MAGIC | VERSION << 20 | kind << 24 | job << 32
+        beginning = self.rows[:, : _BEGINNING.itemsize].view(_BEGINNING)[:, 0]
+        if ((beginning & _WHAT) != wanted).any():
+            return False
+        sizes = self.sizes
+        is_whole = sizes == HEADER_BYTES + 4 * VALUES_STEP * self.header["count"].astype(np.int64)
+        return bool(is_whole.all()) and int(sizes.max(initial=0)) <= self.rows.shape[1]
 
     def datagrams(self) -> list[bytes]:
         """Each packet by itself."""

@@ -1,17 +1,17 @@
 """A worker's side of streaming all-reduce: which packets to send now, and what the switch's answers mean. No I/O.
 
-One stream of chunks per job, numbered from 0 and never anew. An exchange of M chunks takes M + P numbers, P the window,
-or M if that is less:
+One stream of chunks per job, numbered from 0 and never anew. An exchange of M chunks of V values takes P + M numbers,
+P = ceil(M / V):
 
-    number   first ... first + P - 1     first + P ... first + P + M - 1
-    carries  exponents of chunks 0..P-1  chunk 0 ... M - 1, and the exponents of chunks P ... M - 1
-    result   the largest of those        the sums, and the largest exponents
+    number   first ... first + P - 1          first + P ... first + P + M - 1
+    carries  the exponents of V chunks each   a chunk each, as integers by the exponent that all use
+    result   the largest of each              their sums
 
-So the packet that carries chunk j is due when the result P numbers before it is here, which has the exponent that all
-use. Results clock what is sent: no more than `window` packets with values are under way. What is not answered in time,
-or has been overtaken by three results, is taken for lost, and sent again; what in time is says a `ResendTimer`.
-Whenever one comes too late fewer packets are under way until results come again: a switch that has too much to do is
-not given more.
+So a chunk is due when the result is here that has its exponent. Exponents go ahead of the values of the exchange
+before, and take no room, so that nothing but the first exchange waits for them. Results clock what is sent: no more
+than `window` packets with values are under way. What is not answered in time, or has been overtaken by three results,
+is taken for lost, and sent again; what in time is says a `ResendTimer`. Whenever one comes too late fewer packets are
+under way until results come again: a switch that has too much to do is not given more.
 
 Call order: `begin` for each exchange, in the same order on all workers; `packets` and `receive` until the exchange
 `is_done`; both may be called at any time.
@@ -24,6 +24,9 @@ the loss of a worker, from the first exchange on whose result somebody lacks:
 
 A result is kept for that until nobody can lack it: when an exchange is complete all have begun it, and whoever has
 begun it had taken (`is_taken`) what was taken before it was begun here.
+
+Packets are made and taken in by runs of consecutive numbers, which have the same place in each array: what is done for
+each of many packets is a copy of a slice. What is lost, late or out of order is rare, and may cost more.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ import numpy as np
 
 from offbeat.errors import NetworkError, NumericsError
 from offbeat.protocol.group_progress import GroupProgress
-from offbeat.switch.fixed_point import exponents, to_floats, to_integers
+from offbeat.switch.fixed_point import MOST_EXPONENT, exponents, quantize, scales, units
 from offbeat.switch.packet import (
     HEADER_BYTES,
     MAGIC,
@@ -48,11 +51,11 @@ from offbeat.switch.packet import (
     Reason,
     wrapped,
 )
-from offbeat.switch.packet_batch import PacketBatch
+from offbeat.switch.packet_batch import HEADER, PacketBatch
 from offbeat.switch.resend_timer import ResendTimer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -83,30 +86,42 @@ class StreamExchange:
         supplier: the worker whose result all take over; None if it is a sum.
     """
 
-    def __init__(self, values: NDArray[np.float32], shape: JobShape, first: int, clock: int, window: int) -> None:
-        self.clock, self.floor, self.is_taken = clock, clock, False
+    def __init__(self, values: NDArray[np.float32], shape: JobShape, first: int, clock: int) -> None:
+        self.clock, self.floor, self.is_taken, self._workers = clock, clock, False, shape.workers
         chunks = -(-len(values) // shape.values)
         padded = np.zeros((chunks, shape.values), np.float32)
         padded.reshape(-1)[: len(values)] = values
         self._size = len(values)
         self.chunks = padded
-        self.primes = min(chunks, window)
-        self._own = exponents(padded)
+        self.primes = -(-chunks // shape.values)
+        self._exponents = exponents(padded)
         self.place(first)
 
     def place(self, first: int, supplier: int | None = None) -> None:
         """Have it begin with chunk `first`, and know nothing of results."""
-        self.first, self.end, self.supplier = first, first + self.primes + len(self.chunks), supplier
         chunks = len(self.chunks)
+        self.first, self.end, self.supplier = first, first + self.primes + chunks, supplier
+        self._offer(self._exponents if supplier is None else np.full(chunks, ZERO_EXPONENT, np.int8))
         self.agreed = np.full(chunks, ZERO_EXPONENT, np.int8)
-        self.is_known = np.zeros(chunks, np.bool_)
+        self.known = 0  # chunks, from the first on, whose exponents are agreed on
         self.attempts = np.zeros(chunks, np.uint16)
         self.sums = np.zeros_like(self.chunks)
         self.included = np.zeros(chunks, np.uint64)
+        self.has_retries = False
         self.missing = self.primes + chunks
         self.is_in: bool | None = None
         self.contributors = 0
-        self.own = self._own if supplier is None else np.full(chunks, ZERO_EXPONENT, np.int8)
+        self._primed = [False] * self.primes
+        self.headers = np.zeros(self.primes + chunks, HEADER)  # of its packets, but for what changes
+        self.sizes = np.full(self.primes + chunks, HEADER_BYTES, np.int64)
+        self.scale = np.zeros(chunks, np.float32)
+        self.unit = np.zeros(chunks, np.float32)
+
+    def _offer(self, own: NDArray[np.int8]) -> None:
+        """Announce these exponents of its chunks."""
+        self.own = own
+        self.announced = np.zeros((self.primes, self.chunks.shape[1]), np.int32)
+        self.announced.reshape(-1)[: len(own)] = own.astype(np.int32) - ZERO_EXPONENT
 
     def supplied(self, first: int, supplier: int, *, is_supplier: bool) -> StreamExchange:
         """An exchange by which those that lack this one's result get it; this one stays as it is."""
@@ -114,21 +129,8 @@ class StreamExchange:
         other.place(first, supplier)
         if is_supplier:
             other.chunks = self.sums
-            other.own = np.where(self.sums.view(np.int32).any(axis=1), _SUPPLIED, ZERO_EXPONENT).astype(np.int8)
+            other._offer(np.where(self.sums.view(np.int32).any(axis=1), _SUPPLIED, ZERO_EXPONENT).astype(np.int8))
         return other
-
-    def to_integers(self, chunks: NDArray[np.int64], workers: int) -> NDArray[np.int32]:
-        """The integers of some of its chunks, as they are sent."""
-        if self.supplier is not None:
-            return self.chunks[chunks].view(np.int32)
-        return to_integers(self.chunks[chunks], self.agreed[chunks], workers)
-
-    def take_sums(self, chunks: NDArray[np.int64], integers: NDArray[np.int32], workers: int) -> None:
-        """Take in the sums of some chunks, as they have come."""
-        if self.supplier is not None:
-            self.sums[chunks] = integers.view(np.float32)
-        else:
-            self.sums[chunks] = to_floats(integers, self.agreed[chunks], workers)
 
     def finish(self) -> None:
         """Have the total as if the same workers were in all chunks; what was brought is forgotten.
@@ -158,8 +160,56 @@ class StreamExchange:
         return not self.missing
 
     @property
+    def data(self) -> int:
+        """The number of the first chunk of values."""
+        return self.first + self.primes
+
+    @property
     def total(self) -> NDArray[np.float32]:
         return self.sums.reshape(-1)[: self._size]
+
+    def learn(self, prime: int, largest: NDArray[np.int32]) -> None:
+        """Take over the largest exponents [V] that a result says."""
+        at = prime * len(largest)
+        agreed = self.agreed[at : at + len(largest)]
+        agreed[:] = np.clip(largest[: len(agreed)] + ZERO_EXPONENT, ZERO_EXPONENT, MOST_EXPONENT)
+        self._primed[prime] = True
+        while self.known < len(self.agreed) and self._primed[self.known // len(largest)]:
+            known = min(len(self.agreed), self.known + len(largest))
+            self.lay_out(slice(self.known, known))  # the first one has said whether this worker is in
+            self.known = known
+
+    def lay_out(self, chunks: slice | NDArray[np.int64]) -> None:
+        """Write into the headers of chunks with what exponents they are sent, and whether with values."""
+        agreed, own = self.agreed[chunks], self.own[chunks]
+        too_large = (own > agreed) & bool(self.is_in)
+        headers, sizes = self.headers[self.primes :], self.sizes[self.primes :]
+        has_values = ~too_large & (agreed != ZERO_EXPONENT) & bool(self.is_in)
+        if self.supplier is not None:
+            has_values &= own != ZERO_EXPONENT
+        count = self.chunks.shape[1] // VALUES_STEP
+        self.scale[chunks] = np.where(has_values, scales(agreed, self._workers), np.float32(0))
+        self.unit[chunks] = units(agreed, self._workers)
+        headers["exponent"][chunks] = np.where(too_large, own, agreed) if self.is_in else ZERO_EXPONENT
+        headers["flags"][chunks] = VERSION << 4 | np.where(too_large, int(Flag.SATURATED), 0)
+        headers["epoch"][chunks] = self.attempts[chunks]
+        headers["count"][chunks] = np.where(has_values, count, 0)
+        sizes[chunks] = HEADER_BYTES + 4 * VALUES_STEP * headers["count"][chunks].astype(np.int64)
+
+    def write(self, start: int, stop: int, batch: PacketBatch) -> None:
+        """Write the packets of numbers from `start` to `stop` into a batch of as many rows."""
+        index = slice(start - self.first, stop - self.first)
+        batch.header[:] = self.headers[index]
+        batch.sizes[:] = self.sizes[index]
+        primes = max(0, min(stop, self.data) - start)
+        if primes:
+            batch.values[:primes] = self.announced[index.start : index.start + primes]
+        if primes < len(batch) and self.is_in:
+            chunks = slice(max(start, self.data) - self.data, stop - self.data)
+            if self.supplier is None:
+                quantize(self.chunks[chunks], self.scale[chunks], batch.values[primes:])
+            else:
+                batch.values[primes:] = self.chunks[chunks].view(np.int32)
 
 
 class StreamClient:
@@ -209,13 +259,16 @@ class StreamClient:
         self._acked = self._cursor = chunk  # first chunk without a result, first that was never sent
         self._exchanges: deque[StreamExchange] = deque()
         slots = shape.slots
-        self._sent_s = np.zeros(slots)  # by slot, of what is under way
-        self._is_under_way = np.zeros(slots, np.bool_)
+        self._is_under_way = np.zeros(slots, np.bool_)  # by slot, as all of these
         self._is_lost = np.zeros(slots, np.bool_)  # and not sent again yet
+        self._has_values = np.zeros(slots, np.bool_)
         self._was_resent = np.zeros(slots, np.bool_)
         self._is_received = np.zeros(slots, np.bool_)  # of chunks from `_acked` on
         self._overtaken = np.zeros(slots, np.int16)
-        self._only_primes = np.zeros(slots, np.bool_)  # what carries exponents alone
+        self._sent_s = np.full(slots, np.inf)  # infinite for what is not under way
+        self._oldest_s = float("inf")  # no packet under way was sent before
+        self._in_flight = 0  # packets with values that are under way; the others take no room
+        self._losses = self._early = 0  # packets that are lost; received ones behind one that is not
         self._batch = PacketBatch(2 * self.window, shape.values)
         self.has_joined = False
         self.refusal: Reason | None = None
@@ -238,12 +291,13 @@ class StreamClient:
 
         Most of what `begin` does; nobody else has to wait for it.
         """
-        return StreamExchange(values, self.shape, self._next, self._clock, self.window)
+        return self._with_headers(StreamExchange(values, self.shape, self._next, self._clock))
 
     def enqueue(self, exchange: StreamExchange) -> None:
         """Begin an exchange that `next_exchange` has made."""
-        if exchange.first != self._next:  # the job was begun again meanwhile
-            exchange.place(self._next)
+        if exchange.first != self._next or exchange.headers["cookie"][0] != self.cookie:
+            exchange.place(self._next)  # the job was begun again meanwhile
+            self._with_headers(exchange)
         self._next, self._clock = exchange.end, self._clock + 1
         self._exchanges.append(exchange)
         if self._keeps:
@@ -282,7 +336,7 @@ class StreamClient:
             else:
                 exchange.place(self._next, supplier)
             self._next = again.end
-            self._exchanges.append(again)
+            self._exchanges.append(self._with_headers(again))
 
     @property
     def rto_s(self) -> float:
@@ -306,70 +360,86 @@ class StreamClient:
         """Whether no exchange is under way."""
         return not self._exchanges
 
-    @property
-    def _in_flight(self) -> int:
-        """Packets with values that are under way; the others are small, and take no room."""
-        return int((self._is_under_way & ~self._only_primes).sum())
-
     def wake_s(self) -> float:
         """The time when `packets` has something to send again if nothing is received; infinite for never."""
-        if not self._is_under_way.any():
-            return float("inf")
-        return float(self._sent_s[self._is_under_way].min()) + self.rto_s
+        return self._oldest_s + self.rto_s
 
     # -- sending -------------------------------------------------------------------------------------------------
 
     def packets(self, now_s: float) -> PacketBatch:
         """The packets to send now; the batch is used again by the next call."""
-        self._note_late(now_s)
-        in_flight = self._in_flight
-        room = max(0, int(self._allowed) - in_flight)
-        if in_flight and room < self._allowed / _BURSTS:
+        if self._oldest_s + self.rto_s <= now_s:
+            self._note_late(now_s)
+        room = max(0, int(self._allowed) - self._in_flight)
+        if self._in_flight and room < self._allowed / _BURSTS:
             room = 0  # a packet for each result would cost a system call each, here and at the switch
-        again = self._to_send_again(room)
-        first = self._to_send_first(room - len(again), len(self._batch) - len(again))
-        numbers = np.concatenate([again, first])
-        batch = self._batch.first(len(numbers))
-        if not len(numbers):
-            return batch
-        slots = numbers % self.shape.slots
-        self._sent_s[slots], self._is_under_way[slots], self._overtaken[slots] = now_s, True, 0
-        self._was_resent[slots] = numbers < self._cursor - (len(numbers) - len(again))
-        self._is_lost[slots], self._only_primes[slots] = False, False
-        header = batch.header
-        header["magic"], header["kind"], header["job"] = MAGIC, PacketKind.DATA, self.shape.number
-        header["worker"], header["cookie"] = self.worker, self.cookie
-        header["chunk"], header["slot"], header["bitmap"] = numbers % (1 << 32), slots, wrapped(self._acked)
-        header["window_old"] = header["window_new"] = 0
-        for exchange in self._exchanges:
-            mine = (numbers >= exchange.first) & (numbers < exchange.end)
-            if mine.any():
-                self._only_primes[slots[mine]] = numbers[mine] < exchange.first + exchange.primes
-                self._fill(batch, np.flatnonzero(mine), numbers[mine] - exchange.first, exchange)
-        self.sent += len(numbers)
+        written = 0
+        for start, stop in self._to_send_again(room) if self._losses else ():
+            self._write(start, stop, written)
+            self._was_resent[self._slots(start, stop)] = True
+            written += stop - start
+        self.resent += written
+        start, stop = self._cursor, self._to_send_first(room - written, len(self._batch) - written)
+        if start < stop:
+            self._write(start, stop, written)
+            self._cursor, written = stop, written + stop - start
+        batch = self._batch.first(written)
+        if written:
+            self._oldest_s = min(self._oldest_s, now_s)
+            self._sent_s[batch.header["slot"]] = now_s
+            batch.header["bitmap"] = wrapped(self._acked)
+            self.sent += written
         return batch
 
+    def _write(self, start: int, stop: int, row: int) -> None:
+        """Write the packets of some numbers into the batch, from a row on; they are under way then."""
+        for exchange in self._exchanges:
+            one, end = max(start, exchange.first), min(stop, exchange.end)
+            if one < end:
+                at = row + one - start
+                exchange.write(one, end, self._batch.first(at + end - one).behind(at))
+                first = min(max(one, exchange.data), end)
+                self._has_values[self._slots(one, first)] = False
+                self._has_values[self._slots(first, end)] = True
+                self._in_flight += end - first
+        slots = self._slots(start, stop)
+        self._is_under_way[slots] = True
+
+    def _slots(self, start: int, stop: int) -> slice | NDArray[np.int64]:
+        """The slots of consecutive numbers."""
+        first = start % self.shape.slots
+        if (last := first + stop - start) <= self.shape.slots:
+            return slice(first, last)
+        return np.arange(first, last) % self.shape.slots
+
     def _note_late(self, now_s: float) -> None:
-        """Take for lost what was not answered in time, or has been overtaken."""
-        if not self._is_under_way.any():
-            return
-        late = self._is_under_way & (self._sent_s + self.rto_s <= now_s)
+        """Take for lost what was not answered in time."""
+        late = self._sent_s + self.rto_s <= now_s
         if late.any():
             self._timer.expired()
             self._allowed = min(self.window, max(_LEAST_UNDER_WAY, self._allowed / 2))
-        self._lose(late | (self._is_under_way & (self._overtaken >= _OVERTAKEN)))
+            self._lose(late)
+        self._oldest_s = float(self._sent_s.min())
 
     def _lose(self, slots: NDArray[np.bool_]) -> None:
         self._is_lost |= slots
         self._is_under_way &= ~slots
+        self._sent_s[slots] = np.inf
+        self._overtaken[slots] = 0
+        self._losses = int(self._is_lost.sum())
+        self._in_flight = int((self._is_under_way & self._has_values).sum())
 
-    def _to_send_again(self, room: int) -> NDArray[np.int64]:
+    def _to_send_again(self, room: int) -> Iterator[tuple[int, int]]:
+        """The first so many numbers that are lost, as runs from a number to another."""
         slots = np.flatnonzero(self._is_lost)
         numbers = np.sort(self._acked + (slots - self._acked) % self.shape.slots)[:room]
-        self.resent += len(numbers)
-        return numbers
+        self._is_lost[numbers % self.shape.slots] = False
+        self._losses -= len(numbers)
+        for run in np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1):
+            if len(run):
+                yield int(run[0]), int(run[-1]) + 1
 
-    def _to_send_first(self, room: int, most: int) -> NDArray[np.int64]:
+    def _to_send_first(self, room: int, most: int) -> int:
         """Find what was never sent, and is due: as far as there is room, and slots and exponents allow.
 
         What only primes takes no room: a bucket's exponents are on their way while the last one's values are, so that
@@ -378,66 +448,34 @@ class StreamClient:
         Args:
             room: packets with values.
             most: packets.
+
+        Returns:
+            The number behind the last of them.
         """
         end, cursor = min(self._next, self._acked + self.shape.span), self._cursor
         for exchange in self._exchanges:
             if exchange.end <= cursor:
                 continue
-            cursor = max(cursor, min(exchange.first + exchange.primes, end))
-            due = self._due(exchange, cursor, min(end, cursor + room))
+            cursor = max(cursor, min(exchange.data, end))
+            due = max(cursor, min(exchange.data + exchange.known, end, cursor + room))
             room, cursor = room - (due - cursor), due
             if cursor < min(exchange.end, end) or cursor >= end:
                 break
-        start = self._cursor
-        self._cursor = min(cursor, start + most)
-        return np.arange(start, self._cursor, dtype=np.int64)
+        return min(cursor, self._cursor + most)
 
-    @staticmethod
-    def _due(exchange: StreamExchange, cursor: int, end: int) -> int:
-        """The first number from `cursor` to `end` on that is not due, or behind the exchange."""
-        end = min(end, exchange.end)
-        data = exchange.first + exchange.primes
-        if end <= data:
-            return end
-        if exchange.is_in is None:
-            return max(cursor, min(end, data))
-        known = exchange.is_known[max(0, cursor - data) : end - data]
-        return end if known.all() else max(cursor, data) + int(np.argmin(known))
-
-    def _fill(
-        self, batch: PacketBatch, rows: NDArray[np.int64], index: NDArray[np.int64], exchange: StreamExchange
-    ) -> None:
-        """Write packets of one exchange.
-
-        Args:
-            rows: [B] of the batch.
-            index: [B] numbers, counted from the exchange's first.
-        """
-        header, values = batch.header, self.shape.values
-        chunk = index - exchange.primes  # below 0 for those that prime
-        primes = chunk < 0
-        flags = np.where(primes, int(Flag.PRIME), 0) | np.where(index == 0, int(Flag.FIRST), 0)
-        own = np.append(exchange.own, np.int8(ZERO_EXPONENT))
-        header["ahead"][rows] = own[np.minimum(index, len(exchange.own))]
-        header["clock"][rows] = wrapped(exchange.clock)
-        header["exponent"][rows] = ZERO_EXPONENT
-        header["epoch"][rows] = 0
-        header["count"][rows] = 0
-        batch.sizes[rows] = HEADER_BYTES
-        if not primes.all():
-            data = ~primes
-            which, at = chunk[data], rows[data]
-            header["epoch"][at] = exchange.attempts[which]
-            if exchange.is_in:
-                agreed = exchange.agreed[which]
-                too_large = exchange.own[which] > agreed
-                header["exponent"][at] = np.where(too_large, exchange.own[which], agreed)
-                flags[data] |= np.where(too_large, int(Flag.SATURATED), 0)
-                full = ~too_large & (agreed != ZERO_EXPONENT) & (exchange.supplier in (None, self.worker))
-                header["count"][at[full]] = values // VALUES_STEP
-                batch.sizes[at[full]] = HEADER_BYTES + 4 * values
-                batch.values[at[full]] = exchange.to_integers(which[full], self.shape.workers)
-        header["flags"][rows] = VERSION << 4 | flags
+    def _with_headers(self, exchange: StreamExchange) -> StreamExchange:
+        """Write what does not change into the headers of an exchange's packets."""
+        header, primes = exchange.headers, exchange.primes
+        numbers = np.arange(exchange.first, exchange.end)
+        header["magic"], header["kind"], header["job"] = MAGIC, PacketKind.DATA, self.shape.number
+        header["worker"], header["cookie"], header["clock"] = self.worker, self.cookie, wrapped(exchange.clock)
+        header["chunk"], header["slot"] = numbers % (1 << 32), numbers % self.shape.slots
+        header["exponent"], header["flags"] = ZERO_EXPONENT, VERSION << 4
+        header["flags"][:primes] = VERSION << 4 | Flag.PRIME
+        header["flags"][0] = VERSION << 4 | Flag.PRIME | Flag.FIRST
+        header["count"][:primes] = self.shape.values // VALUES_STEP
+        exchange.sizes[:primes] += 4 * self.shape.values
+        return exchange
 
     # -- receiving -----------------------------------------------------------------------------------------------
 
@@ -447,86 +485,128 @@ class StreamClient:
         Raises:
             NumericsError: if a chunk's sum did not fit again and again.
         """
+        if not len(batch):
+            return
+        if not batch.are_all(PacketKind.RESULT, self.shape.number):
+            batch = self._results_among(batch)
+        numbers = self._unwrapped(batch.header["chunk"])
+        if not self._is_awaited_run(numbers):
+            _, which = np.unique(numbers, return_index=True)
+            which = which[self._are_awaited(numbers[which])]
+            batch, numbers = batch.among(which), numbers[which]
+        if not len(numbers):
+            return
+        self._measure(self._slots_of(numbers), now_s)
+        for exchange in self._exchanges:
+            first, last = np.searchsorted(numbers, (exchange.first, exchange.end)).tolist()
+            if first < last:
+                self._take(batch.first(last).behind(first), numbers[first:last], exchange)
+        self._advance()
+        self._note_overtaken(int(numbers[-1]), len(numbers))
+        self._oldest_s = float(self._sent_s.min())
+
+    def _results_among(self, batch: PacketBatch) -> PacketBatch:
+        """Copy those that are results of this job, and take in the others."""
         ours = batch.are_ours(self.shape.number, from_workers=False)
         header = batch.header
         self.has_joined = self.has_joined or bool(((header["kind"] == PacketKind.JOIN_OK) & ours).any())
         if ((header["kind"] == PacketKind.NACK) & ours).any():
             self._refused(header[(header["kind"] == PacketKind.NACK) & ours])
-        wide = np.isin(batch.header["count"], (0, self.shape.values // VALUES_STEP))
-        which = np.flatnonzero(ours & wide & (header["kind"] == PacketKind.RESULT))
-        if not len(which):
-            return
-        numbers = self._unwrapped(header["chunk"][which])
-        _, once = np.unique(numbers, return_index=True)
-        which, numbers = which[once], numbers[once]
-        slots = numbers % self.shape.slots
-        new = (numbers >= self._acked) & (numbers < self._cursor) & ~self._is_received[slots]
-        which, numbers = which[new], numbers[new]
-        if not len(which):
-            return
-        self._measure(numbers % self.shape.slots, now_s)
-        for exchange in self._exchanges:
-            mine = (numbers >= exchange.first) & (numbers < exchange.end)
-            if mine.any():
-                self._take(batch, which[mine], numbers[mine], exchange)
-        under_way = self._is_under_way & (self._numbers_by_slot() < int(numbers.max()))
-        self._overtaken[under_way] += 1 if len(numbers) < _OVERTAKEN else _OVERTAKEN
-        self._advance()
+        return batch.among(ours & (header["kind"] == PacketKind.RESULT))
 
-    def _measure(self, slots: NDArray[np.int64], now_s: float) -> None:
+    def _is_awaited_run(self, numbers: NDArray[np.int64]) -> bool:
+        """Whether numbers follow one another, and no result of them is here: so it is as long as nothing is lost."""
+        if not len(numbers) or numbers[0] < self._acked or numbers[-1] >= self._cursor or not _are_a_run(numbers):
+            return False
+        return not self._early or not self._is_received[self._slots_of(numbers)].any()
+
+    def _are_awaited(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
+        is_received = self._is_received[numbers % self.shape.slots]
+        awaited: NDArray[np.bool_] = (numbers >= self._acked) & (numbers < self._cursor) & ~is_received
+        return awaited
+
+    def _slots_of(self, numbers: NDArray[np.int64]) -> slice | NDArray[np.int64]:
+        """The slots of numbers that grow."""
+        first, last = int(numbers[0]), int(numbers[-1])
+        return self._slots(first, last + 1) if last - first + 1 == len(numbers) else numbers % self.shape.slots
+
+    def _measure(self, slots: slice | NDArray[np.int64], now_s: float) -> None:
         """Learn from answers how long they take, but for those of packets that were sent more than once."""
-        self._allowed = min(self.window, self._allowed + len(slots))
-        once = slots[self._is_under_way[slots] & ~self._was_resent[slots]]
-        if not (primes := self._only_primes[once]).all():
-            once = once[~primes]  # what only primes is small, and says little of how long values take
-        if not len(once):
-            return
-        self._timer.measure(now_s - float(self._sent_s[once].mean()))
+        sent_s = self._sent_s[slots]
+        self._allowed = min(self.window, self._allowed + len(sent_s))
+        # What only primes goes ahead of others, and says little of how long values take.
+        once = sent_s[self._has_values[slots] & ~self._was_resent[slots]]
+        once = once[once < np.inf]
+        if len(once):
+            self._timer.measure(now_s - float(once.mean()))
 
-    def _take(
-        self, batch: PacketBatch, which: NDArray[np.int64], numbers: NDArray[np.int64], exchange: StreamExchange
-    ) -> None:
+    def _take(self, batch: PacketBatch, numbers: NDArray[np.int64], exchange: StreamExchange) -> None:
+        """Take in results of one exchange, ordered by their numbers."""
         header = batch.header
-        index = numbers - exchange.first
-        chunk = index - exchange.primes
-        data = chunk >= 0
-        is_this = ~data
-        is_this[data] = header["epoch"][which[data]] == exchange.attempts[chunk[data]]
-        saturated = is_this & data & (header["flags"][which] & Flag.SATURATED > 0)
-        if saturated.any():
-            wanted = header["exponent"][which[saturated]]
-            self._sum_again(exchange, chunk[saturated], np.maximum(wanted, exchange.agreed[chunk[saturated]] + 1))
-        good = is_this & ~saturated
-        which, index, chunk, data = which[good], index[good], chunk[good], data[good]
-        if not len(which):
-            return
-        first = np.flatnonzero(index == 0)
-        if len(first):
-            at = which[first[0]]
-            exchange.contributors = int(header["bitmap"][at]) | int(header["cookie"][at]) << 32
-            exchange.is_in = bool(exchange.contributors >> self.worker & 1)
-        told = index < len(exchange.own)
-        exchange.agreed[index[told]] = header["ahead"][which[told]]
-        exchange.is_known[index[told]] = True
-        at, chunk = which[data], chunk[data]
-        if len(at):
-            seen = header["bitmap"][at].astype(np.uint64) | header["cookie"][at].astype(np.uint64) << np.uint64(32)
-            exchange.included[chunk] = seen
-            full = header["count"][at] > 0
-            if full.any():
-                exchange.take_sums(chunk[full], batch.values[at[full]], self.shape.workers)
-        exchange.missing -= len(which)
+        count = header["count"]
+        fits = (count == self.shape.values // VALUES_STEP) | (count == 0)
+        primes = int(np.searchsorted(numbers, exchange.data))
+        if header["epoch"].any() or exchange.has_retries:
+            chunk = numbers[primes:] - exchange.data
+            fits[primes:] &= header["epoch"][primes:] == exchange.attempts[chunk]
+        saturated = fits & (header["flags"] & Flag.SATURATED > 0)
+        if saturated[primes:].any():
+            at = primes + np.flatnonzero(saturated[primes:])
+            chunk = numbers[at] - exchange.data
+            self._sum_again(exchange, chunk, np.maximum(header["exponent"][at], exchange.agreed[chunk] + 1))
+            fits[at] = False
+        if not fits.all():
+            batch, numbers = batch.among(fits), numbers[fits]
+            header, primes = batch.header, int(np.searchsorted(numbers, exchange.data))
+        for index in range(primes):
+            if numbers[index] == exchange.first:
+                exchange.contributors = int(header["bitmap"][index]) | int(header["cookie"][index]) << 32
+                exchange.is_in = bool(exchange.contributors >> self.worker & 1)
+        for index in range(primes):
+            largest = batch.values[index] if header["count"][index] else np.zeros_like(batch.values[index])
+            exchange.learn(int(numbers[index]) - exchange.first, largest)
+        if primes < len(numbers):
+            self._take_sums(batch.behind(primes), numbers[primes:] - exchange.data, exchange)
+        exchange.missing -= len(numbers)
+        if len(numbers):
+            self._have_received(self._slots_of(numbers), len(numbers))
         if exchange.is_done:
             exchange.finish()
             self._forget(exchange.floor)
-        slots = (exchange.first + index) % self.shape.slots
-        self._is_received[slots], self._is_under_way[slots], self._is_lost[slots] = True, False, False
-        self.held_up_by = None
 
     def _forget(self, floor: int) -> None:
         """Let go of what all others have, too."""
         while self._kept and self._kept[0].clock < floor:
             self._kept.popleft()
+
+    def _take_sums(self, batch: PacketBatch, chunk: NDArray[np.int64], exchange: StreamExchange) -> None:
+        header = batch.header
+        at: slice | NDArray[np.int64] = chunk
+        if len(chunk) == chunk[-1] - chunk[0] + 1:
+            at = slice(int(chunk[0]), int(chunk[-1]) + 1)
+        exchange.included[at] = header["bitmap"] | header["cookie"].astype(np.uint64) << np.uint64(32)
+        if not header["count"].all():  # chunks of zeros
+            full = header["count"] > 0
+            batch, at = batch.among(full), chunk[full]
+        if exchange.supplier is not None:
+            exchange.sums[at] = batch.values.view(np.float32)
+        elif isinstance(at, slice):
+            sums = exchange.sums[at]
+            np.copyto(sums, batch.values, casting="unsafe")
+            sums *= exchange.unit[at, None]
+        else:
+            exchange.sums[at] = batch.values.astype(np.float32) * exchange.unit[at, None]
+
+    def _have_received(self, slots: slice | NDArray[np.int64], results: int) -> None:
+        """Note that the results of so many slots are here."""
+        self._in_flight -= int((self._is_under_way[slots] & self._has_values[slots]).sum())
+        self._is_received[slots], self._is_under_way[slots], self._was_resent[slots] = True, False, False
+        self._sent_s[slots], self._overtaken[slots] = np.inf, 0
+        if self._losses:
+            self._is_lost[slots] = False
+            self._losses = int(self._is_lost.sum())
+        self._early += results
+        self.held_up_by = None
 
     def _sum_again(self, exchange: StreamExchange, chunk: NDArray[np.int64], exponent: NDArray[np.int8]) -> None:
         """Sum chunks that did not fit again, with larger exponents."""
@@ -536,11 +616,11 @@ class StreamClient:
                 f"Cannot sum a gradient in the switch: after {_MOST_ATTEMPTS} attempts it still does not fit. A worker "
                 "sends other values than it announces; use Elastic(), which adds floats - at `plan.fabric`."
             )
-        exchange.agreed[chunk] = exponent
+        exchange.agreed[chunk], exchange.has_retries = exponent, True
+        exchange.lay_out(chunk)
         again = np.zeros(self.shape.slots, np.bool_)
         again[(exchange.first + exchange.primes + chunk) % self.shape.slots] = True
-        self._lose(again & self._is_under_way)
-        self._is_lost |= again
+        self._lose(again)
 
     def _refused(self, header: NDArray[np.void]) -> None:
         for one in header:
@@ -559,20 +639,32 @@ class StreamClient:
 
     def _advance(self) -> None:
         """Pass over chunks whose results are here, and exchanges that are done."""
-        ahead = (self._acked + np.arange(self._cursor - self._acked)) % self.shape.slots
-        received = self._is_received[ahead]
-        done = len(received) if received.all() else int(np.argmin(received))
-        self._is_received[ahead[:done]] = False
-        self._acked += done
+        received = self._is_received[self._slots(self._acked, self._acked + self._early)]
+        done = self._early if received.all() else int(np.argmin(received))
+        self._is_received[self._slots(self._acked, self._acked + done)] = False
+        self._acked, self._early = self._acked + done, self._early - done
         while self._exchanges and self._exchanges[0].is_done:
             self._exchanges.popleft()
 
-    def _numbers_by_slot(self) -> NDArray[np.int64]:
-        """[slots] the number, from the first without a result on, that each slot serves."""
-        slots = np.arange(self.shape.slots)
-        return self._acked + (slots - self._acked) % self.shape.slots
+    def _note_overtaken(self, newest: int, results: int) -> None:
+        """Take for lost what results of later numbers have overtaken.
+
+        Args:
+            newest: the last number of those whose results have come now.
+            results: how many have.
+        """
+        if self._acked > newest:
+            return
+        missed = np.arange(self._acked, newest) % self.shape.slots
+        self._overtaken[missed[self._is_under_way[missed]]] += min(results, _OVERTAKEN)
+        if (overtaken := self._overtaken >= _OVERTAKEN).any():
+            self._lose(overtaken)
 
     def _unwrapped(self, chunk: NDArray[np.uint32]) -> NDArray[np.int64]:
         """Numbers as they are counted here, of those in packets, which wrap around."""
         ahead = (chunk.astype(np.int64) - self._acked + (1 << 31)) % (1 << 32) - (1 << 31)
         return self._acked + ahead
+
+
+def _are_a_run(numbers: NDArray[np.int64]) -> bool:
+    return bool((numbers[1:] == numbers[:-1] + 1).all())

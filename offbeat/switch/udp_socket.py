@@ -38,6 +38,32 @@ _SO_NO_CHECK = 11
 _OF_OTHERS = (errno.ECONNREFUSED, errno.EMSGSIZE, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
+class _Messages:
+    """The arguments of a system call for many datagrams: where their rows lie, their sizes, and their addresses."""
+
+    def __init__(self) -> None:
+        messages, iovecs = np.zeros(_AT_ONCE, _MESSAGE), np.zeros(_AT_ONCE, _IOVEC)
+        self._steps = np.arange(_AT_ONCE, dtype=np.uint64)
+        self.addresses = np.zeros(_AT_ONCE, _ADDRESS)
+        messages["iovec"] = iovecs.ctypes.data + self._steps * np.uint64(_IOVEC.itemsize)
+        messages["iovecs"] = 1
+        messages["name"] = self.addresses.ctypes.data + self._steps * np.uint64(_ADDRESS.itemsize)
+        self.start = messages.ctypes.data
+        self.name, self.name_size, self.received = messages["name"], messages["name_size"], messages["received"]
+        self._base, self.size = iovecs["base"], iovecs["size"]
+        self._rows = (0, 0)  # where those lie that `_base` points to in their order, and how far apart
+
+    def lay_out(self, batch: PacketBatch, which: NDArray[np.int64] | None = None) -> None:
+        """Point to the rows of a batch; None for all of them, in order."""
+        rows = (batch.rows.ctypes.data, batch.rows.strides[0])
+        if which is not None:
+            self._base[: len(which)] = rows[0] + which.astype(np.uint64) * np.uint64(rows[1])
+            rows = (0, 0)
+        elif self._rows != rows:
+            self._base[:] = rows[0] + self._steps * np.uint64(rows[1])
+        self._rows = rows
+
+
 class UdpSocket:
     """A UDP socket over IPv4 that never blocks.
 
@@ -60,13 +86,8 @@ class UdpSocket:
         except OSError as error:
             self._sock.close()
             raise NetworkError(f"Cannot open UDP port {port} on {host}: {error.strerror}. Choose another.") from error
-        self._messages = np.zeros(_AT_ONCE, _MESSAGE)
-        self._iovecs = np.zeros(_AT_ONCE, _IOVEC)
-        self._addresses = np.zeros(_AT_ONCE, _ADDRESS)
-        steps = np.arange(_AT_ONCE, dtype=np.uint64)
-        self._messages["iovec"] = self._iovecs.ctypes.data + steps * np.uint64(_IOVEC.itemsize)
-        self._messages["iovecs"] = 1
-        self._messages["name"] = self._addresses.ctypes.data + steps * np.uint64(_ADDRESS.itemsize)
+        self._in, self._out = _Messages(), _Messages()
+        self._peer: NDArray[np.uint64] | None = None  # once it is connected: the same for each datagram
         self.dropped = 0  # datagrams that the kernel had no room for when they were sent
 
     def connect(self, host: str, port: int) -> int:
@@ -79,7 +100,10 @@ class UdpSocket:
             self._sock.connect((host, port))
         except OSError as error:
             raise NetworkError(f"Cannot send datagrams to {host}:{port}: {error.strerror}.") from error
-        return address_of(*self._sock.getpeername())
+        self._in.name[:] = self._out.name[:] = 0
+        peer = address_of(*self._sock.getpeername())
+        self._peer = np.full(_AT_ONCE, peer, np.uint64)
+        return peer
 
     @property
     def port(self) -> int:
@@ -101,46 +125,55 @@ class UdpSocket:
             row has a size above it.
         """
         most = min(len(batch), _AT_ONCE)
-        rows = batch.rows
-        self._iovecs["base"][:most] = rows.ctypes.data + np.arange(most, dtype=np.uint64) * np.uint64(rows.strides[0])
-        self._iovecs["size"][:most] = rows.shape[1]
-        self._messages["name_size"][:most] = _ADDRESS.itemsize
+        messages = self._in
+        messages.lay_out(batch)
+        messages.size[:most] = batch.rows.shape[1]
+        if self._peer is None:
+            messages.name_size[:most] = _ADDRESS.itemsize
         flags = socket.MSG_DONTWAIT | socket.MSG_TRUNC
-        count = _libc.recvmmsg(self._sock.fileno(), ctypes.c_void_p(self._messages.ctypes.data), most, flags, None)
+        count = _libc.recvmmsg(self._sock.fileno(), ctypes.c_void_p(messages.start), most, flags, None)
         if count < 0:
             # Errors of datagrams that were sent come back here: nobody listens there any more, or not yet.
             if (code := ctypes.get_errno()) not in (errno.EAGAIN, errno.EINTR, *_OF_OTHERS):
                 raise NetworkError(f"Cannot receive datagrams: {os.strerror(code)}.")
             count = 0
         batch = batch.first(count)
-        batch.sizes[:] = self._messages["received"][:count]
-        found = self._addresses[:count]
+        batch.sizes[:] = messages.received[:count]
+        if self._peer is not None:
+            return batch, self._peer[:count]
+        found = messages.addresses[:count]
         return batch, found["host"].astype(np.uint64) << np.uint64(16) | found["port"].astype(np.uint64)
 
     def send(self, batch: PacketBatch, to: NDArray[np.uint64], rows: NDArray[np.int64] | None = None) -> None:
         """Send datagrams; what the kernel has no room for is dropped, as on a network.
 
         Args:
-            to: [K] where each goes, see `address_of`.
+            to: [K] where each goes, see `address_of`; to the peer, whatever it says, if there is one.
             rows: [K] which packet of the batch goes there; None for each one once, in order.
         """
+        messages = self._out
+        if self._peer is not None and rows is None and len(batch) <= _AT_ONCE:
+            messages.lay_out(batch)
+            messages.size[: len(batch)] = batch.sizes
+            self._send_some(len(batch))
+            return
         rows = np.arange(len(batch)) if rows is None else rows
-        base, stride = batch.rows.ctypes.data, batch.rows.strides[0]
         for start in range(0, len(rows), _AT_ONCE):
             some, where = rows[start : start + _AT_ONCE], to[start : start + _AT_ONCE]
             count = len(some)
-            self._iovecs["base"][:count] = base + some.astype(np.uint64) * np.uint64(stride)
-            self._iovecs["size"][:count] = batch.sizes[some]
-            self._addresses["family"][:count] = socket.AF_INET
-            self._addresses["port"][:count] = where & np.uint64(0xFFFF)
-            self._addresses["host"][:count] = where >> np.uint64(16)
-            self._messages["name_size"][:count] = _ADDRESS.itemsize
+            messages.lay_out(batch, some)
+            messages.size[:count] = batch.sizes[some]
+            if self._peer is None:
+                messages.addresses["family"][:count] = socket.AF_INET
+                messages.addresses["port"][:count] = where & np.uint64(0xFFFF)
+                messages.addresses["host"][:count] = where >> np.uint64(16)
+                messages.name_size[:count] = _ADDRESS.itemsize
             self._send_some(count)
 
     def _send_some(self, count: int) -> None:
         sent = 0
         while sent < count:
-            at = self._messages.ctypes.data + sent * _MESSAGE.itemsize
+            at = self._out.start + sent * _MESSAGE.itemsize
             done = _libc.sendmmsg(self._sock.fileno(), ctypes.c_void_p(at), count - sent, socket.MSG_DONTWAIT)
             if done > 0:
                 sent += done

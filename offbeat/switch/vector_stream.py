@@ -54,7 +54,6 @@ class VectorStream:
         self.flags = np.zeros(slots, np.uint8)
         self.seen = np.zeros(slots, np.uint64)
         self.exponent = np.full(slots, ZERO_EXPONENT, np.int8)
-        self.ahead = np.full(slots, ZERO_EXPONENT, np.int8)
         self.has_values = np.zeros(slots, np.bool_)
         self.is_complete = np.zeros(slots, np.bool_)
         self.values = np.zeros((slots, shape.values), np.int32)
@@ -187,7 +186,7 @@ class VectorStream:
         self.is_used[own], self.is_complete[own], self.has_values[own] = True, False, False
         self.chunk[own], self.clock[own], self.attempt[own] = header["chunk"], header["clock"], header["epoch"]
         self.flags[own], self.seen[own] = header["flags"] & (_FIRST | _PRIME), 0
-        self.exponent[own] = self.ahead[own] = ZERO_EXPONENT
+        self.exponent[own] = ZERO_EXPONENT
 
     def _add(
         self, batch: PacketBatch, at: NDArray[np.int64], one: NDArray[np.void], slots: NDArray[np.int64],
@@ -196,20 +195,22 @@ class VectorStream:
         if not len(at):
             return
         self.exponent[slots] = np.maximum(self.exponent[slots], one["exponent"])
-        self.ahead[slots] = np.maximum(self.ahead[slots], one["ahead"])
         self.flags[slots] |= one["flags"] & _SATURATED
         self.seen[slots] |= bits
         full = one["count"] > 0
         at, slots = at[full], slots[full]
         if not len(at):
             return
-        begun = self.has_values[slots]
-        first, more = slots[~begun], slots[begun]
-        self.values[first] = batch.values[at[~begun]]
-        self.has_values[first] = True
+        begun, primes = self.has_values[slots], self.flags[slots] & _PRIME > 0
+        self.has_values[slots] = True
+        if primes.any():
+            self.values[slots[primes & ~begun]] = 0
+            self.values[slots[primes]] = np.maximum(self.values[slots[primes]], batch.values[at[primes]])
+        self.values[slots[~begun & ~primes]] = batch.values[at[~begun & ~primes]]
+        more = slots[begun & ~primes]
         if not len(more):
             return
-        addends, sums = batch.values[at[begun]], self.values[more]
+        addends, sums = batch.values[at[begun & ~primes]], self.values[more]
         total = sums + addends  # wraps around where it does not fit
         overflown = ((sums ^ total) & (addends ^ total)) < 0
         if overflown.any():
@@ -263,9 +264,7 @@ class VectorStream:
         seen = self.seen[slots]
         header["cookie"], header["bitmap"] = seen >> np.uint64(32), seen & np.uint64(0xFFFFFFFF)
         header["clock"], header["chunk"], header["slot"] = self.clock[slots], self.chunk[slots], slots
-        header["epoch"], header["exponent"], header["ahead"] = (
-            self.attempt[slots], self.exponent[slots], self.ahead[slots],
-        )  # fmt: skip
+        header["epoch"], header["exponent"] = self.attempt[slots], self.exponent[slots]
         full = self.has_values[slots]
         batch.values[full] = self.values[slots[full]]
         batch.sizes[:] = HEADER_BYTES + np.where(full, 4 * self._shape.values, 0)

@@ -79,7 +79,7 @@ class StreamPlay:
                 state.admit(worker, 100 + worker, chunk=start)
                 state.members[worker].port = worker
             self.clients.append(StreamClient(shape, worker, 100 + worker, window=4, chunk=start))
-        sizes = [chance.randint(1, 5 * VALUES) for _ in range(chance.randint(1, 4))]
+        sizes = [chance.randint(1, chance.choice([5, 5, 5, 40]) * VALUES) for _ in range(chance.randint(1, 4))]
         self.vectors = [
             [numbers.normal(size=size).astype(np.float32) * np.float32(10.0 ** chance.randint(-3, 3)) for size in sizes]
             for _ in range(self.workers)

@@ -53,7 +53,7 @@ def replayed(play: type[StreamPlay] | type[TablePlay], seeds: range) -> int:
 
 @pytest.mark.parametrize("play", [StreamPlay, TablePlay])
 def test_it_answers_every_packet_as_the_model_does(play: type[StreamPlay] | type[TablePlay]) -> None:
-    assert replayed(play, range(100)) > 4000
+    assert replayed(play, range(100)) > 3600
 
 
 @pytest.mark.slow

@@ -27,7 +27,6 @@ packets = st.builds(
     epoch=shorts,
     bitmap=words,
     exponent=signed,
-    ahead=signed,
     window_old=bytes_,
     window_new=bytes_,
     flags=st.builds(Flag, st.integers(0, 15)),

@@ -226,7 +226,7 @@ class KernelPlane:
         packet = Packet(
             PacketKind.RESULT, job.shape.number, ALL, cookie=seen >> 32, clock=int(slot["clock"]),
             chunk=int(slot["chunk"]), slot=index, epoch=int(slot["attempt"]), bitmap=seen & 0xFFFFFFFF,
-            exponent=int(slot["exponent"]), ahead=int(slot["ahead"]), flags=Flag(int(slot["flags"])), values=values,
+            exponent=int(slot["exponent"]), flags=Flag(int(slot["flags"])), values=values,
         )  # fmt: skip
         self._tell(job, packet)
 

@@ -38,8 +38,8 @@ def slot_of(values: int) -> np.dtype[Any]:
     return np.dtype(
         [
             ("lock", "<u4"), ("chunk", "<u4"), ("clock", "<u4"), ("attempt", "<u2"), ("flags", "u1"),
-            ("is_used", "u1"), ("is_complete", "u1"), ("has_values", "u1"), ("exponent", "i1"), ("ahead", "i1"),
-            ("unused", "<u4"), ("seen", "<u8"), ("values", "<i4", values),
+            ("is_used", "u1"), ("is_complete", "u1"), ("has_values", "u1"), ("exponent", "i1"),
+            ("unused", "u1", 5), ("seen", "<u8"), ("values", "<i4", values),
         ]
     )  # fmt: skip
 

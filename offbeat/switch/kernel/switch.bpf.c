@@ -50,8 +50,8 @@ struct header {
 	__u32 cookie, clock, chunk;
 	__u16 slot, epoch;
 	__u32 bitmap;
-	__s8 exponent, ahead;
-	__u8 window_old, window_new;
+	__s8 exponent;
+	__u8 unused, window_old, window_new;
 };
 
 struct ethernet { /* addresses as numbers of 16 bits: that is how they are aligned */
@@ -98,8 +98,8 @@ struct slot {
 	__u32 chunk, clock;
 	__u16 attempt;
 	__u8 flags, is_used, is_complete, has_values;
-	__s8 exponent, ahead;
-	__u32 unused;
+	__s8 exponent;
+	__u8 unused[5];
 	__u64 seen;
 	__s32 values[MOST_VALUES];
 };
@@ -126,6 +126,7 @@ struct todo {
 	__u32 blocks; /* to go through */
 	__s32 keeps; /* -1 if there are values, 0 if they are still zeros */
 	__s32 takes; /* -1 if scratch counts, 0 to read values only */
+	__s32 compares; /* -1 to keep the largest, 0 to add */
 };
 
 /* What a CPU has in hand: far more than fits a stack. */
@@ -311,7 +312,7 @@ static __always_inline void answer(struct header *h, __u8 kind, __u8 worker)
 	h->worker = worker;
 	h->count = 0;
 	h->cookie = h->bitmap = 0;
-	h->exponent = h->ahead = 0;
+	h->exponent = h->unused = 0;
 	h->window_old = h->window_new = 0;
 }
 
@@ -445,12 +446,13 @@ static __always_inline int on_look(struct __sk_buff *skb, struct scratch *s, str
 
 /* -- sums ------------------------------------------------------------------------------------------------------- */
 
-/* values += scratch, within 32 bits, and scratch = values, as its `todo` says; whether a sum did not fit. */
+/* values += scratch, within 32 bits, or the larger of both; and scratch = values, as its `todo` says. Whether a sum did
+ * not fit. */
 static __always_inline __u32 add_to(__s32 *values, struct scratch *scratch)
 {
 	volatile struct todo *todo = &scratch->todo;
 	__u32 overflows = 0, blocks = todo->blocks;
-	__s32 keeps = todo->keeps, takes = todo->takes;
+	__s32 keeps = todo->keeps, takes = todo->takes, compares = todo->compares;
 
 	for (__u32 block = 0; block < MOST_BLOCKS; block++) {
 		if (block >= blocks)
@@ -459,12 +461,16 @@ static __always_inline __u32 add_to(__s32 *values, struct scratch *scratch)
 		for (__u32 i = 0; i < BLOCK; i++) {
 			__u32 at = block * BLOCK + i;
 			__u32 a = values[at] & keeps, b = scratch->values[at] & takes, total = a + b;
-			__u32 over = (a ^ total) & (b ^ total);
+			__u32 over = (a ^ total) & (b ^ total), larger;
+			__s64 less;
 			__u32 clamped = ((__u32)((__s32)b >> 31)) ^ 0x7fffffff, is_over = (__u32)((__s32)over >> 31);
 
 			asm("" : "+r"(is_over)); /* no branch: the verifier would follow both, at each value */
-			overflows |= over;
+			overflows |= over & ~compares;
 			total = (total & ~is_over) | (clamped & is_over);
+			less = (__s64)(__s32)a - (__s32)b;
+			larger = a - (__u32)(less & (less >> 63));
+			total = (total & ~compares) | (larger & compares);
 			values[at] = total;
 			scratch->values[at] = total;
 		}
@@ -481,6 +487,7 @@ static __always_inline void plan(struct scratch *scratch, __u32 blocks, __s32 ke
 	todo->blocks = blocks;
 	todo->keeps = keeps;
 	todo->takes = takes;
+	todo->compares = 0;
 }
 
 /* Whether all are in a slot's sum that are to be. */
@@ -534,18 +541,17 @@ static __always_inline void decide(
 		slot->attempt = in->epoch;
 		slot->flags = in->flags & (FIRST | PRIME);
 		slot->is_complete = slot->has_values = 0;
-		slot->exponent = slot->ahead = ZERO_EXPONENT;
+		slot->exponent = ZERO_EXPONENT;
 		slot->seen = 0;
 	}
 	todo->keeps = -(__s32)slot->has_values;
+	todo->compares = -(__s32)(slot->flags >> 1 & 1); /* PRIME */
 	if (slot->is_complete) {
 		todo->to = in->worker;
 	} else {
 		if (!(slot->seen & bit) && is_in) {
 			if (in->exponent > slot->exponent)
 				slot->exponent = in->exponent;
-			if (in->ahead > slot->ahead)
-				slot->ahead = in->ahead;
 			slot->flags |= in->flags & SATURATED;
 			slot->seen |= bit;
 			if (in->count) {
@@ -602,7 +608,6 @@ static __always_inline int on_data(
 	kept->chunk = slot->chunk;
 	kept->clock = slot->clock;
 	kept->exponent = slot->exponent;
-	kept->ahead = slot->ahead;
 	kept->flags = VERSION << 4 | slot->flags;
 	bpf_spin_unlock(&slot->lock);
 
@@ -632,7 +637,6 @@ static __always_inline int on_data(
 	h->epoch = kept->epoch;
 	h->bitmap = (__u32)seen;
 	h->exponent = kept->exponent;
-	h->ahead = kept->ahead;
 	h->flags = kept->flags;
 	h->window_old = h->window_new = 0;
 	if (fill(skb, s))

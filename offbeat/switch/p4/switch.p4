@@ -139,7 +139,7 @@ header message_t {
     bit<16> epoch;
     bit<32> bitmap;
     bit<8> exponent;
-    bit<8> ahead;
+    bit<8> unused;
     bit<8> window_old;
     bit<8> window_new;
 }
@@ -272,7 +272,6 @@ control Ingress(inout headers_t hdr, inout metadata_t meta, inout standard_metad
     register<bit<32>>(CELLS) slot_clock;
     register<bit<16>>(CELLS) slot_attempt;
     register<bit<8>>(CELLS) slot_exponent;
-    register<bit<8>>(CELLS) slot_ahead;
     register<bit<32>>(CELLS) slot_seen;
 
     /* Of each exchange: who contributes. */
@@ -421,7 +420,7 @@ control Ingress(inout headers_t hdr, inout metadata_t meta, inout standard_metad
         hdr.message.epoch = 0;
         hdr.message.bitmap = 0;
         hdr.message.exponent = 0;
-        hdr.message.ahead = 0;
+        hdr.message.unused = 0;
         hdr.message.window_old = 0;
         hdr.message.window_new = 0;
     }
@@ -512,6 +511,7 @@ control Ingress(inout headers_t hdr, inout metadata_t meta, inout standard_metad
                     bit<32> over;
                     bit<32> keeps = 0; /* ONES if there are values, 0 if they are still zeros */
                     bit<32> takes = 0; /* ONES if the packet's values count, 0 to read values only */
+                    bit<32> compares = 0; /* ONES to keep the larger of both, 0 to add */
                     bit<32> cell = 0;
                     bit<8> flags = 0; /* of the cell */
                     bool passes = false; /* whether values are looked at */
@@ -647,7 +647,6 @@ control Ingress(inout headers_t hdr, inout metadata_t meta, inout standard_metad
                     bit<32> clock = hdr.message.clock;
                     bit<16> attempt = hdr.message.epoch;
                     bit<8> exponent = NO_EXPONENT;
-                    bit<8> ahead = NO_EXPONENT;
                     bit<32> seen = 0;
                     bool is_stored = false; /* whether the cell has changed */
                     if (meta.reason != NONE) {
@@ -720,16 +719,15 @@ control Ingress(inout headers_t hdr, inout metadata_t meta, inout standard_metad
                                 cell_flags.read(flags, cell);
                                 slot_clock.read(clock, cell);
                                 slot_exponent.read(exponent, cell);
-                                slot_ahead.read(ahead, cell);
                                 slot_seen.read(seen, cell);
                             }
                             keeps = (flags & HAS_VALUES) != 0 ? ONES : 0;
+                            compares = (flags & PRIME) != 0 ? ONES : 0;
                             if ((flags & COMPLETE) != 0) {
                                 meta.to = TO_SENDER;
                             } else {
                                 if ((seen & meta.mask) == 0 && is_in) {
                                     exponent = ABOVE(hdr.message.exponent, exponent) ? hdr.message.exponent : exponent;
-                                    ahead = ABOVE(hdr.message.ahead, ahead) ? hdr.message.ahead : ahead;
                                     flags = flags | (given & SATURATED);
                                     seen = seen | meta.mask;
                                     if (hdr.values.isValid()) {
@@ -795,17 +793,20 @@ control Ingress(inout headers_t hdr, inout metadata_t meta, inout standard_metad
                         is_stored = passes;
                     }
 
-                    /* The values: each is added within 32 bits, kept, and put into the packet. */
+                    /* The values: each is added within 32 bits, or compared, kept, and put into the packet. */
                     bit<32> overflows = 0;
                     if (passes) {
                         bit<32> kept;
                         bit<32> addend;
                         bit<32> total;
+                        bit<32> larger;
                         hdr.values.setValid();
 #define ADD(i) sum##i.read(kept, cell); kept = kept & keeps; addend = SWAP32(hdr.values.v##i); \
-               addend = addend & takes; total = kept + addend; over = (kept ^ total) & (addend ^ total); \
+               addend = addend & takes; larger = (kept ^ HALF) > (addend ^ HALF) ? kept : addend; \
+               total = kept + addend; over = (kept ^ total) & (addend ^ total) & ~compares; \
                overflows = overflows | over; kept = addend < HALF ? 32w0x7FFFFFFF : HALF; \
-               total = over < HALF ? total : kept; sum##i.write(cell, total); hdr.values.v##i = SWAP32(total);
+               total = over < HALF ? total : kept; total = compares != 0 ? larger : total; \
+               sum##i.write(cell, total); hdr.values.v##i = SWAP32(total);
                         EACH(ADD)
                     }
                     if (overflows >= HALF) {
@@ -820,7 +821,6 @@ control Ingress(inout headers_t hdr, inout metadata_t meta, inout standard_metad
                         slot_clock.write(cell, clock);
                         slot_attempt.write(cell, attempt);
                         slot_exponent.write(cell, exponent);
-                        slot_ahead.write(cell, ahead);
                         slot_seen.write(cell, seen);
                     }
                     if (is_duplicate) {
@@ -840,7 +840,6 @@ control Ingress(inout headers_t hdr, inout metadata_t meta, inout standard_metad
                             hdr.message.epoch = attempt;
                             hdr.message.bitmap = seen;
                             hdr.message.exponent = exponent;
-                            hdr.message.ahead = ahead;
                         } else if (meta.answer == INC_OK) {
                             hdr.message.flags = flags[3:0];
                             hdr.message.slot = 0;
