@@ -222,10 +222,12 @@ class SwitchTable:
         told = self._session.ask(lambda number: SetSwitchStrategy(number, self.job, strategy, plan))
         if not isinstance(told, SwitchStrategySet) or not told.is_set:
             return False
-        window = strategy.window_in(self._client.shape.ring)
-        windows = Windows(self._client.windows.new, window, told.effective, told.epoch)
-        self._known = _KnownPolicy(strategy, plan, windows)
+        self._know(strategy, plan, told)
         return True
+
+    def _know(self, strategy: Strategy, plan: str, told: SwitchStrategySet | SwitchPlan) -> None:
+        window = strategy.window_in(self._client.shape.ring)
+        self._known = _KnownPolicy(strategy, plan, Windows(told.window_old, window, told.effective, told.epoch))
 
     def new_plan(self) -> str:
         """The plan whose policy has come to hold for this worker since the last call, as TOML; "" for none.
@@ -241,7 +243,8 @@ class SwitchTable:
         # Else it is yet another one, which does not hold here yet.
         if told.epoch == self._epoch or is_newer(told.effective, self._client.clock):
             return ""
-        self._epoch, self._known = told.epoch, _KnownPolicy(told.strategy, told.plan, windows)
+        self._epoch = told.epoch
+        self._know(told.strategy, told.plan, told)
         return told.plan
 
 

@@ -171,12 +171,14 @@ class SwitchStrategySet(msgspec.Struct, tag=True, frozen=True):
         is_set: False while the change before is not in effect for all workers: ask again.
         effective: the first clock that it decides about.
         epoch: counts changes.
+        window_old: that decides about the clocks before.
     """
 
     request: _Number
     is_set: bool
     effective: _Number = 0
     epoch: _Number = 0
+    window_old: _Window = 0
 
 
 class GetSwitchPlan(msgspec.Struct, tag=True, frozen=True):
@@ -194,6 +196,7 @@ class SwitchPlan(msgspec.Struct, tag=True, frozen=True):
     plan: Text
     epoch: _Number
     effective: _Number
+    window_old: _Window
 
 
 class GetSwitchStatus(msgspec.Struct, tag=True, frozen=True):

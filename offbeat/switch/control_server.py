@@ -224,13 +224,14 @@ class ControlServer:
         if windows is None:
             return SwitchStrategySet(message.request, is_set=False)
         job.strategy, job.plan, job.windows = strategy, message.plan, windows
-        return SwitchStrategySet(message.request, True, windows.effective, windows.epoch)
+        return SwitchStrategySet(message.request, True, windows.effective, windows.epoch, windows.old)
 
     def plan(self, peer: SwitchPeer, message: GetSwitchPlan) -> FromSwitch:
         """Tell which plan's policy was set last."""
         if (job := self._known(peer, message.job)) is None:
             return SwitchRefused(message.request, f"Cannot tell the plan of {message.job!r}: there is no such job.")
-        return SwitchPlan(message.request, job.strategy, job.plan, job.windows.epoch, job.windows.effective)
+        windows = job.windows
+        return SwitchPlan(message.request, job.strategy, job.plan, windows.epoch, windows.effective, windows.old)
 
     def status(self, message: GetSwitchStatus) -> FromSwitch:
         """Tell what is known of all jobs."""
