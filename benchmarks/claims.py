@@ -248,6 +248,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim(POINTS, "ssp(8)", "bsp", at_least=-0.005),
     ),
     "innetwork_swap": (Claim(JUMP, "swapped three times", "bsp", at_most=0),),
+    "innetwork_faults": tuple(Claim(COST, row, at_most=1.5) for row in ("bsp", "ssp(8)")),
     "swap": (Claim(JUMP, "swapped five times", "bsp, served", at_most=0),),
     "accuracy_mnist": (Claim(NEVER, "", at_most=0),),
     "accuracy_chars": (Claim(NEVER, "", at_most=0),),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from benchmarks.cell import WORKERS
 from benchmarks.faults import CASES, POLICIES, RESULT, STEP, Cell, Result, applies, read, why_not, why_not_elastic
-from offbeat.fault_spec import Target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from offbeat.fault_spec import Target
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/faults.md"
 _HEAD = """# What survives what
@@ -49,7 +50,7 @@ def page(result: Result) -> str:
     head = _HEAD.format(workers=WORKERS, step=STEP, timeout_s=result.timeout_s)
     how = f" {result.conditions}" if result.conditions else ""
     measured = f"\nMeasured on {result.date} with torch {result.versions['torch']} on {hardware}.{how}\n"
-    parts = [head, measured, *(_section(result, target) for target in get_args(Target))]
+    parts = [head, measured, *(_section(result, target) for target in _TITLES)]
     return "".join([*parts, _does_not_apply(), _seen(result.cells)])
 
 

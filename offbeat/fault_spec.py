@@ -1,8 +1,8 @@
 """Descriptions of faults: what goes wrong, at which worker and step. `offbeat.testing.faults` makes it happen.
 
-A fault strikes when the named worker begins a step, at that worker, or at a shard of its parameter server: then the
-worker's step only says when. It is written down before it strikes, so that whoever asked for it can see that it did:
-a fault that never fires proves nothing.
+A fault strikes when the named worker begins a step, at that worker, or at a shard of its parameter server, or at the
+switch that sums its gradients: then the worker's step only says when. It is written down before it strikes, so that
+whoever asked for it can see that it did: a fault that never fires proves nothing.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ come twice, or after those behind them; what was sent before comes on another co
 connection."""
 Stranger = Literal["wrong-token", "wrong-version", "wrong-certificate"]
 """Somebody dials the server who may not."""
-Target = Literal["worker", "server", "coordinator"]
-Part = Literal["a server", "room for new workers", "others that continue"]
+Target = Literal["worker", "server", "coordinator", "switch"]
+Part = Literal["a server", "a switch", "room for new workers", "others that continue"]
 """What a job may have, and some faults take: see `Fault.takes`."""
 AGE = 5
 FAULTS, LOG, ASKED = "OFFBEAT_FAULTS", "OFFBEAT_FAULTS_LOG", "OFFBEAT_FAULTS_ASKED"
@@ -52,8 +52,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         kind: one of `Process`, `Script`, `Link` and `Stranger`.
         seconds: for how long, where it lasts.
         factor: how many times slower, where something is slow.
-        target: what it strikes: that worker, the first shard of the server, or the last one. Of links: those of the
-            worker to all shards, or of all workers to that shard.
+        target: what it strikes: that worker, the first shard of the server, or the last one, or the switch, which is
+            started again. Of links: those of the worker to all shards, or of all workers to that shard.
 
     >>> Fault(worker=2, step=20, kind="sigstop", seconds=3.0).words
     'sigstop of worker 2 for 3 s at its step 20'
@@ -81,6 +81,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             return "others that continue"
         if self.kind == "join":
             return "room for new workers"
+        if self.target == "switch":
+            return "a switch"
         if self.target != "worker" or self.kind in (*PASSING, *get_args(Stranger)):
             return "a server"
         return None
@@ -94,16 +96,22 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def changes_sum(self) -> bool:
         """Whether parameters may become another sum than that of all gradients, and rightly so.
 
-        A worker ends or joins, a gradient is another, somebody may be given up, or a server goes on from a snapshot.
+        A worker ends or joins, a gradient is another, somebody may be given up, or a server goes on from a snapshot. To
+        a switch that was killed all bring back what they had added.
         """
         long = self.kind in LASTING and self.seconds >= _GIVEN_UP_S
-        killed = self.target != "worker" and self.kind == "sigkill"
+        killed = self.target in ("server", "coordinator") and self.kind == "sigkill"
         return self.ends or long or killed or self.kind in ("join", "nan", "inf", "huge", "stale")
 
     @property
     def on_links(self) -> bool:
         """Whether it happens to whole links, for a while, whatever passes there."""
         return self.kind in get_args(Link) and self.kind not in PASSING
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether a worker asks the lab for it, whose network and switch they are."""
+        return self.on_links or self.target == "switch"
 
     def check(self, path: str = "fault") -> None:
         """Refuse what cannot be.
@@ -118,6 +126,11 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ScenarioError(
                 f"Cannot have {self.kind!r} strike the {self.target}: it happens within a training script. Leave out "
                 f"target, or choose one of {', '.join([*get_args(Process), *get_args(Link)])} ({path}.kind)."
+            )
+        if self.target == "switch" and self.kind != "sigkill":
+            raise ScenarioError(
+                f'Cannot have {self.kind!r} strike the switch: it is killed, and started again. Choose "sigkill" '
+                f"({path}.kind)."
             )
         if self.kind in ("forward", "backward", "loader", "stale") and self.step == 0:
             raise ScenarioError(

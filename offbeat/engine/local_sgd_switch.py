@@ -96,14 +96,16 @@ class SwitchAverager:
         self._join()
 
     def _join(self) -> SwitchTable:
-        fabric, control = self._model.fabric, self._context.control
+        fabric = self._model.fabric
         if not isinstance(fabric, HoldsTables):
             raise ModelError(f"Cannot train with {self.policy!r} on this fabric: it holds no table.")
         largest = float(np.abs(self._base).max())
         exponent = max(_LEAST_EXPONENT, int(np.frexp(largest)[1]) + _HEADROOM)
         strategy = compile_policy(self.policy)
-        self._table = fabric.open_table(self._model.number, len(self._base), strategy, exponent)
-        control.sum("all have joined the switch's table")  # who came later would not be waited for
+        number, size = self._model.number, len(self._base)
+        self._table = self._context.waiter.call(
+            lambda: fabric.open_table(number, size, strategy, exponent), WaitContext("the switch's table")
+        )
         return self._table
 
     def stepped(self) -> None:
@@ -138,10 +140,11 @@ class SwitchAverager:
     def _settle(self, step: int) -> None:
         control, table = self._context.control, self._opened
         table.rest()
-        clocks = control.numbers_of("where all are at the switch's table", 0)  # all have pushed what they had
-        clocks = control.numbers_of("how far all say they are", table.clock)
+        control.sum("all have pushed to the switch's table what they had")
+        clocks = control.numbers_of("how far all say they are", table.halt())
         self._take(self._wait(table.resume(max(clocks.values()), len(self._base)), "the table that all read", step))
         control.sum("all have read the switch's table")  # nobody pushes before
+        table.settle()
         self._even_buffers(step)
         parameters = self._model.parameters.values()
         self._context.history.record_parameters(self._model.number, table.clock, parameters)
@@ -175,7 +178,7 @@ class SwitchAverager:
             average_states(self._model.optimizer, self._model.parameters, communicator, control)
         control.sum("all leave the switch's table")
         self._even_buffers(0)
-        self.leave()
+        self._opened.close()
 
     def leave(self) -> None:
         """Have the others go on without this worker."""
@@ -194,7 +197,7 @@ class SwitchAverager:
         """Have an empty table, where all have the same parameters: they may move as far again. Collective."""
         before = self._opened
         self.begin()
-        before.leave()
+        before.close()
 
     def swap(self, plan: Plan, reason: str = "") -> bool:
         """Have another plan's policy hold for all workers; see `SwitchTable.set_strategy`.

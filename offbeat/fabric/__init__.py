@@ -7,6 +7,7 @@
   `elastic_group` - who is left, and how they find together
 * `switch` - sums in the network, beside an elastic companion (`offbeat.switch`); `switch_table` - sums there that last;
   `staging` - the way of tensors on a GPU over such a fabric
+  `switch_session` - a worker's place at a switch, also at one that was started again
 * `parameter_server` - the description of a sharded server (`offbeat.server`)
 * `in_memory` - workers as threads of one process, for tests, docs and a worker that is alone
 """

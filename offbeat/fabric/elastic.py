@@ -30,7 +30,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import NetworkError, PlanError
-from offbeat.fabric.elastic_group import GroupProgress
 from offbeat.fabric.fabric import BindContext, Offers
 from offbeat.fabric.process_group import never_destroy
 from offbeat.fabric.retryable import (
@@ -41,6 +40,7 @@ from offbeat.fabric.retryable import (
     SpareMemory,
 )
 from offbeat.payload import Sum
+from offbeat.protocol.group_progress import GroupProgress
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

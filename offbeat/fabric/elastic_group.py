@@ -38,6 +38,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from offbeat.backoff import Backoff
 from offbeat.errors import NetworkError, PeerError, WorkerLostError
+from offbeat.protocol.group_progress import GroupProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -51,21 +52,6 @@ _HOLDS_S = 10.0
 _SUSPECT_S = 1.0  # a wait that takes so long may be for somebody who is gone
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
-
-
-class GroupProgress(msgspec.Struct, frozen=True):
-    """The exchanges of one fabric that a worker has completed: all before `below`, and some beyond."""
-
-    below: _Count
-    beyond: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=1 << 20)] = ()
-
-    def has(self, number: int) -> bool:
-        return number < self.below or number in self.beyond
-
-    @property
-    def end(self) -> int:
-        """The number behind the last one."""
-        return max(self.beyond, default=self.below - 1) + 1
 
 
 class MemberProgress(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ has every run; they are not those of a float addition.
 
 Only what is large and float32 goes that way. All else stays with a companion, an elastic all-reduce among the workers:
 trailers, whose counts must be exact, small sums, other types, questions, broadcasts. The companion also finds out who
-is lost; the switch is told, and goes on without.
+is lost; the switch is told, and goes on without. A switch that is lost itself may be started again (`switch_session`).
 
 Where a sum is of the first k workers (`KSync`) nothing of a step may wait for all. Then trailers go through the switch,
 in chunks of their own behind the values, so that both are of the same workers, and so do small sums with a trailer:
@@ -34,27 +34,28 @@ from offbeat.fabric.elastic import Elastic
 from offbeat.fabric.fabric import BindContext, Offers
 from offbeat.fabric.in_memory import InMemory
 from offbeat.fabric.staging import CudaCopies, StagedFabric
+from offbeat.fabric.switch_session import OtherWorkers, SwitchSession
 from offbeat.fabric.switch_table import SwitchTable
 from offbeat.payload import Gather, Sum, Total
-from offbeat.protocol.switch_control import SetSwitchStrategy, Strategy
-from offbeat.switch.client_thread import ClientThread
+from offbeat.protocol.switch_control import SetSwitchStrategy, Strategy, SwitchReturn
+from offbeat.switch.client_thread import ClientThread, kept_going, reached
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import MOST_SLOTS, JobShape
 from offbeat.switch.memory_switch import MemorySwitch
 from offbeat.switch.strategy import compile_policy
-from offbeat.switch.stream_client import StreamClient, mean_of
+from offbeat.switch.stream_client import StreamClient
 from offbeat.switch.table_client import TableClient
-from offbeat.switch.udp_socket import UdpSocket
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
+    from offbeat.errors import OffbeatError
     from offbeat.fabric.elastic_group import ElasticGroup
     from offbeat.fabric.fabric import Fabric
     from offbeat.payload import Payload, Reply
     from offbeat.pending import Pending
-    from offbeat.protocol.switch_control import SwitchJobJoined
-    from offbeat.switch.client_thread import PacketClient
     from offbeat.switch.stream_client import StreamExchange
     from offbeat.sync import Policy
 
@@ -157,10 +158,19 @@ class Switch:
         job = _same_for_all(companion, secrets.token_hex(8), deadline_s)
         credentials = None if context.settings is None else context.settings.credentials()
         patience = context.timeout
-        try:
-            control = ControlClient(
-                address, rank=context.rank, credentials=credentials, timeout=context.timeout, patience=patience
+
+        def dial(on_lost: Callable[[], None]) -> ControlClient:
+            return ControlClient(
+                address,
+                rank=context.rank,
+                credentials=credentials,
+                timeout=patience,
+                patience=patience,
+                on_lost=on_lost,
             )
+
+        try:
+            session = SwitchSession(dial, OtherWorkers(context.rank, context.group), patience)
         except NetworkError as error:
             why = str(error).removesuffix(" Is the server running, and is this its address?")
             raise NetworkError(
@@ -169,18 +179,20 @@ class Switch:
         strategy = _strategy_of(context.sync)
         try:
             slots = self.slots if strategy.quorum is None else self.slots_for_late
-            shape, joined = control.join(job, JobShape(0, context.world, self.values, slots, _RING), strategy)
-            client = StreamClient(shape, context.rank, joined.cookie, window=self.window, rto_s=_RTO_S)
-            thread = _kept_going(client, control, joined)
+            wanted = JobShape(0, context.world, self.values, slots, _RING)
+            shape, joined = session.control.join(job, wanted, strategy)
+            client = StreamClient(shape, context.rank, joined.cookie, window=self.window, rto_s=_RTO_S, keeps=True)
+            thread = kept_going(client, session.control, joined, patience)
         except BaseException:
-            control.close()
+            session.close()
             raise
-        stream = SwitchStream(client, thread, self.values, control, job, strategy)
+        stream = SwitchStream(client, thread, self.values, session, job, strategy)
         try:
             _same_for_all(companion, "", deadline_s)  # from here on all are members
         except BaseException:
             stream.close()
             raise
+        session.add(stream)
         return stream
 
 
@@ -190,7 +202,7 @@ class SwitchStream:
     Args:
         client, thread: its end of the stream, and what keeps it going.
         values: int32 in a packet; what is smaller does not go to the switch.
-        control: to whom the switch belongs; None within one process.
+        session: at the switch; None within one process.
         job: its name there.
         strategy: whose parts a sum is made of.
     """
@@ -200,29 +212,26 @@ class SwitchStream:
         client: StreamClient,
         thread: ClientThread,
         values: int,
-        control: ControlClient | None = None,
+        session: SwitchSession | None = None,
         job: str = "",
         strategy: Strategy | None = None,
     ) -> None:
         self._client, self._thread = client, thread
-        self.values, self.control, self.job = values, control, job
+        self.values, self.session, self.job = values, session, job
         self._strategy = strategy or Strategy()
         self._openings = itertools.count()  # of tables: each has a name of its own
 
     def open_table(self, number: int, size: int, strategy: Strategy, exponent: int) -> SwitchTable:
         """Join one model's table; see `HoldsTables`."""
         shape, window = self._client.shape, self._client.window
-        if self.control is None:
+        if self.session is None:
             raise PlanError(
                 "Cannot have workers go on at their own pace on memory://: it is for one that is alone. Use BSP(), or "
                 "start a switch with `offbeat switch serve` - at `plan.sync`."
             )
-        control, worker, job = self.control, self._client.worker, f"{self.job}-{number}-{next(self._openings)}"
-        rows = -(-size // shape.values)
-        wanted = JobShape(0, shape.workers, shape.values, _LEAST_SLOTS, _RING, rows)
-        own, joined = control.join(job, wanted, strategy, exponent=exponent)
-        client = TableClient(own, worker, joined.cookie, exponent=exponent, window=window, rto_s=_RTO_S)
-        return SwitchTable(client, _kept_going(client, control, joined), control, job)
+        wanted = JobShape(0, shape.workers, shape.values, _LEAST_SLOTS, _RING, -(-size // shape.values))
+        client = TableClient(wanted, self._client.worker, 0, exponent=exponent, window=window, rto_s=_RTO_S)
+        return SwitchTable(client, strategy, self.session, f"{self.job}-{number}-{next(self._openings)}")
 
     @classmethod
     def in_memory(
@@ -251,8 +260,8 @@ class SwitchStream:
 
     def set_strategy(self, strategy: Strategy) -> None:
         """Have sums be made by another policy; see `SumsSome`."""
-        if self.control is not None:  # each tells, since any may be lost before it has
-            self.control.ask(lambda number: SetSwitchStrategy(number, self.job, strategy))
+        if self.session is not None:  # each tells, since any may be lost before it has
+            self.session.ask(lambda number: SetSwitchStrategy(number, self.job, strategy))
         self._strategy = strategy
 
     def begin(self, *parts: NDArray[np.float32]) -> StreamExchange:
@@ -263,18 +272,38 @@ class SwitchStream:
 
     def wait(self, exchange: StreamExchange, timeout: timedelta) -> bool:
         """Wait until a sum is there; whether it is. Raises as `ClientThread.wait`."""
-        return self._thread.wait(lambda: exchange.is_done, timeout)
+        exchange.is_taken = self._thread.wait(lambda: exchange.is_done, timeout)
+        return exchange.is_taken
 
     def evict(self, worker: int, why: str) -> None:
         """Have the switch go on without a worker."""
-        if self.control is not None:
-            self.control.evict(self.job, worker, why)
+        if self.session is not None:
+            self.session.evict(self.job, worker, why)
 
     def close(self) -> None:
         """Leave the switch."""
+        if self.session is not None:
+            self.session.close()
         self._thread.close()
-        if self.control is not None:
-            self.control.close()
+
+    # -- a job of its session ------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        self._thread.pause()
+
+    def join_again(self, control: ControlClient, others: OtherWorkers) -> None:
+        if self.has_quorum:
+            raise NetworkError("with KSync() nobody knows whose part was in a sum that is lost.")
+        client, members = self._client, others.members
+        again = SwitchReturn(members=members, progress=client.progress)
+        shape, joined = control.join(
+            self.job, client.shape, again=again, while_waiting=lambda: others.evict_lost(control, self.job, members)
+        )
+        self._thread.do(lambda: client.begin_again(shape, joined.cookie, joined.progress))
+        self._thread.go_on(*reached(control, joined))
+
+    def fail(self, error: OffbeatError) -> None:
+        self._thread.fail(error)
 
 
 class BoundSwitch:
@@ -369,7 +398,8 @@ class SwitchPending:
     def result(self) -> Reply:
         reply = self._trailer.result()
         assert isinstance(reply, Total)
-        self._payload.tensor.copy_(torch.from_numpy(mean_of(self._exchange)).view_as(self._payload.tensor))
+        self._exchange.is_taken = True
+        self._payload.tensor.copy_(torch.from_numpy(self._exchange.total).view_as(self._payload.tensor))
         return Total(self._payload.tensor, reply.weight, None if self._payload.tail is None else reply.tensor)
 
 
@@ -403,7 +433,6 @@ class PartialPending:
 
     def result(self) -> Reply:
         payload, who = self._payload, self._exchange.included_in(1)
-        mean_of(self._exchange, who)
         total, whole, rest = self._exchange.totals
         assert payload.tail is not None
         payload.tensor.copy_(torch.from_numpy(total).view_as(payload.tensor))
@@ -416,12 +445,6 @@ def _strategy_of(sync: Policy | None) -> Strategy:
     """The strategy of the stream of a job that begins with a policy."""
     strategy = Strategy() if sync is None or sync.replicated else compile_policy(sync)
     return strategy if strategy.path == "stream" else Strategy()
-
-
-def _kept_going(client: PacketClient, control: ControlClient, joined: SwitchJobJoined) -> ClientThread:
-    """The thread that keeps a worker's end of a job going, over a socket of its own."""
-    sock = UdpSocket()
-    return ClientThread(client, sock, sock.connect(control.host, joined.port))
 
 
 def _same_for_all(companion: Fabric, text: str, deadline_s: float) -> str:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
-from offbeat.errors import NumericsError
+from offbeat.errors import NetworkError, NumericsError
 from offbeat.payload import Total
-from offbeat.protocol.switch_control import GetSwitchPlan, SetSwitchStrategy, SwitchPlan, SwitchStrategySet
+from offbeat.protocol.switch_control import (
+    GetSwitchPlan,
+    MeetAtSwitch,
+    SetSwitchStrategy,
+    SwitchPlan,
+    SwitchReturn,
+    SwitchStrategySet,
+)
+from offbeat.switch.client_thread import ClientThread, kept_going, reached
+from offbeat.switch.clocks import Windows, first_windows
 from offbeat.switch.packet import is_newer
+from offbeat.switch.strategy import watched
 from offbeat.switch.table_client import EPOCHS, too_far
 
 _SOON = timedelta(seconds=1)
@@ -21,28 +31,41 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from offbeat.errors import OffbeatError
+    from offbeat.fabric.switch_session import OtherWorkers, SwitchSession
     from offbeat.payload import Reply
     from offbeat.protocol.switch_control import Strategy, SwitchJobStatus
-    from offbeat.switch.client_thread import ClientThread
     from offbeat.switch.control_client import ControlClient
     from offbeat.switch.table_client import StepGrant, TableClient
 
+T = TypeVar("T")
+_LOOK = timedelta(milliseconds=200)  # while other workers are waited for
+
 
 class SwitchTable:
-    """One worker's end of the table.
+    """One worker's end of the table. Collective: all join it at the same place in their programs.
 
     Args:
-        client, thread: its packets, and what keeps them going.
-        control: of the switch.
+        client: its packets.
+        strategy: of the policy that it begins with.
+        session: of this worker at the switch.
         job: the table's name there.
+
+    Raises:
+        PlanError: if the switch has no room.
+        NetworkError: if it is lost for good.
     """
 
-    def __init__(self, client: TableClient, thread: ClientThread, control: ControlClient, job: str) -> None:
-        self._client, self._thread, self._control, self._job = client, thread, control, job
+    def __init__(self, client: TableClient, strategy: Strategy, session: SwitchSession, job: str) -> None:
+        self._client, self._session, self.job = client, session, job
+        self._thread: ClientThread | None = None
         self._has_left = False
         self._epoch = 0  # of the policy that this worker's plan has
         self._set_epoch = 0  # of the last one that it has set
         self.while_waiting: Callable[[], None] = lambda: None  # called now and then in waits, on the thread that waits
+        windows = first_windows(watched(strategy, client.shape.ring), client.shape.ring, client.clock)
+        self._known = _KnownPolicy(strategy, "", windows)
+        session.join(self)
 
     @property
     def size(self) -> int:
@@ -70,25 +93,38 @@ class SwitchTable:
         Returns:
             The exchange; its reply is the table, [D] float32, the sum of all that was ever added.
         """
-        self._thread.do(lambda: self._client.push(change))
+        self._do(lambda: self._client.push(change))
         return TablePending(self, change.size)
 
     def rest(self) -> None:
         """Make no step from now on, and hold nobody up."""
-        self._thread.do(self._client.rest)
+        self._do(self._client.rest)
 
     @property
     def clock(self) -> int:
-        """The last step that this worker has finished, or says it has while it rests."""
+        """The last step that this worker has finished, or says it has."""
         return self._client.clock
 
+    def halt(self) -> int:
+        """Stay where it is, now that all rest; the last step that this worker says it has finished."""
+        return self._do(self._client.halt)
+
     def resume(self, clock: int, size: int) -> TablePending:
-        """Begin to go on behind `clock`, the largest of those that rest, with the table's first `size` values."""
-        self._thread.do(lambda: self._client.resume(clock))
+        """Begin to go on behind `clock`, the largest where one has halted, with the table's first `size` values."""
+        self._do(lambda: self._client.resume(clock))
         return TablePending(self, size)
+
+    def settle(self) -> None:
+        """Note that all have read the same table, and that nobody has pushed since."""
+        self._do(self._client.settle)
+
+    def _do(self, act: Callable[[], T]) -> T:
+        assert self._thread is not None
+        return self._thread.do(act)
 
     def wait(self, timeout: timedelta) -> bool:
         """Wait until what was begun is done; whether it is. Raises as `ClientThread.wait`."""
+        assert self._thread is not None
         return self._thread.wait(self.is_done, timeout)
 
     def is_done(self) -> bool:
@@ -106,11 +142,73 @@ class SwitchTable:
         return self._client.values(size)
 
     def leave(self) -> None:
-        """Have the others go on without this worker; again does nothing."""
+        """Have the others go on without this worker, and what it has added; again does nothing."""
         if not self._has_left:
             self._has_left = True
-            self._thread.close()
-            self._control.evict(self._job, self._client.worker, "it is done")
+            self._say_it_has_left()
+
+    def close(self) -> None:
+        """Leave a table that is over for all."""
+        self._session.remove(self)
+        self.leave()
+
+    def _say_it_has_left(self) -> None:
+        assert self._thread is not None
+        self._thread.close()
+        self._session.evict(self.job, self._client.worker, "it is done")
+
+    # -- a job of its session ------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        assert self._thread is not None
+        self._thread.pause()
+
+    def join_again(self, control: ControlClient, others: OtherWorkers) -> None:
+        """Take part, with all that this worker has added so far, once all others do.
+
+        Raises:
+            PlanError: if the switch has no room.
+            NetworkError: if it is lost.
+            NumericsError: if what was added is more than integers can say.
+        """
+        client, members, known = self._client, others.members, self._known
+
+        def evict_lost() -> None:
+            others.evict_lost(control, self.job, members)
+
+        again = SwitchReturn(
+            members=members,
+            clock=None if self._has_left else client.added_by,
+            settled=client.settled,
+            windows=known.windows,
+            plan=known.plan,
+        )
+        shape, joined = control.join(
+            self.job, client.shape, known.strategy, exponent=client.exponent, again=again, while_waiting=evict_lost
+        )
+
+        def begin_again() -> None:
+            client.begin_again(shape, joined.cookie, joined.clock, joined.settled, has_left=self._has_left)
+
+        if self._thread is None or self._has_left:
+            begin_again()
+            self._thread = kept_going(client, control, joined, self._session.timeout)
+        else:
+            self._thread.do(begin_again)
+            self._thread.go_on(*reached(control, joined))
+        while not self._thread.wait(lambda: client.is_restored, _LOOK):
+            evict_lost()
+            if control.is_lost:
+                raise NetworkError("The switch is lost.")
+        control.ask(lambda number: MeetAtSwitch(number, self.job), evict_lost)
+        if self._has_left:
+            self._say_it_has_left()
+        else:
+            self._thread.do(client.go_on)
+
+    def fail(self, error: OffbeatError) -> None:
+        assert self._thread is not None
+        self._thread.fail(error)
 
     # -- its policy ------------------------------------------------------------------------------------------------
 
@@ -128,11 +226,17 @@ class SwitchTable:
             PlanError: if the switch cannot carry it out.
             NetworkError: if it is gone.
         """
-        told = self._control.ask(lambda number: SetSwitchStrategy(number, self._job, strategy, plan, reason))
+        told = self._session.ask(lambda number: SetSwitchStrategy(number, self.job, strategy, plan, reason))
         if not isinstance(told, SwitchStrategySet) or not told.is_set:
             return False
         self._set_epoch = told.epoch
+        self._know(strategy, plan, told)
         return True
+
+    def _know(self, strategy: Strategy, plan: str, told: SwitchStrategySet | SwitchPlan) -> None:
+        ring = self._client.shape.ring
+        window = watched(strategy, ring).window_in(ring)
+        self._known = _KnownPolicy(strategy, plan, Windows(told.window_old, window, told.effective, told.epoch))
 
     @property
     def is_half_full(self) -> bool:
@@ -146,12 +250,18 @@ class SwitchTable:
         return any(0 < changes < EPOCHS // 2 for changes in later)
 
     def status(self) -> SwitchJobStatus | None:
-        """Ask what the switch knows of all workers' clocks; None if the table is gone.
+        """Ask what the switch knows of all workers' clocks; None if the table is gone, or the switch is away.
 
         Raises:
-            NetworkError: if the switch is, or does not answer at once.
+            NetworkError: if it does not answer at once.
         """
-        return next(iter(self._control.status(self._job, _SOON).jobs), None)
+        control = self._session.control
+        try:
+            return next(iter(control.status(self.job, _SOON).jobs), None)
+        except NetworkError:
+            if control.is_lost:
+                return None
+            raise
 
     def new_plan(self) -> tuple[str, str]:
         """The plan whose policy has come to hold for this worker since the last call, as TOML, and the reason of the
@@ -163,12 +273,22 @@ class SwitchTable:
         windows = self._client.windows
         if windows.epoch == self._epoch or is_newer(windows.effective, self._client.clock):
             return "", ""
-        told = self._control.ask(lambda number: GetSwitchPlan(number, self._job))
+        told = self._session.ask(lambda number: GetSwitchPlan(number, self.job))
         assert isinstance(told, SwitchPlan)
-        if is_newer(told.effective, self._client.clock):  # yet another one, which does not hold here yet
+        # Else it is yet another one, which does not hold here yet.
+        if told.epoch == self._epoch or is_newer(told.effective, self._client.clock):
             return "", ""
         self._epoch = told.epoch
+        self._know(told.strategy, told.plan, told)
         return told.plan, told.reason
+
+
+class _KnownPolicy(NamedTuple):
+    """The latest policy that this worker knows of, which it tells a switch that was started again."""
+
+    strategy: Strategy
+    plan: str
+    windows: Windows
 
 
 class TablePending:

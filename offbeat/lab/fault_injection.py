@@ -1,7 +1,7 @@
-"""Faults of a run: what its workers are told of them, and the links of the network, which are the lab's to strike.
+"""Faults of a run: what its workers are told of them, and links and switch, which are the lab's to strike.
 
 A worker strikes itself, and the server's processes, when its step comes (`offbeat.testing.faults`). What is to happen
-to a link of the network it asks for, in a file that is looked at here while the run lasts.
+to a link of the network, or to the switch, it asks for, in a file that is looked at here while the run lasts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from offbeat.lab.jobs import RowJob
+    from offbeat.lab.launch import SwitchProcess
     from offbeat.lab.network import Network
 
 _LOOK_S = 0.01
@@ -45,12 +46,16 @@ class FaultRun:
         job: the row they strike.
         folder: for what is written down.
         network: whose links they strike; None on loopback, where workers do that to their own.
+
+    Attributes:
+        switch: that they strike; None if there is none.
     """
 
     def __init__(self, job: RowJob, folder: Path, network: Network | None) -> None:
         self.faults = job.faults
         self._log, self._asked = folder / "faults.log", folder / "faults.asked"
         self._job, self._scenario, self._network = job, job.scenario, network
+        self.switch: SwitchProcess | None = None
         self._over = threading.Event()
         self._watcher: threading.Thread | None = None
         self._mending: list[tuple[float, str]] = []  # when, and whose link
@@ -60,7 +65,8 @@ class FaultRun:
         """Variables for all workers."""
         if not self.faults:
             return {}
-        asked = {} if self._network is None else {ASKED: str(self._asked)}
+        is_asked = self._network is not None or self._job.switched
+        asked = {ASKED: str(self._asked)} if is_asked else {}
         return {FAULTS: msgspec.json.encode(self.faults).decode(), LOG: str(self._log), **asked}
 
     @property
@@ -118,8 +124,8 @@ class FaultRun:
         )
 
     def __enter__(self) -> FaultRun:
-        if self._network is not None and any(fault.on_links for fault in self.faults):
-            self._watcher = threading.Thread(target=self._watch, args=(self._network,), name="offbeat-strikes")
+        if any(fault.is_asked_for for fault in self.faults) and (self._network is not None or self.switch is not None):
+            self._watcher = threading.Thread(target=self._watch, name="offbeat-strikes")
             self._watcher.start()
         return self
 
@@ -128,15 +134,26 @@ class FaultRun:
         if self._watcher is not None:
             self._watcher.join()
 
-    def _watch(self, network: Network) -> None:
-        done = 0
+    def _watch(self) -> None:
+        done, network = 0, self._network
         while not self._over.wait(_LOOK_S):
             asked = read_fired(self._asked)
             for one in asked[done:]:
-                self._strike(network, one)
+                if one.fault.target == "switch":
+                    assert self.switch is not None, "else it is left out"
+                    self._note(one)
+                    self.switch.restart()
+                elif network is not None:
+                    self._strike(network, one)
             done = len(asked)
-            self._mend(network, time.monotonic())
-        self._mend(network, float("inf"))  # the next run finds all links as they were
+            if network is not None:
+                self._mend(network, time.monotonic())
+        if network is not None:
+            self._mend(network, float("inf"))  # the next run finds all links as they were
+
+    def _note(self, asked: Fired) -> None:
+        with self._log.open("ab") as log:
+            log.write(msgspec.json.encode(msgspec.structs.replace(asked, time_s=time.time())) + b"\n")
 
     def _strike(self, network: Network, asked: Fired) -> None:
         fault, scenario = asked.fault, self._scenario
@@ -147,8 +164,7 @@ class FaultRun:
         up, down = self._laws(fault, host)
         network.worsen(host, up=up, down=down)
         self._mending.append((time.monotonic() + fault.seconds, host))
-        with self._log.open("ab") as log:
-            log.write(msgspec.json.encode(msgspec.structs.replace(asked, time_s=time.time())) + b"\n")
+        self._note(asked)
 
     def _laws(self, fault: Fault, host: str) -> tuple[Law | None, Law | None]:
         """The laws for what the host sends, and for what it receives; None where nothing changes."""

@@ -78,6 +78,8 @@ class RowJob:
         """The parts of this row, of all that a fault may take."""
         if self.served:
             return {"a server", "room for new workers", "others that continue"}
+        if self.switched:
+            return {"a switch", "others that continue"}
         if self.elastic:
             return {"room for new workers", "others that continue"}
         return {"others that continue"} if self.restarts else set()

@@ -164,27 +164,40 @@ class SwitchProcess:
         ports: Sequence[str] = (),
         target: str = "ebpf",
     ) -> None:
-        token, log = secrets.token_hex(32), folder / "switch.log"
+        token, self._log = secrets.token_hex(32), folder / "switch.log"
         command = command_lines.module("offbeat", "switch", "serve", "--bind", address, "--trusted-network")
         if ports:
             command += ["--target", target, "--interfaces", ",".join(ports)]
         mark = {lab_registry.MARK: lab} if lab is not None else {}
-        with log.open("wb") as output:
+        self._command = command_lines.entered(namespace, command)
+        self._own = {**command_lines.environment(), **mark, "OFFBEAT_TOKEN": token, "PYTHONUNBUFFERED": "1"}
+        self.environment = {"OFFBEAT_SWITCH": self._start(), "OFFBEAT_TOKEN": token}
+
+    def _start(self, *arguments: str) -> str:
+        """Start it; the address of its control."""
+        with self._log.open("wb") as output:
             self._process = subprocess.Popen(
-                command_lines.entered(namespace, command),
-                env={**command_lines.environment(), **mark, "OFFBEAT_TOKEN": token, "PYTHONUNBUFFERED": "1"},
+                [*self._command, *arguments],
+                env=self._own,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
         deadline_s = time.monotonic() + _SWITCH_START_S
-        while (found := _SUMMING.search(log.read_text())) is None:
+        while (found := _SUMMING.search(self._log.read_text())) is None:
             if self._process.poll() is not None or time.monotonic() > deadline_s:
                 self.end()
-                raise WorkerLostError(f"the switch does not start; it said: {log.read_text().strip() or 'nothing'}")
+                said = self._log.read_text().strip() or "nothing"
+                raise WorkerLostError(f"the switch does not start; it said: {said}")
             time.sleep(_SWITCH_LOOK_S)
-        self.environment = {"OFFBEAT_SWITCH": found[1], "OFFBEAT_TOKEN": token}
+        return found[1]
+
+    def restart(self) -> None:
+        """Kill it, and start it again at the same address, as a supervisor would."""
+        self._process.kill()
+        self._process.wait()
+        self._start("--port", self.environment["OFFBEAT_SWITCH"].rpartition(":")[2])
 
     def end(self) -> None:
         """End it, with what it has attached to ports; ending twice is allowed."""

@@ -160,6 +160,7 @@ def run_once(
                 ports = ["lo"] if network is None else [network.port(host)[1] for host in hosts]
             switch = launch.SwitchProcess(namespace, address, folder=folder, lab=lab, ports=ports)
             environment |= resources.enter_context(switch).environment
+            strikes.switch = switch
         workers = resources.enter_context(
             launch.Workers(
                 job.command,

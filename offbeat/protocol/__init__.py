@@ -9,6 +9,7 @@
 * `checkpoints` - the optimizer's state, out of the server and back into it
 * `status` - what can be seen of a job; `worker_status` - what a worker tells of its training
 * `switch_control` - what workers and operators say to a switch, beside the packets
+* `group_progress` - how far a worker is in exchanges, told behind a loss
 * `optimizer_spec` - an optimizer as data
 * `bounds` - types of fields with their bounds
 

@@ -3,6 +3,8 @@
 worker or operator                             switch
   | -- JoinSwitchJob(job, shape, worker) ------> |   a worker; the first one creates the job
   | <----- SwitchJobJoined(number, cookie) ----- |   where its packets go, and what they have to say
+  | -- MeetAtSwitch(job) ----------------------> |   a worker of the job
+  | <----- MetAtSwitch() ----------------------- |   once all of its workers have asked
   | -- EvictFromSwitchJob(job, worker, why) ---> |   a worker of the job, or an operator
   | -- SetSwitchStrategy(job, ..., plan) ------> |   a worker of the job, or an operator
   | <----- SwitchStrategySet(effective) -------- |   from which clock on it decides, or that it has to be tried again
@@ -14,6 +16,9 @@ worker or operator                             switch
 
 Each request has a number, which its answer repeats. A worker whose link has ended is evicted; a job ends with its last
 worker.
+
+A switch that was started again knows no job. Its workers join again and say how far they are (`SwitchReturn`); they are
+answered once all are there whom none of them takes for lost, and each is told how far the others are.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import msgspec
 
 from offbeat.errors import PeerError
 from offbeat.protocol.bounds import Count, Seconds, Text
+from offbeat.protocol.group_progress import GroupProgress
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -60,6 +66,26 @@ class Strategy(msgspec.Struct, frozen=True):
         return max(self.window_in(ring), self.most or 0)
 
 
+class SwitchReturn(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's knowledge of a job that a switch has forgotten.
+
+    Args:
+        members: the ranks that are still there, as far as it knows.
+        progress: its exchanges (stream).
+        clock: its own (table); None if it has left, and only brings back what it had added.
+        settled: how often all have read the same table.
+        windows: old, new, effective clock and epoch of the strategy.
+        plan: of which that is the policy, as TOML; "" if none was said.
+    """
+
+    members: Annotated[tuple[_Worker, ...], msgspec.Meta(min_length=1, max_length=64)]
+    progress: GroupProgress = GroupProgress(0)
+    clock: _Number | None = None
+    settled: Count = 0
+    windows: tuple[_Window, _Window, _Number, _Number] | None = None
+    plan: Text = ""
+
+
 class JoinSwitchJob(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """A request to take a worker into a job, which is created if there is none of that name.
 
@@ -69,8 +95,8 @@ class JoinSwitchJob(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         worker: rank of the worker that asks.
         workers, values, slots, ring, rows: the shape of the job.
         strategy: that it begins with.
-        chunk, clock: what the worker begins with, on the stream and in the table.
         exponent: of all values in the table.
+        again: of a job that the switch had before it was started again; None for a new one.
     """
 
     request: _Number
@@ -82,18 +108,39 @@ class JoinSwitchJob(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     ring: Annotated[int, msgspec.Meta(ge=4, le=128)]
     rows: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
     strategy: Strategy = Strategy()
-    chunk: _Number = 0
-    clock: _Number = 0
     exponent: Annotated[int, msgspec.Meta(ge=-90, le=126)] = 0
+    again: SwitchReturn | None = None
 
 
 class SwitchJobJoined(msgspec.Struct, tag=True, frozen=True):
-    """The answer: the job's number and the worker's cookie, for its packets, and the UDP port that takes them."""
+    """The answer: the job's number and the worker's cookie, for its packets, and the UDP port that takes them.
+
+    Args:
+        progress: of all who have joined again, by rank (stream).
+        clock: the last that all of them had finished (table).
+        settled: the most that one of them has said.
+    """
 
     request: _Number
     number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     cookie: _Number
     port: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
+    progress: Annotated[dict[int, GroupProgress], msgspec.Meta(max_length=64)] = {}
+    clock: _Number = 0
+    settled: Count = 0
+
+
+class MeetAtSwitch(msgspec.Struct, tag=True, frozen=True):
+    """A request to be told when all workers of a job have made it."""
+
+    request: _Number
+    job: _JobName
+
+
+class MetAtSwitch(msgspec.Struct, tag=True, frozen=True):
+    """The answer."""
+
+    request: _Number
 
 
 class EvictFromSwitchJob(msgspec.Struct, tag=True, frozen=True):
@@ -126,12 +173,14 @@ class SwitchStrategySet(msgspec.Struct, tag=True, frozen=True):
         is_set: False while the change before is not in effect for all workers: ask again.
         effective: the first clock that it decides about.
         epoch: counts changes.
+        window_old: that decides about the clocks before.
     """
 
     request: _Number
     is_set: bool
     effective: _Number = 0
     epoch: _Number = 0
+    window_old: _Window = 0
 
 
 class GetSwitchPlan(msgspec.Struct, tag=True, frozen=True):
@@ -145,9 +194,11 @@ class SwitchPlan(msgspec.Struct, tag=True, frozen=True):
     """The answer; `plan` is "" if none was said, and holds from the clock `effective` on, for this `reason`."""
 
     request: _Number
+    strategy: Strategy
     plan: Text
     epoch: _Number
     effective: _Number
+    window_old: _Window
     reason: Text = ""
 
 
@@ -211,11 +262,11 @@ class SwitchRefused(msgspec.Struct, tag=True, frozen=True):
     reason: Text
 
 
-ToSwitch = JoinSwitchJob | EvictFromSwitchJob | SetSwitchStrategy | GetSwitchPlan | GetSwitchStatus
-FromSwitch = SwitchJobJoined | SwitchStrategySet | SwitchPlan | SwitchStatus | SwitchRefused
+ToSwitch = JoinSwitchJob | MeetAtSwitch | EvictFromSwitchJob | SetSwitchStrategy | GetSwitchPlan | GetSwitchStatus
+FromSwitch = SwitchJobJoined | MetAtSwitch | SwitchStrategySet | SwitchPlan | SwitchStatus | SwitchRefused
 # What each role may say; see `offbeat.wire.messages.HandshakeClaim`.
 SAYS: dict[str, tuple[type, ...]] = {
-    "worker": (JoinSwitchJob, EvictFromSwitchJob, SetSwitchStrategy, GetSwitchPlan, GetSwitchStatus),
+    "worker": (JoinSwitchJob, MeetAtSwitch, EvictFromSwitchJob, SetSwitchStrategy, GetSwitchPlan, GetSwitchStatus),
     "onlooker": (GetSwitchStatus,),
     "operator": (EvictFromSwitchJob, SetSwitchStrategy, GetSwitchStatus),
 }

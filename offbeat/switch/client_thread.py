@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import threading
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 
 from offbeat.errors import NetworkError, OffbeatError
-from offbeat.switch.packet import Packet, PacketKind
+from offbeat.switch.packet import Packet, PacketKind, Reason
 from offbeat.switch.packet_batch import PacketBatch
+from offbeat.switch.udp_socket import UdpSocket
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,14 +22,32 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from offbeat.protocol.switch_control import SwitchJobJoined
+    from offbeat.switch.control_client import ControlClient
     from offbeat.switch.job_shape import JobShape
-    from offbeat.switch.packet import Reason
 
 T = TypeVar("T")
 _AT_ONCE = 256
 # Between two looks when much is under way: no less than is worth a sleep, and twice as long as it takes to look.
 _LEAST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.005
 _LONGEST_S = 0.1  # between two looks, when nothing is under way
+
+
+def reached(control: ControlClient, joined: SwitchJobJoined) -> tuple[UdpSocket, int]:
+    """A socket to where a job's packets go, and that address."""
+    sock = UdpSocket()
+    return sock, sock.connect(control.host, joined.port)
+
+
+def kept_going(
+    client: PacketClient, control: ControlClient, joined: SwitchJobJoined, patience: timedelta
+) -> ClientThread:
+    """The thread that keeps a worker's end of a job going, over a socket of its own.
+
+    Args:
+        patience: for which to dial; a switch that was started again may not be dialled yet when it answers packets.
+    """
+    return ClientThread(client, *reached(control, joined), 2 * patience.total_seconds())
 
 
 class PacketSocket(Protocol):
@@ -75,11 +95,15 @@ class ClientThread:
         client: whose packets these are.
         sock: that carries them; closed with the thread.
         switch: its address, as `udp_socket.address_of`.
+        patience_s: for how long a switch that does not know the job is taken for one that was just started again.
     """
 
-    def __init__(self, client: PacketClient, sock: PacketSocket, switch: int) -> None:
-        self._client, self._socket = client, sock
+    def __init__(self, client: PacketClient, sock: PacketSocket, switch: int, patience_s: float = 0.0) -> None:
+        self._client, self._socket, self._patience_s = client, sock, patience_s
         self._switch = np.full(2 * client.window, switch, np.uint64)
+        self._is_paused = False
+        self._replaced: list[PacketSocket] = []  # to be closed by the thread, which may be using them
+        self._unknown_since_s = math.inf
         self._batch = PacketBatch(_AT_ONCE, client.shape.values)
         self._changed = threading.Condition()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
@@ -93,7 +117,7 @@ class ClientThread:
         """Let `act` have the client for itself, then look at what is to be sent."""
         with self._changed:
             found = act()
-        os.eventfd_write(self._wake, 1)
+            self._wake_up()
         return found
 
     def wait(self, is_done: Callable[[], bool], timeout: timedelta) -> bool:
@@ -119,48 +143,85 @@ class ClientThread:
         """A sentence for reports about what keeps it from going on; "" if nothing is known to."""
         return self._client.trouble if self._client.has_joined else "The switch has not answered yet."
 
+    def pause(self) -> None:
+        """Send nothing, and take nothing in, until `go_on`."""
+        with self._changed:
+            self._is_paused = True
+
+    def go_on(self, sock: PacketSocket, switch: int) -> None:
+        """Go on with another switch, over a socket of its own; see the constructor."""
+        with self._changed:
+            if self._is_closed:
+                sock.close()
+                return
+            self._replaced.append(self._socket)
+            self._socket, self._switch[:] = sock, switch
+            self._is_paused, self._unknown_since_s = False, math.inf
+            self._wake_up()
+
+    def fail(self, error: OffbeatError) -> None:
+        """Have whoever waits learn that it is of no use."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
     def close(self) -> None:
         """End the thread; what is under way is given up."""
         with self._changed:
             if self._is_closed:
                 return
+            self._wake_up()
             self._is_closed = True
-        os.eventfd_write(self._wake, 1)
         self._thread.join()
-        self._socket.close()
+        for sock in (self._socket, *self._replaced):
+            sock.close()
         os.close(self._wake)
+
+    def _wake_up(self) -> None:
+        if not self._is_closed:
+            os.eventfd_write(self._wake, 1)
 
     # -- on the thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        poll = select.poll()
-        poll.register(self._socket.fileno(), select.POLLIN)
-        poll.register(self._wake, select.POLLIN)
+        poll, sock = self._poll(), self._socket
         try:
             while not self._is_closed:
-                wait_s = self._turn()
+                if sock is not self._socket:
+                    poll, sock = self._poll(), self._socket
+                wait_s = self._turn(sock)
                 if any(descriptor == self._wake for descriptor, _ in poll.poll(max(0.0, wait_s) * 1000)):
                     os.eventfd_read(self._wake)
                 elif (pause_s := self._client.pause_s) > _LEAST_PAUSE_S:
                     time.sleep(min(_LONGEST_PAUSE_S, max(pause_s, 2 * self._took_s)))
         except OffbeatError as error:
-            self._fail(error)
+            self.fail(error)
 
-    def _turn(self) -> float:
+    def _poll(self) -> select.poll:
+        poll = select.poll()
+        with self._changed:
+            poll.register(self._socket.fileno(), select.POLLIN)
+            poll.register(self._wake, select.POLLIN)
+            while self._replaced:
+                self._replaced.pop().close()
+        return poll
+
+    def _turn(self, sock: PacketSocket) -> float:
         """Take in what is here, and send what is due; for how many seconds nothing is due then."""
         client = self._client
-        received, _ = self._socket.recv(self._batch)
+        received, _ = sock.recv(self._batch)
         now_s = time.monotonic()
         with self._changed:
+            if self._is_paused or sock is not self._socket:
+                return _LONGEST_S
             if len(received):
                 client.receive(received, now_s)
                 self._changed.notify_all()
-            if client.refusal is not None:
-                raise NetworkError(f"The switch refuses this worker: {client.refusal.text}.")
+            self._check_refusal(now_s)
             due = self._join() if not client.has_joined else client.packets(now_s)
             wake_s = client.wake_s()
         if len(due):
-            self._socket.send(due, self._switch[: len(due)])
+            sock.send(due, self._switch[: len(due)])
         self._took_s = time.monotonic() - now_s
         return min(_LONGEST_S, wake_s - now_s) if client.has_joined else client.rto_s
 
@@ -169,7 +230,11 @@ class ClientThread:
         packet = Packet(PacketKind.JOIN, client.shape.number, client.worker, cookie=client.cookie)
         return PacketBatch.of([packet], client.shape.values)
 
-    def _fail(self, error: OffbeatError) -> None:
-        with self._changed:
-            self._error = error
-            self._changed.notify_all()
+    def _check_refusal(self, now_s: float) -> None:
+        client = self._client
+        if client.refusal is Reason.UNKNOWN_JOB:
+            self._unknown_since_s = min(self._unknown_since_s, now_s)
+            if now_s - self._unknown_since_s < self._patience_s:
+                client.refusal = None
+        if client.refusal is not None:
+            raise NetworkError(f"The switch refuses this worker: {client.refusal.text}.")

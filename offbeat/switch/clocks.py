@@ -54,6 +54,12 @@ class Windows(NamedTuple):
         return distance(clock, low) <= self.of(clock)
 
 
+def first_windows(strategy: Strategy, ring: int, clock: int) -> Windows:
+    """The windows of a job that begins behind `clock`, over a ring of so many clocks."""
+    window = strategy.window_in(ring)
+    return Windows(window, window, clock, 0)
+
+
 class Clocks:
     """The ring of clocks, and the windows.
 
@@ -61,13 +67,15 @@ class Clocks:
         shape, members: of the job.
         strategy: that it begins with.
         clock: the last step that all workers have finished.
+        windows: that another switch had; None for those of the strategy.
     """
 
-    def __init__(self, shape: JobShape, members: Members, strategy: Strategy, clock: int = 0) -> None:
+    def __init__(
+        self, shape: JobShape, members: Members, strategy: Strategy, clock: int = 0, windows: Windows | None = None
+    ) -> None:
         check_window(strategy, shape.ring)
         self._shape, self._members, self.strategy = shape, members, strategy
-        window = strategy.window_in(shape.ring)
-        self.windows = Windows(window, window, clock, 0)
+        self.windows = windows or first_windows(strategy, shape.ring, clock)
         self.low = self.high = clock
         self.ring = [0] * shape.ring
 

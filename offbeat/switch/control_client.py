@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from offbeat.protocol.switch_control import (
     Strategy,
     SwitchJobJoined,
     SwitchRefused,
+    SwitchReturn,
     SwitchStatus,
     ToSwitch,
     from_switch_of,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from offbeat.wire.credentials import Credentials
     from offbeat.wire.messages import Role
 
+_LOOK_S = 0.2  # while other workers are waited for
 JOB = "offbeat-switch"  # by which links are known to belong to a switch, whatever is summed there
 
 
@@ -45,6 +47,7 @@ class ControlClient:
         credentials: what both sides prove.
         timeout: for answers, and after which a silent switch is lost.
         patience: for how long to dial.
+        on_lost: called on the event loop's thread when the switch is lost, not when this end is closed.
 
     Raises:
         NetworkError: if nobody could be reached; says who, where, for how long.
@@ -60,11 +63,14 @@ class ControlClient:
         credentials: Credentials | None = None,
         timeout: timedelta = timedelta(seconds=5),
         patience: timedelta = timedelta(seconds=20),
+        on_lost: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_lost = on_lost
         self._address, self._rank, self._timeout = address, rank, timeout
         self._requests = itertools.count(1)
         self._answers: dict[int, Future[FromSwitch]] = {}
         self._error: OffbeatError | None = None
+        self._is_closed = False
         self._loop = LoopThread("offbeat-switch-control")
         try:
             self._link = self._loop.run(
@@ -88,12 +94,24 @@ class ControlClient:
         """The host of the switch, as it was dialled."""
         return self._address.rpartition(":")[0].strip("[]")
 
-    def ask(self, request: Callable[[int], ToSwitch], patience: timedelta | None = None) -> FromSwitch:
+    @property
+    def is_lost(self) -> bool:
+        """Whether there is no switch at the other end any more."""
+        return self._error is not None
+
+    def ask(
+        self,
+        request: Callable[[int], ToSwitch],
+        while_waiting: Callable[[], None] | None = None,
+        patience: timedelta | None = None,
+    ) -> FromSwitch:
         """Ask something, and wait for the answer.
 
         Args:
             request: makes the request of the number that it is given.
-            patience: for the answer; None for the timeout.
+            while_waiting: called again and again until the answer is here, which takes as long as other workers do;
+                None for what the switch answers at once.
+            patience: for an answer at once; None for the timeout.
 
         Raises:
             PlanError: if the switch refuses it.
@@ -106,7 +124,7 @@ class ControlClient:
             if self._error is not None:
                 raise NetworkError(f"The switch at {self._address} is lost: {self._error}") from self._error
             self._loop.call(self._send, message, answer)
-            told = answer.result(patience_s)
+            told = self._wait(answer, while_waiting, patience_s)
         except TimeoutError as error:
             raise NetworkError(
                 f"The switch at {self._address} has not answered {type(message).__name__} within {patience_s:g} s."
@@ -117,8 +135,21 @@ class ControlClient:
             raise PlanError(told.reason)
         return told
 
+    @staticmethod
+    def _wait(answer: Future[FromSwitch], while_waiting: Callable[[], None] | None, patience_s: float) -> FromSwitch:
+        while while_waiting is not None and not wait([answer], _LOOK_S).done:
+            while_waiting()
+        return answer.result(patience_s)
+
     def join(
-        self, job: str, shape: JobShape, strategy: Strategy | None = None, *, exponent: int = 0
+        self,
+        job: str,
+        shape: JobShape,
+        strategy: Strategy | None = None,
+        *,
+        exponent: int = 0,
+        again: SwitchReturn | None = None,
+        while_waiting: Callable[[], None] | None = None,
     ) -> tuple[JobShape, SwitchJobJoined]:
         """Take part in a job, as the rank that this link has; the first worker creates it.
 
@@ -127,6 +158,8 @@ class ControlClient:
             shape: that it has, or is to have; whatever number it says.
             strategy: that it begins with; None for that of a stream of all workers.
             exponent: of all values in its table.
+            again: how far this worker is in a job that the switch has forgotten; then all its workers are waited for.
+            while_waiting: see `ask`.
 
         Returns:
             The shape with the job's number, and what else this worker is told.
@@ -147,7 +180,9 @@ class ControlClient:
                 rows=shape.rows,
                 strategy=strategy or Strategy(),
                 exponent=exponent,
-            )
+                again=again,
+            ),
+            while_waiting,
         )
         if not isinstance(joined, SwitchJobJoined):
             raise NetworkError(f"The switch at {self._address} has answered something else: {type(joined).__name__}.")
@@ -162,7 +197,7 @@ class ControlClient:
         Raises:
             NetworkError: if it is lost, or does not answer.
         """
-        told = self.ask(lambda request: GetSwitchStatus(request, job), patience)
+        told = self.ask(lambda request: GetSwitchStatus(request, job), patience=patience)
         if not isinstance(told, SwitchStatus):
             raise NetworkError(f"The switch at {self._address} has answered something else: {type(told).__name__}.")
         return told
@@ -174,6 +209,7 @@ class ControlClient:
 
     def close(self) -> None:
         """Say good-bye; again does nothing."""
+        self._is_closed = True
         if self._error is None:
             self._error = NetworkError("it was closed")
             self._loop.run(self._link.close())
@@ -205,3 +241,5 @@ class ControlClient:
         for answer in list(self._answers.values()):
             if not answer.done():
                 answer.set_exception(NetworkError(f"The switch at {self._address} is lost: {self._error}"))
+        if not self._is_closed:
+            self._on_lost()

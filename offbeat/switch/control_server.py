@@ -2,6 +2,7 @@
 
 A worker speaks for itself: it joins with the rank that its link has. Whoever has joined a job, or is an operator, may
 evict another from it and change its policy. A worker whose link ends is evicted, and a job ends with its last worker.
+A job that is not known is begun again by its workers, when they meet (`rejoin_meeting`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from offbeat.errors import OffbeatError, PeerError, PlanError
 from offbeat.protocol.switch_control import (
     SAYS,
@@ -19,6 +22,8 @@ from offbeat.protocol.switch_control import (
     GetSwitchPlan,
     GetSwitchStatus,
     JoinSwitchJob,
+    MeetAtSwitch,
+    MetAtSwitch,
     SetSwitchStrategy,
     Strategy,
     SwitchJobJoined,
@@ -34,6 +39,7 @@ from offbeat.protocol.switch_control import (
 from offbeat.switch.clock_watch import ClockWatch
 from offbeat.switch.clocks import Windows
 from offbeat.switch.job_shape import JobShape
+from offbeat.switch.rejoin_meeting import RejoinMeeting
 from offbeat.switch.strategy import watched
 
 if TYPE_CHECKING:
@@ -59,6 +65,11 @@ class SwitchJob:
         self.plan, self.reason, self.windows = "", "", Windows()  # of the last change
         self.watch = ClockWatch()
         self.peers: dict[int, SwitchPeer] = {}  # by rank, those that have joined
+        self.met: dict[int, int] = {}  # by rank, the request of those that wait to meet all others
+
+
+def _shape(message: JoinSwitchJob, number: int) -> JobShape:
+    return JobShape(number, message.workers, message.values, message.slots, message.ring, message.rows)
 
 
 class ControlServer:
@@ -73,6 +84,7 @@ class ControlServer:
     def __init__(self, plane: DataPlane, *, target: str, port: int) -> None:
         self._plane, self._target, self._port = plane, target, port
         self._jobs: dict[str, SwitchJob] = {}
+        self._meetings: dict[str, RejoinMeeting[SwitchPeer]] = {}  # by the name of the job that is to begin again
 
     def accept(self, link: PeerLink) -> SwitchPeer:
         """Take a link into use.
@@ -86,36 +98,40 @@ class ControlServer:
 
     # -- what peers ask ------------------------------------------------------------------------------------------
 
-    def join(self, peer: SwitchPeer, message: JoinSwitchJob) -> FromSwitch:
-        """Take a worker into a job."""
+    def join(self, peer: SwitchPeer, message: JoinSwitchJob) -> FromSwitch | None:
+        """Take a worker into a job; None if it is answered later."""
         if message.worker != peer.link.rank:
             raise PeerError(f"rank {peer.link.rank} joins as rank {message.worker}")
+        if message.again is not None:
+            return self._join_again(peer, message)
         try:
-            job = self._job(message)
+            job = self._jobs.get(message.job) or self._create(message, message.strategy)
+            return self._admit(job, peer, message)
         except PlanError as error:
             return SwitchRefused(message.request, str(error))
-        if message.worker >= job.shape.workers:
-            why = f"Cannot join {job.name!r} as rank {message.worker}: it has room for {job.shape.workers} workers."
-            return SwitchRefused(message.request, why)
+
+    def _admit(self, job: SwitchJob, peer: SwitchPeer, message: JoinSwitchJob) -> SwitchJobJoined:
+        if (shape := _shape(message, job.shape.number)) != job.shape:
+            raise PlanError(
+                f"Cannot join {job.name!r} with {shape}: it has {job.shape}. Start every worker with the same plan."
+            )
+        if message.worker >= shape.workers:
+            raise PlanError(
+                f"Cannot join {job.name!r} as rank {message.worker}: it has room for {shape.workers} workers."
+            )
         before = job.peers.get(message.worker)
         if before is not None and before is not peer:
             before.forget(job)
         cookie = secrets.randbits(32)
-        self._plane.admit(job.shape.number, message.worker, cookie, chunk=message.chunk)
+        self._plane.admit(shape.number, message.worker, cookie)
         job.peers[message.worker] = peer
         peer.jobs[job.name] = job
-        return SwitchJobJoined(message.request, job.shape.number, cookie, self._port)
+        return SwitchJobJoined(message.request, shape.number, cookie, self._port)
 
-    def _job(self, message: JoinSwitchJob) -> SwitchJob:
-        job = self._jobs.get(message.job)
-        number = secrets.randbits(16) if job is None else job.shape.number
-        shape = JobShape(number, message.workers, message.values, message.slots, message.ring, message.rows)
-        if job is not None:
-            if shape != job.shape:
-                raise PlanError(
-                    f"Cannot join {job.name!r} with {shape}: it has {job.shape}. Start every worker with the same plan."
-                )
-            return job
+    def _create(
+        self, message: JoinSwitchJob, strategy: Strategy, *, clock: int = 0, windows: Windows | None = None
+    ) -> SwitchJob:
+        shape = _shape(message, secrets.randbits(16))
         if len(self._jobs) >= _MOST_JOBS:
             raise PlanError(f"Cannot begin another job: this switch has {_MOST_JOBS}.")
         if shape.slots * shape.values * 4 > _MOST_SLOT_BYTES:
@@ -123,13 +139,63 @@ class ControlServer:
                 f"Cannot make room for {shape}: at most {_MOST_SLOT_BYTES >> 20} MiB are given to one job. Use fewer "
                 "slots - at `plan.fabric.slots`."
             )
-        while any(number == other.shape.number for other in self._jobs.values()):
-            number = secrets.randbits(16)
-        shape = JobShape(number, shape.workers, shape.values, shape.slots, shape.ring, shape.rows)
-        strategy = message.strategy
-        self._plane.create_job(shape, watched(strategy, shape.ring), clock=message.clock, exponent=message.exponent)
+        while any(shape.number == other.shape.number for other in self._jobs.values()):
+            shape = _shape(message, secrets.randbits(16))
+        self._plane.create_job(
+            shape, watched(strategy, shape.ring), clock=clock, exponent=message.exponent, windows=windows
+        )
         job = self._jobs[message.job] = SwitchJob(message.job, shape, strategy)
         return job
+
+    def _join_again(self, peer: SwitchPeer, message: JoinSwitchJob) -> FromSwitch | None:
+        rank = message.worker
+        if message.job in self._jobs or len(self._meetings) >= _MOST_JOBS:
+            why = f"Cannot join {message.job!r} again: the others have gone on without rank {rank}."
+            return SwitchRefused(message.request, why)
+        meeting = self._meetings.setdefault(message.job, RejoinMeeting())
+        meeting.waiting[rank] = peer, message
+        meeting.lost.discard(rank)
+        self._conclude(message.job)
+        return None
+
+    def _conclude(self, name: str) -> None:
+        """Begin a job again if all are here."""
+        meeting = self._meetings[name]
+        if meeting.waiting and not meeting.is_complete:
+            return
+        del self._meetings[name]
+        expected, job = meeting.expected if meeting.waiting else set(), None
+        for rank, (peer, message) in sorted(meeting.waiting.items()):
+            try:
+                if rank not in expected:
+                    raise PlanError(f"Cannot join {name!r} again: the others go on without rank {rank}.")
+                if job is None:
+                    strategy, plan, windows = meeting.change
+                    job = self._create(message, strategy, clock=meeting.clock, windows=windows)
+                    job.plan, job.windows = plan, windows or job.windows
+                joined = self._admit(job, peer, message)
+                peer.answer(
+                    msgspec.structs.replace(
+                        joined, progress=meeting.progress, clock=meeting.clock, settled=meeting.settled
+                    )
+                )
+            except PlanError as error:
+                peer.answer(SwitchRefused(message.request, str(error)))
+
+    def meet(self, peer: SwitchPeer, message: MeetAtSwitch) -> FromSwitch | None:
+        """Let a worker wait for all others of its job."""
+        if (job := peer.jobs.get(message.job)) is None:
+            return SwitchRefused(message.request, f"Cannot meet the others of {message.job!r}: there is no such job.")
+        job.met[peer.link.rank] = message.request
+        self._tell_met(job)
+        return None
+
+    @staticmethod
+    def _tell_met(job: SwitchJob) -> None:
+        if job.peers.keys() <= job.met.keys():
+            for rank, peer in job.peers.items():
+                peer.answer(MetAtSwitch(job.met[rank]))
+            job.met.clear()
 
     def evict(self, peer: SwitchPeer, message: EvictFromSwitchJob) -> None:
         """Go on without a worker."""
@@ -140,6 +206,10 @@ class ControlServer:
                 )
             job.peers[message.worker].forget(job)
             self._remove(job, message.worker)
+        meeting = self._meetings.get(message.job)
+        if meeting is not None and (peer.link.role != "worker" or peer.link.rank in meeting.waiting):
+            meeting.lost.add(message.worker)
+            self._conclude(message.job)
 
     def set_strategy(self, peer: SwitchPeer, message: SetSwitchStrategy) -> FromSwitch:
         """Change a job's policy."""
@@ -159,13 +229,16 @@ class ControlServer:
         if windows is None:
             return SwitchStrategySet(message.request, is_set=False)
         job.strategy, job.plan, job.reason, job.windows = strategy, message.plan, message.reason, windows
-        return SwitchStrategySet(message.request, True, windows.effective, windows.epoch)
+        return SwitchStrategySet(message.request, True, windows.effective, windows.epoch, windows.old)
 
     def plan(self, peer: SwitchPeer, message: GetSwitchPlan) -> FromSwitch:
         """Tell which plan's policy was set last."""
         if (job := self._known(peer, message.job)) is None:
             return SwitchRefused(message.request, f"Cannot tell the plan of {message.job!r}: there is no such job.")
-        return SwitchPlan(message.request, job.plan, job.windows.epoch, job.windows.effective, job.reason)
+        windows = job.windows
+        return SwitchPlan(
+            message.request, job.strategy, job.plan, windows.epoch, windows.effective, windows.old, job.reason
+        )
 
     def look(self) -> None:
         """Look at the clocks of all tables, and let those go on who may go further by name."""
@@ -213,13 +286,21 @@ class ControlServer:
                     _log.warning("Job %s goes on without rank %d: %s", job.name, peer.link.rank, error)
                 self._remove(job, peer.link.rank)
         peer.jobs.clear()
+        for name, meeting in list(self._meetings.items()):
+            if (asked := meeting.waiting.get(peer.link.rank)) is not None and asked[0] is peer:
+                del meeting.waiting[peer.link.rank]
+                meeting.lost.add(peer.link.rank)
+                self._conclude(name)
 
     def _remove(self, job: SwitchJob, worker: int) -> None:
         del job.peers[worker]
         self._plane.evict(job.shape.number, worker)
+        job.met.pop(worker, None)
         if not job.peers:
             self._plane.destroy_job(job.shape.number)
             del self._jobs[job.name]
+        else:
+            self._tell_met(job)
 
     def _known(self, peer: SwitchPeer, name: str) -> SwitchJob | None:
         return peer.jobs.get(name) if peer.link.role == "worker" else self._jobs.get(name)
@@ -249,6 +330,8 @@ class SwitchPeer:
         match message:
             case JoinSwitchJob():
                 answer = self._server.join(self, message)
+            case MeetAtSwitch():
+                answer = self._server.meet(self, message)
             case EvictFromSwitchJob():
                 self._server.evict(self, message)
             case SetSwitchStrategy():
@@ -257,7 +340,12 @@ class SwitchPeer:
                 answer = self._server.plan(self, message)
             case GetSwitchStatus():
                 answer = self._server.status(message)
-        if answer is not None and self.link.is_open:
+        if answer is not None:
+            self.answer(answer)
+
+    def answer(self, answer: FromSwitch) -> None:
+        """Answer a request, now or later."""
+        if self.link.is_open:
             self.link.send(pack(answer))
 
     def lost(self, error: OffbeatError | None) -> None:

@@ -97,8 +97,14 @@ class DataPlane(Protocol):
     def dropped(self) -> Mapping[str, int]:
         """Packets that were not looked at, by why."""
 
-    def create_job(self, shape: JobShape, strategy: Strategy, *, clock: int = 0, exponent: int = 0) -> None:
+    def create_job(
+        self, shape: JobShape, strategy: Strategy, *, clock: int = 0, exponent: int = 0, windows: Windows | None = None
+    ) -> None:
         """Make room for a job.
+
+        Args:
+            clock: the last step that all workers have finished.
+            windows: that another switch had; None for those of the strategy.
 
         Raises:
             PlanError: if the strategy does not fit the shape, or the target cannot carry it out.

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from offbeat.protocol.switch_control import Strategy
+    from offbeat.switch.clocks import Windows
     from offbeat.switch.job_shape import JobShape
 
 
@@ -45,6 +46,7 @@ class JobState:
         strategy: of the policy that the job begins with.
         clock: the last step that all workers have finished.
         exponent: of all values of the table.
+        windows: that another switch had; see `Clocks`.
         stream: makes the part that sums streams.
 
     Raises:
@@ -58,10 +60,11 @@ class JobState:
         *,
         clock: int = 0,
         exponent: int = 0,
+        windows: Windows | None = None,
         stream: Callable[[JobShape, Members, int | None], SumsChunks] = ChunkStream,
     ) -> None:
         self.shape, self.members = shape, Members()
-        self.clocks = Clocks(shape, self.members, strategy, clock)
+        self.clocks = Clocks(shape, self.members, strategy, clock, windows)
         self.stream = stream(shape, self.members, strategy.quorum)
         self.table = Table(shape, self.members, self.clocks, exponent)
 

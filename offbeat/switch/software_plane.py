@@ -69,13 +69,15 @@ class SoftwarePlane:
 
     # -- control -------------------------------------------------------------------------------------------------
 
-    def create_job(self, shape: JobShape, strategy: Strategy, *, clock: int = 0, exponent: int = 0) -> None:
+    def create_job(
+        self, shape: JobShape, strategy: Strategy, *, clock: int = 0, exponent: int = 0, windows: Windows | None = None
+    ) -> None:
         assert shape.number not in self._jobs, f"job {shape.number} is there already"
         tables = [(job.state.shape.rows, job.state.shape.values) for job in self._jobs.values()]
         needed = sum(4 * rows * values for rows, values in [*tables, (shape.rows, shape.values)])
         if shape.rows and needed > self._table_bytes:
             raise no_room_for_table(shape.rows, needed, self._table_bytes)
-        state = JobState(shape, strategy, clock=clock, exponent=exponent, stream=VectorStream)
+        state = JobState(shape, strategy, clock=clock, exponent=exponent, windows=windows, stream=VectorStream)
         assert isinstance(state.stream, VectorStream)
         self._jobs[shape.number] = _Job(state, state.stream)
 

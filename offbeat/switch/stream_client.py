@@ -16,18 +16,29 @@ under way until results come again: a switch that has too much to do is not give
 Call order: `begin` for each exchange, in the same order on all workers; `packets` and `receive` until the exchange
 `is_done`; both may be called at any time.
 
+A switch that was started again knows nothing of them. `begin_again` then does what `offbeat.fabric.elastic` does behind
+the loss of a worker, from the first exchange on whose result somebody lacks:
+
+    completed by some           one of these supplies the result: the bits of its floats, as integers, plus zeros
+    completed by none           summed again, without workers that were lost meanwhile
+
+A result is kept for that until nobody can lack it: when an exchange is complete all have begun it, and whoever has
+begun it had taken (`is_taken`) what was taken before it was begun here.
+
 Packets are made and taken in by runs of consecutive numbers, which have the same place in each array: what is done for
 each of many packets is a copy of a slice. What is lost, late or out of order is rare, and may cost more.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offbeat.errors import NumericsError
+from offbeat.errors import NetworkError, NumericsError
+from offbeat.protocol.group_progress import GroupProgress
 from offbeat.switch.fixed_point import MOST_EXPONENT, exponents, quantize, scales, units
 from offbeat.switch.packet import (
     HEADER_BYTES,
@@ -44,7 +55,7 @@ from offbeat.switch.packet_batch import HEADER, PacketBatch
 from offbeat.switch.resend_timer import ResendTimer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -54,6 +65,7 @@ _OVERTAKEN = 3  # results of later chunks, after which a packet is taken for los
 _BURSTS = 4  # of a window; no smaller part of it is sent while something is under way
 _LEAST_UNDER_WAY = 4  # packets, after some came too late
 _MOST_ATTEMPTS = 8
+_SUPPLIED = 1  # exponent of a chunk that carries the bits of floats
 _FATAL = frozenset({Reason.UNKNOWN_JOB, Reason.NOT_A_MEMBER, Reason.STALE_COOKIE, Reason.WRONG_PORT, Reason.MALFORMED})
 
 
@@ -69,10 +81,12 @@ class StreamExchange:
         included: [M] workers whose values are in each chunk's sum, as bits; equal but for chunks that a worker did not
             live to send.
         is_in: whether this worker contributes; None while that is not settled.
+        is_taken: whether its worker has come to the end of waiting for it, which that worker says.
+        supplier: the worker whose result all take over; None if it is a sum.
     """
 
     def __init__(self, parts: Sequence[NDArray[np.float32]], shape: JobShape, first: int, clock: int) -> None:
-        self.first, self.clock, self._workers = first, clock, shape.workers
+        self.clock, self.floor, self.is_taken, self._workers = clock, clock, False, shape.workers
         self._sizes = [len(part) for part in parts]
         self._ends = np.cumsum([-(-size // shape.values) for size in self._sizes])
         chunks = int(self._ends[-1])
@@ -81,14 +95,18 @@ class StreamExchange:
             rows.reshape(-1)[: len(part)] = part
         self.chunks = padded
         self.primes = -(-chunks // shape.values)
-        self.end = first + self.primes + chunks
-        self.own = exponents(padded)
-        self.announced = np.zeros((self.primes, shape.values), np.int32)
-        self.announced.reshape(-1)[:chunks] = self.own.astype(np.int32) - ZERO_EXPONENT
+        self._exponents = exponents(padded)
+        self.place(first)
+
+    def place(self, first: int, supplier: int | None = None) -> None:
+        """Have it begin with chunk `first`, and know nothing of results."""
+        chunks = len(self.chunks)
+        self.first, self.end, self.supplier = first, first + self.primes + chunks, supplier
+        self._offer(self._exponents if supplier is None else np.full(chunks, ZERO_EXPONENT, np.int8))
         self.agreed = np.full(chunks, ZERO_EXPONENT, np.int8)
         self.known = 0  # chunks, from the first on, whose exponents are agreed on
         self.attempts = np.zeros(chunks, np.uint16)
-        self.sums = np.zeros_like(padded)
+        self.sums = np.zeros_like(self.chunks)
         self.included = np.zeros(chunks, np.uint64)
         self.has_retries = False
         self.missing = self.primes + chunks
@@ -99,6 +117,45 @@ class StreamExchange:
         self.sizes = np.full(self.primes + chunks, HEADER_BYTES, np.int64)
         self.scale = np.zeros(chunks, np.float32)
         self.unit = np.zeros(chunks, np.float32)
+
+    def _offer(self, own: NDArray[np.int8]) -> None:
+        """Announce these exponents of its chunks."""
+        self.own = own
+        self.announced = np.zeros((self.primes, self.chunks.shape[1]), np.int32)
+        self.announced.reshape(-1)[: len(own)] = own.astype(np.int32) - ZERO_EXPONENT
+
+    def supplied(self, first: int, supplier: int, *, is_supplier: bool) -> StreamExchange:
+        """An exchange by which those that lack this one's result get it; this one stays as it is."""
+        other = copy.copy(self)
+        other.place(first, supplier)
+        if is_supplier:
+            other.chunks = self.sums
+            other._offer(np.where(self.sums.view(np.int32).any(axis=1), _SUPPLIED, ZERO_EXPONENT).astype(np.int8))
+        return other
+
+    def finish(self) -> None:
+        """Have the total as if the same workers were in all chunks; what was brought is forgotten.
+
+        A worker that was lost in the middle is in some chunks only; these count for as many as the exchange settled on,
+        or as are in the first chunk of the second part, if there is one, which says how many they are.
+
+        Raises:
+            NetworkError: if the one that was to supply the result is not in all.
+        """
+        self.chunks = self.sums
+        if self.supplier is not None:
+            if not (self.included >> np.uint64(self.supplier) & np.uint64(1)).all():
+                raise NetworkError(
+                    f"Cannot go on: rank {self.supplier} was lost while it gave the others a sum that the switch had "
+                    "lost. Start the job again from its last checkpoint."
+                )
+            return
+        settled = self.contributors if len(self._sizes) == 1 else self.included_in(1)
+        uneven = np.flatnonzero(self.included != np.uint64(settled))
+        if len(uneven):
+            count = settled.bit_count()
+            here = np.array([int(self.included[i]).bit_count() for i in uneven])
+            self.sums[uneven] *= (count / np.maximum(here, 1)).astype(np.float32)[:, None]
 
     @property
     def is_done(self) -> bool:
@@ -142,6 +199,8 @@ class StreamExchange:
         too_large = (own > agreed) & bool(self.is_in)
         headers, sizes = self.headers[self.primes :], self.sizes[self.primes :]
         has_values = ~too_large & (agreed != ZERO_EXPONENT) & bool(self.is_in)
+        if self.supplier is not None:
+            has_values &= own != ZERO_EXPONENT
         count = self.chunks.shape[1] // VALUES_STEP
         self.scale[chunks] = np.where(has_values, scales(agreed, self._workers), np.float32(0))
         self.unit[chunks] = units(agreed, self._workers)
@@ -161,7 +220,10 @@ class StreamExchange:
             batch.values[:primes] = self.announced[index.start : index.start + primes]
         if primes < len(batch) and self.is_in:
             chunks = slice(max(start, self.data) - self.data, stop - self.data)
-            quantize(self.chunks[chunks], self.scale[chunks], batch.values[primes:])
+            if self.supplier is None:
+                quantize(self.chunks[chunks], self.scale[chunks], batch.values[primes:])
+            else:
+                batch.values[primes:] = self.chunks[chunks].view(np.int32)
 
 
 class StreamClient:
@@ -174,6 +236,7 @@ class StreamClient:
         window: packets that may be under way.
         rto_s: the shortest time after which an unanswered packet is sent again.
         chunk, clock: the numbers that the next exchange begins with.
+        keeps: whether results are kept until nobody can lack them, for `begin_again`.
 
     Attributes:
         has_joined: whether the switch has answered to its `JOIN`.
@@ -192,12 +255,21 @@ class StreamClient:
         rto_s: float = 0.005,
         chunk: int = 0,
         clock: int = 0,
+        keeps: bool = False,
     ) -> None:
-        self.shape, self.worker, self.cookie = shape, worker, cookie
+        self.worker, self._keeps = worker, keeps
         self.window = min(window, shape.span)
         self._timer = ResendTimer(rto_s)
+        self._clock = clock  # of the next exchange
+        self._kept: deque[StreamExchange] = deque()  # in order, from the first whose result another may lack
+        self.sent = self.resent = 0
+        self._begin(shape, cookie, chunk)
+
+    def _begin(self, shape: JobShape, cookie: int, chunk: int) -> None:
+        """Begin with chunk `chunk`, and nothing under way."""
+        self.shape, self.cookie = shape, cookie
         self._allowed = float(self.window)  # packets under way, at present
-        self._next, self._clock = chunk, clock  # of the next exchange
+        self._next = chunk  # of the next exchange
         self._acked = self._cursor = chunk  # first chunk without a result, first that was never sent
         self._exchanges: deque[StreamExchange] = deque()
         slots = shape.slots
@@ -215,7 +287,6 @@ class StreamClient:
         self.has_joined = False
         self.refusal: Reason | None = None
         self.held_up_by: int | None = None
-        self.sent = self.resent = 0
 
     # -- exchanges -----------------------------------------------------------------------------------------------
 
@@ -238,8 +309,48 @@ class StreamClient:
 
     def enqueue(self, exchange: StreamExchange) -> None:
         """Begin an exchange that `next_exchange` has made."""
+        if exchange.first != self._next or exchange.headers["cookie"][0] != self.cookie:
+            exchange.place(self._next)  # the job was begun again meanwhile
+            self._with_headers(exchange)
         self._next, self._clock = exchange.end, self._clock + 1
         self._exchanges.append(exchange)
+        if self._keeps:
+            exchange.floor = next((one.clock for one in self._kept if not one.is_taken), exchange.clock)
+            self._kept.append(exchange)
+
+    # -- a switch that was started again -------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> GroupProgress:
+        """The exchanges whose results are here."""
+        below = next((one.clock for one in self._kept if not one.is_done), self._clock)
+        return GroupProgress(below, tuple(one.clock for one in self._kept if one.is_done and one.clock > below))
+
+    def begin_again(self, shape: JobShape, cookie: int, progress: Mapping[int, GroupProgress]) -> None:
+        """Do again, in a new job, what somebody lacks.
+
+        Args:
+            progress: of all workers of the job, by rank.
+
+        Raises:
+            NetworkError: if that cannot be done.
+        """
+        first = min(one.below for one in progress.values())
+        if first < (self._kept[0].clock if self._kept else self._clock):
+            raise NetworkError(f"Cannot go on: another worker lacks the result of exchange {first}, which is not kept.")
+        self._begin(shape, cookie, 0)
+        for exchange in self._kept:
+            if exchange.clock < first:
+                continue
+            again, supplier = exchange, min((w for w, p in progress.items() if p.has(exchange.clock)), default=None)
+            if supplier is None:
+                exchange.place(self._next)
+            elif exchange.is_done:
+                again = exchange.supplied(self._next, supplier, is_supplier=supplier == self.worker)
+            else:
+                exchange.place(self._next, supplier)
+            self._next = again.end
+            self._exchanges.append(self._with_headers(again))
 
     @property
     def rto_s(self) -> float:
@@ -473,6 +584,14 @@ class StreamClient:
         exchange.missing -= len(numbers)
         if len(numbers):
             self._have_received(self._slots_of(numbers), len(numbers))
+        if exchange.is_done:
+            exchange.finish()
+            self._forget(exchange.floor)
+
+    def _forget(self, floor: int) -> None:
+        """Let go of what all others have, too."""
+        while self._kept and self._kept[0].clock < floor:
+            self._kept.popleft()
 
     def _take_sums(self, batch: PacketBatch, chunk: NDArray[np.int64], exchange: StreamExchange) -> None:
         header = batch.header
@@ -483,7 +602,9 @@ class StreamClient:
         if not header["count"].all():  # chunks of zeros
             full = header["count"] > 0
             batch, at = batch.among(full), chunk[full]
-        if isinstance(at, slice):
+        if exchange.supplier is not None:
+            exchange.sums[at] = batch.values.view(np.float32)
+        elif isinstance(at, slice):
             sums = exchange.sums[at]
             np.copyto(sums, batch.values, casting="unsafe")
             sums *= exchange.unit[at, None]
@@ -561,20 +682,3 @@ class StreamClient:
 
 def _are_a_run(numbers: NDArray[np.int64]) -> bool:
     return bool((numbers[1:] == numbers[:-1] + 1).all())
-
-
-def mean_of(exchange: StreamExchange, settled: int | None = None) -> NDArray[np.float32]:
-    """The exchange's total as if the same workers were in all chunks; in place.
-
-    A worker that was lost in the middle is in some chunks only; these count for as many as the exchange settled on.
-
-    Args:
-        settled: the workers that it is to count for, as bits; None for those that the exchange settled on.
-    """
-    settled = exchange.contributors if settled is None else settled
-    uneven = np.flatnonzero(exchange.included != np.uint64(settled))
-    if len(uneven):
-        count = settled.bit_count()
-        here = np.array([int(exchange.included[i]).bit_count() for i in uneven])
-        exchange.sums[uneven] *= (count / np.maximum(here, 1)).astype(np.float32)[:, None]
-    return exchange.total

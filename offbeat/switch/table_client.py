@@ -4,10 +4,15 @@
     clock   the step is over; wait until the next one may begin        CLOCK -> GRANT
     pull    all rows, as they are now                                  READ -> ROW
     rest    this worker makes no step now, and holds nobody up         CLOCK, as far ahead as the switch keeps track
+    restore all that it has added, to a switch that knows nothing      INC -> INC_OK, as the change of its last step
+    confirm that step is over, and all is in                           READ -> ROW
 
 Whether it may go on the worker finds by itself from what the switch broadcasts: how far all are, and the windows. If it
 may at once, it reads without a `CLOCK`, which a `READ` implies. What is not answered in time is sent again; all of it
 may come twice. A table without rows is a barrier: there is nothing to push or to pull, only clocks.
+
+A table is the sum of what each worker has added, as integers. So each keeps the sum of its own, for a switch that was
+started again: since the table was last settled, when all had read the same, which all keep and none has to bring.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ if TYPE_CHECKING:
 
     from offbeat.switch.job_shape import JobShape
 
-Phase = Literal["computing", "push", "clock", "pull", "rest"]
+Phase = Literal["computing", "push", "clock", "pull", "rest", "restore", "confirm"]
 EPOCHS = 1 << 16
 _HALF = 1 << 30
 
@@ -50,6 +55,18 @@ def too_far(exponent: int) -> str:
         "Cannot go on with the table at the switch: a parameter has moved further than its integers reach "
         f"(2^{exponent}). Lower the learning rate, or use BSP() or ParameterServer() - at `plan.sync`."
     )
+
+
+def _narrowed(table: NDArray[np.int64], exponent: int) -> NDArray[np.int32]:
+    """The same as int32.
+
+    Raises:
+        NumericsError: if a value does not fit.
+    """
+    found = table.astype(np.int32)
+    if not np.array_equal(found, table):
+        raise NumericsError(too_far(exponent))
+    return found
 
 
 class StepGrant(NamedTuple):
@@ -98,6 +115,8 @@ class TableClient:
         resent: packets that were sent again.
         spent_s: seconds in each phase but computing.
         grant: why it went on behind its last step; None before the first.
+        settled: how often all have read the same table.
+        is_restored: whether all that it has added is in the table, since `begin_again`.
     """
 
     def __init__(
@@ -112,6 +131,10 @@ class TableClient:
         rto_s: float = 0.005,
     ) -> None:
         self.shape, self.worker, self.cookie, self.exponent = shape, worker, cookie, exponent
+        self.settled, self.is_restored = 0, True
+        self._after: Phase = "computing"  # what it does once it has brought back what it had added
+        self._restored = clock  # the clock that it does so by
+        self._has_halted = False
         self.clock = self.low = self.until = clock
         self.windows = Windows(0, 0, clock, 0)
         self.phase: Phase = "computing"
@@ -119,7 +142,7 @@ class TableClient:
         self.refusal: Reason | None = None
         self.resent = 0
         self.grant: StepGrant | None = None
-        self.spent_s: dict[Phase, float] = {"push": 0.0, "clock": 0.0, "pull": 0.0, "rest": 0.0}
+        self.spent_s: dict[Phase, float] = dict.fromkeys(("push", "clock", "pull", "rest", "restore", "confirm"), 0.0)
         self._began_s = self._now_s = 0.0
         self._timer = ResendTimer(rto_s)
         self.window = window
@@ -130,6 +153,10 @@ class TableClient:
         self._update = np.zeros((shape.rows, shape.values), np.int32)
         self._residual = np.zeros((shape.rows, shape.values), np.float32)  # which rounding has left out so far
         self._table = np.zeros((shape.rows, shape.values), np.int32)
+        self._added = np.zeros((shape.rows, shape.values), np.int64)  # by this worker, since the table was settled
+        self._settled = np.zeros((shape.rows, shape.values), np.int32)  # the table as it was then
+        self._base: NDArray[np.int32] | None = None  # what the table of a switch that was started again lacks
+        self._brought = self._update  # into such a table
         self._batch = PacketBatch(window, shape.values)
 
     # -- a step --------------------------------------------------------------------------------------------------
@@ -141,7 +168,7 @@ class TableClient:
             NumericsError: if a value is NaN, infinite, or larger than the table's integers can say; then nothing is
                 sent.
         """
-        assert self.phase == "computing", self.phase
+        assert self.doing == "computing", self.doing
         exponent = np.full(self.shape.rows, self.exponent, np.int8)
         most = max(float(update.max(initial=0)), -float(update.min(initial=0)))
         if not np.isfinite(most):
@@ -152,27 +179,81 @@ class TableClient:
         self._update = to_integers(self._residual, exponent, 1)
         self._residual -= to_floats(self._update, exponent, 1)
         self.clock = wrapped(self.clock + 1)
-        self._begin("push")
+        self._go_on_to("push")
 
     def rest(self) -> None:
         """Make no step, and hold nobody up, until `resume`."""
-        assert self.phase == "computing", self.phase
-        self._begin("rest")
+        assert self.doing == "computing", self.doing
+        self._go_on_to("rest")
+
+    def halt(self) -> int:
+        """Say of no more steps that they are over, now that all rest; returns the last one of which it was said."""
+        assert self.doing == "rest", self.doing
+        self._has_halted = True
+        return self.clock
 
     def resume(self, clock: int) -> None:
-        """Go on behind `clock`, which all members that rest have agreed on, and read the table first.
+        """Go on behind `clock`, which all members have agreed on, and read the table first.
 
         Args:
-            clock: the largest `clock` of those that rest.
+            clock: the largest of those that have halted. A change of a step that is said to be over would not count.
         """
-        assert self.phase == "rest", self.phase
-        self.clock = clock
-        self._begin("pull")
+        assert self._has_halted, "it would not know which steps it has said to be over"
+        self.clock, self._has_halted = clock, False
+        self._go_on_to("pull")
+
+    def settle(self) -> None:
+        """Keep the table as it was read last: all have read the same, and pushed nothing since."""
+        self._settled = self._table.copy()
+        self._added[:] = 0
+        self.settled += 1
 
     def values(self, size: int) -> NDArray[np.float32]:
         """[size] the table as it was read last."""
         exponent = np.full(self.shape.rows, self.exponent, np.int8)
         return to_floats(self._table, exponent, 1).reshape(-1)[:size]
+
+    # -- a switch that was started again -------------------------------------------------------------------------
+
+    @property
+    def doing(self) -> Phase:
+        """The phase, or the one that it goes on with once it has brought back what it had added."""
+        return self._after if self.phase in ("restore", "confirm") else self.phase
+
+    @property
+    def added_by(self) -> int:
+        """The clock of the last step whose change it has added, or is about to."""
+        return self._restored if self.phase in ("restore", "confirm") else self.clock
+
+    def begin_again(self, shape: JobShape, cookie: int, low: int, settled: int, *, has_left: bool = False) -> None:
+        """Bring back what it had added, into a new job's table of zeros, and then wait for `go_on`.
+
+        Args:
+            low: the clock behind which the job begins.
+            settled: how often others have seen the table settled.
+            has_left: whether it makes no more steps, so that its own clock is of no account.
+
+        Raises:
+            NumericsError: if that is more than its integers can say.
+        """
+        self._restored = wrapped(low + 1) if has_left else self.added_by
+        self._after = "clock" if self.doing == "push" and self._restored == self.clock else self.doing
+        if settled > self.settled:  # they have gone on since, and this one has read the same
+            self.settle()
+        if self.settled:
+            self._base = self._settled
+        self._brought = _narrowed(self._added, self.exponent)
+        self.shape, self.cookie, self.windows = shape, cookie, Windows(0, 0, self.clock, 0)
+        self.has_joined, self.refusal, self.is_restored = False, None, False
+        self._begin("restore")
+        self._owed[:] = self._brought.any(axis=1)
+        self._owed[0] = True
+
+    def go_on(self) -> None:
+        """Go on with what it did: all have brought back what they had added."""
+        assert self.is_restored, "not all is in the table"
+        self._brought = self._update  # so that its memory is free
+        self._begin(self._after)
 
     @property
     def is_half_full(self) -> bool:
@@ -204,7 +285,7 @@ class TableClient:
 
     def wake_s(self) -> float:
         """The time when `packets` has something to send again if nothing is received; infinite for never."""
-        if self.phase == "computing":
+        if self._is_idle:
             return float("inf")
         if self.phase in ("clock", "rest"):
             return max(0.0, self._clock_sent_s) + self.rto_s
@@ -214,10 +295,12 @@ class TableClient:
     def packets(self, now_s: float) -> PacketBatch:
         """The packets to send now; the batch is used again by the next call."""
         self._now_s = now_s
-        if self.phase == "computing":
+        if self._is_idle:
             return self._batch.first(0)
         if self._began_s < 0:
             self._began_s = now_s
+        if self.phase == "rest" and self._has_halted:
+            return self._batch.first(0)
         if self.phase == "rest":
             ahead = wrapped(self.low + self.shape.ring - 2)
             if is_newer(ahead, self.clock):
@@ -236,7 +319,7 @@ class TableClient:
         self._was_resent[again] = True
         self._note_resent(len(again))
         self._sent_s[rows] = now_s
-        return self._written(rows, PacketKind.INC if self.phase == "push" else PacketKind.READ)
+        return self._written(rows, PacketKind.INC if self.phase in ("push", "restore") else PacketKind.READ)
 
     def receive(self, batch: PacketBatch, now_s: float) -> None:
         """Take in packets from the switch; what answers nothing that is owed is passed over."""
@@ -252,16 +335,17 @@ class TableClient:
         for one in header[refused]:
             if 1 <= one["window_new"] <= len(Reason) and one["window_new"] != Reason.AHEAD_OF_RING:
                 self.refusal = self.refusal or Reason(int(one["window_new"]))
-        if self.phase == "push":
-            added = ours & (header["kind"] == PacketKind.INC_OK) & (header["clock"] == self.clock)
+        if self.phase in ("push", "restore"):
+            added = ours & (header["kind"] == PacketKind.INC_OK) & (header["clock"] == self.added_by)
             self._note(header[added])
-        elif self.phase == "pull":
+        elif self.phase in ("pull", "confirm"):
             fits = header["count"] == self.shape.values // VALUES_STEP
             # An answer to an earlier read may come late, and would be of a table of then.
-            fits &= (header["bitmap"] == self.clock) & (header["chunk"] < self.shape.rows)
+            fits &= (header["bitmap"] == self.added_by) & (header["chunk"] < self.shape.rows)
             rows = np.flatnonzero(ours & fits & (header["kind"] == PacketKind.ROW))
             owed = rows[self._owed[header["chunk"][rows]]]
-            self._table[header["chunk"][owed]] = batch.values[owed]
+            if self.phase == "pull":
+                self._table[header["chunk"][owed]] = batch.values[owed]
             self._note(header[owed])
         if self.phase == "clock" and self.may_go_on:
             window, epoch = self.windows.of(self.clock), self.windows.epoch
@@ -284,8 +368,28 @@ class TableClient:
             self._timer.measure(self._now_s - float(self._sent_s[once].mean()))
         self.is_saturated = self.is_saturated or bool((header["flags"] & Flag.SATURATED).any())
         self._owed[rows] = False
-        if not self._owed.any():
-            self._begin("clock" if self.phase == "push" else "computing")
+        if self._owed.any():
+            return
+        if self.phase == "restore":
+            self._begin("confirm")
+        elif self.phase == "confirm":
+            self.is_restored = True
+        elif self.phase == "push":
+            self._begin("clock")
+        else:
+            if self._base is not None:
+                self._table = _narrowed(self._base.astype(np.int64) + self._table, self.exponent)
+            self._begin("computing")
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.phase == "computing" or (self.phase == "confirm" and self.is_restored)
+
+    def _go_on_to(self, phase: Phase) -> None:
+        if self.phase in ("restore", "confirm"):
+            self._after = phase
+        else:
+            self._begin(phase)
 
     def _begin(self, phase: Phase) -> None:
         if self.phase != "computing":
@@ -293,10 +397,13 @@ class TableClient:
         self._began_s = self._now_s if self.phase != "computing" else -1.0
         if not self.shape.rows and phase in ("push", "pull"):  # a barrier alone
             phase = "clock" if phase == "push" else "computing"
+        if phase == "push":
+            self._added += self._update
         self.phase = phase
         self._timer.restart()
         self._was_resent[:] = False
         self._owed[:] = phase in ("push", "pull")
+        self._owed[:1] |= phase == "confirm"
         self._sent_s[:] = self._clock_sent_s = -np.inf
 
     def _take_grant(self, one: np.void) -> None:
@@ -313,10 +420,10 @@ class TableClient:
         header = batch.header
         header["magic"], header["flags"], header["kind"] = MAGIC, VERSION << 4, kind
         header["job"], header["worker"], header["cookie"] = self.shape.number, self.worker, self.cookie
-        header["clock"], header["chunk"], header["exponent"] = self.clock, rows, self.exponent
+        header["clock"], header["chunk"], header["exponent"] = self.added_by, rows, self.exponent
         header["count"] = self.shape.values // VALUES_STEP if kind == PacketKind.INC else 0
         batch.sizes[:] = HEADER_BYTES
         if kind == PacketKind.INC:
-            batch.values[:] = self._update[rows]
+            batch.values[:] = (self._update if self.phase == "push" else self._brought)[rows]
             batch.sizes[:] += 4 * self.shape.values
         return batch

@@ -12,6 +12,7 @@ import torch
 import offbeat
 from offbeat.audit import verify
 from offbeat.history import HistoryLog, StepGranted, write_log
+from tests.switch.killed_switch import KilledSwitch
 from tests.switch.served import served_switch
 from tests.workers import run_workers
 
@@ -92,13 +93,19 @@ def test_tables_that_follow_each_other_are_not_taken_for_one(tmp_path: Path) -> 
     assert result.checked == {1, 2, 3}
 
 
-def train(folder: Path, plan: offbeat.Plan) -> int:
-    """Make steps of uneven length, and swap the policy again and again; how often it was."""
+def train(folder: Path, plan: offbeat.Plan, mark: Path | None = None) -> int:
+    """Make steps of uneven length, and swap the policy again and again; how often it was.
+
+    Args:
+        mark: what rank 1 leaves in the middle.
+    """
     torch.manual_seed(0)
     net, swaps = torch.nn.Linear(64, 4), 0
     with offbeat.init(plan, history=folder, timeout=timedelta(seconds=5)) as run:
         model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.01))
         for step in range(STEPS):
+            if run.rank == 1 and step == STEPS // 2 and mark is not None:
+                mark.touch()
             time.sleep(0.004 * (1 + (step * (run.rank + 2)) % 3))
             (model(torch.ones(2, 64)).sum() / 64).backward()
             optimizer.step()
@@ -123,6 +130,16 @@ def test_each_step_is_granted_by_one_policy_however_often_it_is_swapped(tmp_path
     }
     assert len(epochs) > 3
     tampered(tmp_path)
+
+
+def test_the_same_holds_when_the_switch_is_restarted_in_between(tmp_path: Path) -> None:
+    with KilledSwitch() as switch, switch.struck_at(tmp_path / "mark", switch.restart):
+        plan = offbeat.Plan(sync=offbeat.SSP(2), fabric=offbeat.Switch(switch.address))
+        run_workers(3, train, tmp_path / "history", plan, tmp_path / "mark")
+    result = verify(tmp_path / "history")
+    assert result.holds, result.violations
+    assert result.checked == {1, 3}
+    assert result.releases == 3 * STEPS
 
 
 def tampered(folder: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from offbeat.fabric import ElasticGroup
-from offbeat.fabric.elastic_group import GroupProgress
+from offbeat.protocol.group_progress import GroupProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -5,19 +5,24 @@ from __future__ import annotations
 import os
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from offbeat.errors import NetworkError, PeerError, PlanError
+from offbeat.protocol.group_progress import GroupProgress
 from offbeat.protocol.switch_control import (
     EvictFromSwitchJob,
     JoinSwitchJob,
+    MeetAtSwitch,
+    MetAtSwitch,
     SetSwitchStrategy,
     Strategy,
+    SwitchReturn,
     pack,
     to_switch_of,
 )
@@ -238,6 +243,57 @@ def test_a_worker_that_was_evicted_is_told_so(address: str, workers: list[Worker
     with pytest.raises(NetworkError, match="no member of the job"):
         workers[1].wait(exchange, 5)
     summed([workers[0], workers[2]], 100)
+
+
+def test_who_comes_back_with_the_cookie_of_before_changes_no_sum(address: str, workers: list[Worker]) -> None:
+    summed(workers, 1000)
+    again = client(address, 1)  # rank 1 has been started again; the process of before hangs, and comes back
+    cookie = join(again, 1, workers=3).cookie
+    assert cookie != workers[1].joined.cookie
+    before = workers[1].begin(np.full(1000, 1e6, np.float32))
+    with pytest.raises(NetworkError, match="cookie is that of an earlier incarnation"):
+        workers[1].wait(before, 5)
+    exchanges = [one.begin(np.full(1000, 1.0, np.float32)) for one in (workers[0], workers[2])]
+    assert not workers[0].wait(exchanges[0], 0.2), "the next incarnation was not waited for"
+    operator = client(address, role="operator")
+    operator.evict("a", 1, "it does not come")
+    for one, exchange in zip((workers[0], workers[2]), exchanges, strict=True):
+        assert one.wait(exchange, 10), one.stream.trouble
+        assert (exchange.total == 2).all()
+    assert operator.status().jobs[0].refused["STALE_COOKIE"] > 0
+
+
+def returned(control: ControlClient, members: tuple[int, ...], **known: Any) -> tuple[JobShape, Joined]:
+    """Join a job that the switch does not know any more."""
+    shape = JobShape(0, 3, VALUES, 64, 8)
+    again = SwitchReturn(members=members, **known)
+    return control.join("lost", shape, again=again, while_waiting=lambda: None)
+
+
+def test_who_is_not_lost_is_waited_for_at_a_switch_that_knows_nothing(address: str) -> None:
+    controls = [client(address, rank) for rank in range(3)]
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(returned, controls[0], (0, 1, 2), progress=GroupProgress(4), clock=9)
+        second = pool.submit(returned, controls[1], (0, 1, 2), progress=GroupProgress(5), clock=7)
+        assert not wait([first, second], 0.3).done, "rank 2 was not waited for"
+        controls[0].evict("lost", 2, "it is dead")
+        (_, one), (_, other) = first.result(5), second.result(5)
+    assert one.progress == other.progress == {0: GroupProgress(4), 1: GroupProgress(5)}
+    assert one.clock == other.clock == 6
+    with pytest.raises(PlanError, match="gone on without rank 2"):
+        returned(controls[2], (0, 1, 2))
+
+
+def test_whose_link_ends_meanwhile_is_not_waited_for(address: str) -> None:
+    controls = [client(address, rank) for rank in range(2)]
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(returned, controls[0], (0, 1, 2))
+        second = pool.submit(returned, controls[1], (0, 1))
+        assert first.result(5)[1].progress.keys() == second.result(5)[1].progress.keys() == {0, 1}
+        met = pool.submit(controls[0].ask, lambda number: MeetAtSwitch(number, "lost"), lambda: None)
+        assert not wait([met], 0.3).done, "rank 1 was not waited for"
+        controls[1].close()
+        assert isinstance(met.result(5), MetAtSwitch)
 
 
 def test_a_worker_hears_its_switch_alone(workers: list[Worker], stranger: socket.socket) -> None:

@@ -14,6 +14,7 @@ from offbeat.switch.job_shape import JobShape
 from offbeat.switch.kernel.kernel_switch import KernelSwitch
 from offbeat.switch.packet import Flag, Packet, PacketKind, decode, encode
 from tests.switch.kernel_replay import KernelReplay, NotedState, in_a_network_of_its_own, why_not
+from tests.switch.killed_switch import KilledSwitch
 from tests.switch.network import StreamPlay
 from tests.switch.served import served_switch
 from tests.switch.sums import integers, right_sums, sums_of
@@ -192,3 +193,25 @@ def test_another_program_at_the_xdp_hook_is_left_alone() -> None:
         KernelReplay(1, at_xdp=True).close()  # nothing of it is left there
 
     in_a_network_of_its_own(play)
+
+
+def filters() -> str:
+    """What sees the packets that come in by loopback."""
+    shown = subprocess.run(["tc", "filter", "show", "dev", "lo", "ingress"], check=True, capture_output=True, text=True)
+    return shown.stdout
+
+
+def test_the_next_program_takes_the_place_of_one_that_was_killed() -> None:
+    vectors = [[np.full(3000, float(rank + 1), np.float32)] for rank in range(2)]
+    expected = [[np.full(3000, 3.0, np.float32).tobytes()]] * 2
+
+    def sums() -> None:
+        with KilledSwitch(["lo"]) as switch:
+            assert sums_of(switch.address, vectors) == expected
+            switch.kill()
+            assert filters().count("direct-action") == 1, "it was not left behind"
+            switch.start()
+            assert filters().count("direct-action") == 1
+            assert sums_of(switch.address, vectors) == expected
+
+    in_a_network_of_its_own(sums)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from offbeat.errors import PlanError
-from offbeat.switch.clocks import Windows
+from offbeat.switch.clocks import Windows, first_windows
 from offbeat.switch.data_plane import JobClocks, JobStats, MemberStats, no_room_for_table
 from offbeat.switch.kernel.layout import COMMAND, EXCHANGE, JOB, MEMBER, row_of, slot_of
 from offbeat.switch.members import ALL
@@ -78,7 +78,9 @@ class KernelPlane:
 
     # -- control -------------------------------------------------------------------------------------------------
 
-    def create_job(self, shape: JobShape, strategy: Strategy, *, clock: int = 0, exponent: int = 0) -> None:
+    def create_job(
+        self, shape: JobShape, strategy: Strategy, *, clock: int = 0, exponent: int = 0, windows: Windows | None = None
+    ) -> None:
         assert shape.number not in self._jobs, f"job {shape.number} is there already"
         check_window(strategy, shape.ring)
         if shape.values > self._sizes["MOST_VALUES"]:
@@ -98,13 +100,14 @@ class KernelPlane:
             self._room("MOST_ROWS", shape.rows, [(one.first_row, one.shape.rows) for one in self._jobs.values()]),
         )
         self._clear(job)
-        window = strategy.window_in(shape.ring)
+        windows = windows or first_windows(strategy, shape.ring, clock)
         state = np.zeros((), JOB)
         for name, value in {
             "index": index, "number": shape.number, "workers": shape.workers, "blocks": shape.values // VALUES_STEP,
             "slots": shape.slots, "ring": shape.ring, "rows": shape.rows, "first_slot": job.first_slot,
             "first_row": job.first_row, "quorum": strategy.quorum or 0, "exponent": exponent, "low": clock,
-            "high": clock, "window_old": window, "window_new": window, "effective": clock,
+            "high": clock, "window_old": windows.old, "window_new": windows.new, "effective": windows.effective,
+            "epoch": windows.epoch,
         }.items():  # fmt: skip
             state[name] = value
         self._state[index] = state

@@ -94,7 +94,10 @@ class FaultInjector:
 
     def _strike(self, number: int, fault: Fault, optimizer: torch.optim.Optimizer) -> None:
         note = partial(self._note, number, fault)
-        if fault.kind in get_args(Process):
+        if fault.target == "switch":
+            assert self._asked is not None, "it is the lab's"
+            _append(self._asked, Fired(number=number, fault=fault, time_s=time.time()))
+        elif fault.kind in get_args(Process):
             processes.strike(fault, self._process_of(fault), note)
         elif fault.kind in get_args(Link) and fault.kind not in PASSING and self._asked is not None:
             _append(self._asked, Fired(number=number, fault=fault, time_s=time.time()))
