@@ -119,6 +119,8 @@ class VectorStream:
         slots = header["slot"][order].astype(np.int64)
         chunk = header["chunk"][order]
         kept = self.chunk[slots[self.is_used[slots] & (_lead(chunk, self.chunk[slots]) > 0)]]
+        if len(np.unique(chunk)) > len(np.unique(slots)):
+            kept = np.concatenate([kept, chunk])  # a slot may be taken over more than once
         before = self._acked()
         self._note_acked(header["worker"][order], header["bitmap"][order])
         # A slot that is to be taken over may have been needed at the beginning, and not be at the end.
