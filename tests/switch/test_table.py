@@ -105,17 +105,21 @@ class TablePlay:
         to, worker, data = self.network.take()
         if to == "switch":
             before = self.state.clocks.low
-            self.send(self.state.handle(decode(data), worker, self.now_s))
+            packet = decode(data)
+            self.send(self.state.handle(packet, worker, self.now_s), packet.clock)
             assert distance(self.state.clocks.low, before) >= 0
             self.check_grants()
         elif worker in self.clients:
             self.receive(worker, data)
 
-    def send(self, sends: list) -> None:  # type: ignore[type-arg]
+    def send(self, sends: list, clock: int = 0) -> None:  # type: ignore[type-arg]
+        """Put on the way what the switch sends; `clock` is that of the packet which it answers.
+
+        A clock that comes late is of an earlier step than the last that its worker has finished, and so is the grant.
+        """
         for port, packet in sends:
             if packet.kind == PacketKind.GRANT and packet.worker < self.workers:
-                member = self.state.members[packet.worker]
-                self.note_grant(member.finished, self.state.clocks.low, self.state.clocks.windows)
+                self.note_grant(clock, self.state.clocks.low, self.state.clocks.windows)
             self.network.put("worker", port, encode(packet))
 
     def receive(self, worker: int, data: bytes) -> None:
