@@ -31,6 +31,7 @@ _AT_ONCE = 256
 # Between two looks when much is under way: no less than is worth a sleep, and twice as long as it takes to look.
 _LEAST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.005
 _LONGEST_S = 0.1  # between two looks, when nothing is under way
+_FORGOTTEN_S = 1.0  # without a refusal, behind which the last one is
 
 
 def reached(control: ControlClient, joined: SwitchJobJoined) -> tuple[UdpSocket, int]:
@@ -103,7 +104,7 @@ class ClientThread:
         self._switch = np.full(2 * client.window, switch, np.uint64)
         self._is_paused = False
         self._replaced: list[PacketSocket] = []  # to be closed by the thread, which may be using them
-        self._unknown_since_s = math.inf
+        self._refused_s = self._refused_since_s = -math.inf  # the last time, and the first of a series
         self._batch = PacketBatch(_AT_ONCE, client.shape.values)
         self._changed = threading.Condition()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
@@ -156,7 +157,7 @@ class ClientThread:
                 return
             self._replaced.append(self._socket)
             self._socket, self._switch[:] = sock, switch
-            self._is_paused, self._unknown_since_s = False, math.inf
+            self._is_paused, self._refused_s = False, -math.inf
             self._wake_up()
 
     def fail(self, error: OffbeatError) -> None:
@@ -231,10 +232,14 @@ class ClientThread:
         return PacketBatch.of([packet], client.shape.values)
 
     def _check_refusal(self, now_s: float) -> None:
+        """Give up if the switch refuses this worker again and again; one packet may have been damaged on its way."""
         client = self._client
-        if client.refusal is Reason.UNKNOWN_JOB:
-            self._unknown_since_s = min(self._unknown_since_s, now_s)
-            if now_s - self._unknown_since_s < self._patience_s:
-                client.refusal = None
-        if client.refusal is not None:
-            raise NetworkError(f"The switch refuses this worker: {client.refusal.text}.")
+        reason, client.refusal = client.refusal, None
+        if reason is None:
+            return
+        if now_s - self._refused_s > max(_FORGOTTEN_S, 4 * client.rto_s):
+            self._refused_since_s = now_s
+        self._refused_s = now_s
+        patience_s = self._patience_s if reason is Reason.UNKNOWN_JOB else client.rto_s / 2
+        if now_s - self._refused_since_s >= patience_s:
+            raise NetworkError(f"The switch refuses this worker: {reason.text}.")

@@ -38,12 +38,14 @@ from offbeat.switch.stream_client import StreamClient, StreamExchange
 from offbeat.switch.udp_socket import UdpSocket
 from offbeat.wire.credentials import Token
 from tests.switch.served import served_switch
+from tests.switch.sums import integers, right_sums, sums_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
+    from offbeat.switch.packet_batch import PacketBatch
     from offbeat.wire.messages import Role
 
 SHORT = timedelta(seconds=2)
@@ -321,3 +323,33 @@ def test_no_more_memory_is_promised_than_there_is() -> None:
     check_memory(1)
     with pytest.raises(PlanError, match=r"Cannot keep 999,999,999 MiB of tables: this machine has [\d,]+ MiB"):
         check_memory(999_999_999)
+
+
+class DamagingSocket(UdpSocket):
+    """A socket behind which some packets are damaged, so that the switch refuses them.
+
+    Args:
+        batches: that are damaged, of those that carry chunks.
+    """
+
+    def __init__(self, batches: range) -> None:
+        super().__init__()
+        self._batches, self._seen = batches, 0
+
+    def send(self, batch: PacketBatch, to: NDArray[np.uint64], rows: NDArray[np.int64] | None = None) -> None:
+        """Send it, after damage to its first packet."""
+        if batch.header["kind"][0] == PacketKind.DATA:
+            batch.header["slot"][0] ^= self._seen in self._batches
+            self._seen += 1
+        super().send(batch, to, rows)
+
+
+def test_one_damaged_packet_is_sent_again() -> None:
+    vectors = integers(2, 2, 50_000)
+    with served_switch() as address:
+        assert sums_of(address, vectors, open_socket=lambda: DamagingSocket(range(1, 2))) == right_sums(vectors)
+
+
+def test_who_is_refused_again_and_again_gives_up() -> None:
+    with served_switch() as address, pytest.raises(NetworkError, match="refuses this worker: the packet does not fit"):
+        sums_of(address, integers(2, 1, 1000), open_socket=lambda: DamagingSocket(range(1000)))
