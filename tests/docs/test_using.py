@@ -43,9 +43,10 @@ def test_checkpoints_go_out_and_in(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert again["model"].module.weight.equal(weight)
 
 
-def test_the_plan_is_one() -> None:
-    (block,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
-    assert Plan.from_toml(block) == Plan(codec=offbeat.Cast("bf16"))
+def test_plans_are_plans() -> None:
+    whole, inside = (Plan.from_toml(block) for block in re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL))
+    assert whole == Plan(codec=offbeat.Cast("bf16"))
+    assert inside == Plan(codec=offbeat.ErrorFeedback(offbeat.Cast("bf16")))
 
 
 def test_every_option_of_ddp_is_there() -> None:

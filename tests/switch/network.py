@@ -202,7 +202,7 @@ class StreamPlay:
         for chunk, exponent in enumerate(exchange.agreed.tolist()[:-1]):  # the last one has the whole numbers
             part = slice(chunk * VALUES, (chunk + 1) * VALUES)
             inside = [vectors[w][part] for w in range(self.workers) if int(exchange.included[chunk]) >> w & 1]
-            scale = exchange.contributors.bit_count() / max(1, len(inside))
+            scale = exchange.included_in(1).bit_count() / max(1, len(inside))
             expected = np.sum(inside, axis=0) * scale if inside else np.zeros_like(vectors[0][part])
             error = np.abs(exchange.total[part] - expected).max()
             bound = error_bound(exponent, self.workers) * self.workers + np.abs(expected).max() * 2**-22
