@@ -74,7 +74,7 @@ class PlanManager:
         self._migration = FabricMigration(context, models, data, factory)
         self._vote = PlanVote(context.control, context.clock.now_s, context.run_dir, self._check)
         self._controller = RoundController(context.clock.now_s())
-        self._leads_table = context.is_first  # of those on a table: it looks for wishes, and asks the controller
+        self._leads_table = not context.rank  # of those on a table: it looks for wishes, and asks the controller
         self._looked_s = 0.0  # who that is
 
     # -- the server ----------------------------------------------------------------------------------------------
