@@ -153,6 +153,7 @@ def test_the_others_go_on_without_who_is_lost_with_the_switch(tmp_path: Path) ->
     assert len(results[0][0]) == STEPS
 
 
+@pytest.mark.slow
 def test_a_switch_that_does_not_come_back_is_told_in_a_sentence(tmp_path: Path) -> None:
     says = r"The switch is lost, and .* Cannot reach 127\.0\.0\.1:\d+ .*offbeat switch serve"
     with KilledSwitch() as switch, switch.struck_at(tmp_path / "mark", switch.kill):
