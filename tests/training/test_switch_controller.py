@@ -10,6 +10,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 from torch import nn
 
@@ -71,6 +72,7 @@ def test_by_progress_goes_from_policy_to_policy_on_a_table() -> None:
     assert "of 80 steps are done" in other
 
 
+@pytest.mark.slow  # how soon it goes back depends on what else the machine does
 def test_a_controller_goes_to_a_looser_policy_while_somebody_is_late_and_back() -> None:
     controller = offbeat.WaitThreshold(
         tight=offbeat.SSP(0), loose=offbeat.SSP(8), above=0.35, window_s=0.5, least_s=0.7
