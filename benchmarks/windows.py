@@ -57,7 +57,7 @@ system = "offbeat"
 """
 
 
-class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WindowCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One window with one number of workers.
 
     Args:
@@ -80,7 +80,7 @@ class Windows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     command: str
     versions: dict[str, str]
     steps: int
-    cells: list[Cell]
+    cells: list[WindowCell]
 
     def ratio(self, workers: int, window: int | None) -> float:
         """Seconds per step as a multiple of BSP's."""
@@ -88,12 +88,12 @@ class Windows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return of[window] / of[0]
 
 
-def simulate(workers: int, window: int | None, steps: int = STEPS) -> Cell:
+def simulate(workers: int, window: int | None, steps: int = STEPS) -> WindowCell:
     """Play one window."""
     scenario = Scenario.from_toml(_TOML.format(workers=workers, steps=steps, warmup_steps=WARMUP_STEPS))
     plan = Plan(sync=ASP() if window is None else SSP(bound=window), fabric=Switch(values=2048))
     told = predict(scenario, scenario.row[0], plan, Known.of(scenario))
-    return Cell(
+    return WindowCell(
         workers=workers,
         window=window,
         step_s=round(told.seconds_per_step, 4),

@@ -24,7 +24,7 @@ from offbeat.errors import PlanError
 if TYPE_CHECKING:
     from offbeat.layout import Bucket
 
-_RESIDUAL, _INNER = "residual", "inner."  # keys of a parameter's state: ours, and before those of the codec within
+RESIDUAL, _INNER = "residual", "inner."  # keys of a parameter's state: ours, and before those of the codec within
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ErrorFeedback:
         inner = self.inner.init(bucket)
         return {
             slot.name: {
-                _RESIDUAL: torch.zeros(slot.numel, dtype=bucket.dtype, device=bucket.device),
+                RESIDUAL: torch.zeros(slot.numel, dtype=bucket.dtype, device=bucket.device),
                 **{_INNER + key: tensor for key, tensor in inner.get(slot.name, {}).items()},
             }
             for slot in bucket.slots
@@ -74,22 +74,22 @@ class ErrorFeedback:
 
     def exchange(self, grad: torch.Tensor, state: State, *, keep_sent: bool = False) -> Exchange:
         """Exchange the gradient and the residual, as the codec within does."""
-        residual = torch.cat([tensors[_RESIDUAL] for tensors in state.values()])
+        residual = torch.cat([tensors[RESIDUAL] for tensors in state.values()])
         whole = residual.add_(grad)
         inner = _inner_of(state)
         exchanged: Exchanged = yield from self.inner.exchange(grad.copy_(whole), inner, keep_sent=True)
         assert exchanged.sent is not None, f"{self.inner!r} does not say what it has sent"
-        left = whole.sub_(exchanged.sent).split([tensors[_RESIDUAL].numel() for tensors in state.values()])
+        left = whole.sub_(exchanged.sent).split([tensors[RESIDUAL].numel() for tensors in state.values()])
         for (name, tensors), part in zip(state.items(), left, strict=True):
-            tensors[_RESIDUAL].copy_(part)
+            tensors[RESIDUAL].copy_(part)
             tensors.update({_INNER + key: tensor for key, tensor in inner[name].items()})
         return Exchanged(exchanged.update, exchanged.sent if keep_sent else None)
 
     def rescale_(self, state: State, factor: float) -> None:
         """Change the residual, and the state of the codec within, to that of gradients `factor` times as large."""
         for tensors in state.values():
-            if _RESIDUAL in tensors:
-                tensors[_RESIDUAL].mul_(factor)
+            if RESIDUAL in tensors:
+                tensors[RESIDUAL].mul_(factor)
         if isinstance(self.inner, Rescales):
             self.inner.rescale_(_inner_of(state), factor)
 

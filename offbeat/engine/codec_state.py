@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from offbeat.codec import ErrorFeedback, Rescales
+from offbeat.codec.error_feedback import RESIDUAL
 from offbeat.engine import state_checks
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class CodecState:
     def __init__(self) -> None:
         self.scale = 1.0
         self._states: dict[str, State] = {kind: {} for kind in _KINDS}
+        self._has_residuals = False  # one of gradients; without it nobody has to look for it, at each bucket
 
     def of(self, codec: Codec, bucket: Bucket, *, deltas: bool = False) -> State:
         """The state of a bucket's parameters: what was kept, and that of a first exchange for the others."""
@@ -40,17 +42,19 @@ class CodecState:
             for name, tensors in codec.init(bucket).items():
                 if not kept.get(name):  # another codec may have kept nothing
                     kept[name] = tensors
+                    self._has_residuals = self._has_residuals or RESIDUAL in tensors
         return {slot.name: kept.setdefault(slot.name, {}) for slot in bucket.slots}
 
     def working(self, codec: Codec) -> Codec:
         """The codec, wrapped if it keeps no residual and there is one: of an earlier policy, which is sent along."""
-        if isinstance(codec, Rescales):
+        if not self._has_residuals or isinstance(codec, Rescales):
             return codec
-        kept = [one for one in self._states["gradients"].values() if "residual" in one]
-        if any(bool(one["residual"].any()) for one in kept):
+        kept = [one for one in self._states["gradients"].values() if RESIDUAL in one]
+        if any(bool(one[RESIDUAL].any()) for one in kept):
             return ErrorFeedback(codec)
         for one in kept:
-            del one["residual"]
+            del one[RESIDUAL]
+        self._has_residuals = False
         return codec
 
     def rescale_(self, codec: Codec, scale: float) -> None:
@@ -79,7 +83,7 @@ class CodecState:
         for kind in _KINDS:
             self._states[kind] = {}
             saved = state.get(kind, {})
-            if not isinstance(codec, Rescales) and any("residual" in one for one in saved.values()):
+            if not isinstance(codec, Rescales) and any(RESIDUAL in one for one in saved.values()):
                 codec = ErrorFeedback(codec)  # of an earlier policy, which is sent along
             for bucket in layout.buckets if saved else ():
                 for name, tensors in self.of(codec, bucket, deltas=kind == "deltas").items():

@@ -41,12 +41,11 @@ if TYPE_CHECKING:
     from offbeat.engine.worker_context import WorkerContext
     from offbeat.fabric.switch_table import SwitchTable, TablePending
     from offbeat.plan import Plan
+    from offbeat.protocol.switch_control import SwitchPlan
     from offbeat.sync import Policy
 
 _HEADROOM = 3  # a parameter may move 2**3 times as far as the largest lies from 0
 _LEAST_EXPONENT = 3
-HALF_FULL = "parameters have moved half as far as its integers reach"
-"""The reason for which all meet, to begin with an empty table."""
 
 
 class SwitchAverager:
@@ -191,7 +190,7 @@ class SwitchAverager:
         Args:
             plan: that holds, and goes on to.
         """
-        return self._opened.set_strategy(Strategy("table", window=0), plan.to_toml(), HALF_FULL)
+        return self._opened.set_strategy(Strategy("table", window=0, renews=True), plan.to_toml())
 
     def begin_anew(self) -> None:
         """Have an empty table, where all have the same parameters: they may move as far again. Collective."""
@@ -207,9 +206,9 @@ class SwitchAverager:
         strategy = compile_policy(plan.sync) if plan.is_tabled else Strategy("table", window=0)
         return self._table is not None and self._table.set_strategy(strategy, plan.to_toml(), reason)
 
-    def new_plan(self) -> tuple[str, str]:
-        """The plan that has come to hold since the last call, and why; see `SwitchTable.new_plan`."""
-        return ("", "") if self._table is None else self._table.new_plan()
+    def new_plan(self) -> SwitchPlan | None:
+        """The plan that has come to hold since the last call; see `SwitchTable.new_plan`."""
+        return None if self._table is None else self._table.new_plan()
 
     @property
     def opened(self) -> SwitchTable | None:

@@ -38,7 +38,7 @@ from offbeat.fabric.switch_session import OtherWorkers, SwitchSession
 from offbeat.fabric.switch_table import SwitchTable
 from offbeat.payload import Gather, Sum, Total
 from offbeat.protocol.switch_control import SetSwitchStrategy, Strategy, SwitchReturn
-from offbeat.switch.client_thread import ClientThread, kept_going, reached
+from offbeat.switch.client_thread import ClientThread, client_thread_of, socket_to
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import MOST_SLOTS, JobShape
 from offbeat.switch.memory_switch import MemorySwitch
@@ -182,7 +182,7 @@ class Switch:
             wanted = JobShape(0, context.world, self.values, slots, _RING)
             shape, joined = session.control.join(job, wanted, strategy)
             client = StreamClient(shape, context.rank, joined.cookie, window=self.window, rto_s=_RTO_S, keeps=True)
-            thread = kept_going(client, session.control, joined, patience)
+            thread = client_thread_of(client, session.control, joined, patience)
         except BaseException:
             session.close()
             raise
@@ -300,7 +300,7 @@ class SwitchStream:
             self.job, client.shape, again=again, while_waiting=lambda: others.evict_lost(control, self.job, members)
         )
         self._thread.do(lambda: client.begin_again(shape, joined.cookie, joined.progress))
-        self._thread.go_on(*reached(control, joined))
+        self._thread.go_on(*socket_to(control, joined))
 
     def fail(self, error: OffbeatError) -> None:
         self._thread.fail(error)

@@ -17,7 +17,7 @@ from offbeat.protocol.switch_control import (
     SwitchReturn,
     SwitchStrategySet,
 )
-from offbeat.switch.client_thread import ClientThread, kept_going, reached
+from offbeat.switch.client_thread import ClientThread, client_thread_of, socket_to
 from offbeat.switch.clocks import Windows, first_windows
 from offbeat.switch.packet import is_newer
 from offbeat.switch.strategy import watched
@@ -192,10 +192,10 @@ class SwitchTable:
 
         if self._thread is None or self._has_left:
             begin_again()
-            self._thread = kept_going(client, control, joined, self._session.timeout)
+            self._thread = client_thread_of(client, control, joined, self._session.timeout)
         else:
             self._thread.do(begin_again)
-            self._thread.go_on(*reached(control, joined))
+            self._thread.go_on(*socket_to(control, joined))
         while not self._thread.wait(lambda: client.is_restored, _LOOK):
             evict_lost()
             if control.is_lost:
@@ -263,24 +263,23 @@ class SwitchTable:
                 return None
             raise
 
-    def new_plan(self) -> tuple[str, str]:
-        """The plan whose policy has come to hold for this worker since the last call, as TOML, and the reason of the
-        controller that wanted it; "" for none.
+    def new_plan(self) -> SwitchPlan | None:
+        """The plan that has come to hold for this worker since the last call, as control tells it; None for none.
 
         Raises:
             NetworkError: if the switch is gone.
         """
         windows = self._client.windows
         if windows.epoch == self._epoch or is_newer(windows.effective, self._client.clock):
-            return "", ""
+            return None
         told = self._session.ask(lambda number: GetSwitchPlan(number, self.job))
         assert isinstance(told, SwitchPlan)
         # Else it is yet another one, which does not hold here yet.
         if told.epoch == self._epoch or is_newer(told.effective, self._client.clock):
-            return "", ""
+            return None
         self._epoch = told.epoch
         self._know(told.strategy, told.plan, told)
-        return told.plan, told.reason
+        return told
 
 
 class _KnownPolicy(NamedTuple):

@@ -49,6 +49,7 @@ class Strategy(msgspec.Struct, frozen=True):
         quorum: members whose contributions settle an exchange (stream); None for all.
         keeps_late: whether a worker that was left out of an exchange keeps its contribution for the next one.
         most: steps that single workers may be allowed to be ahead, by a controller; None if it is `window`.
+        renews: whether all meet where it holds, to go on with an empty table.
     """
 
     path: Literal["stream", "table"] = "stream"
@@ -56,6 +57,7 @@ class Strategy(msgspec.Struct, frozen=True):
     quorum: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
     keeps_late: bool = False
     most: _Window | None = None
+    renews: bool = False
 
     def window_in(self, ring: int) -> int:
         """The window over a ring of so many clocks, which leaves room for `ring` - 2 steps at most."""

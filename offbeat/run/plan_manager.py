@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.control import RoundController, swap_sentence
 from offbeat.engine import PlanVote, addresses_of, check_sums_some, connect, start_beside
-from offbeat.engine.local_sgd_switch import HALF_FULL
 from offbeat.errors import NetworkError, OffbeatError, PlanError
 from offbeat.fabric import ProcessGroup, Served
 from offbeat.protocol.worker_status import TableClock
@@ -352,23 +351,23 @@ class PlanManager:
     def _take_table_plan(self) -> None:
         """Go by the plan whose policy has come to hold at the switch."""
         for one in self._models.synchronizers:
-            text, reason = ("", "") if one.table is None else one.table.new_plan()
-            if not text:
+            told = None if one.table is None else one.table.new_plan()
+            if told is None or not told.plan:
                 continue
-            plan = self.plan.swapped(text, whole=True)
-            if reason == HALF_FULL and one.table is not None:
+            plan = self.plan.swapped(told.plan, whole=True)
+            if told.strategy.renews and one.table is not None:
                 self._begin_table_anew(one, one.table)
             elif plan == self.plan:
                 pass
             elif plan.is_served:  # all are at the same step, and exchange gradients until they are at the server
                 self._take(self.plan, dataclasses.replace(self.plan, sync=BSP(), controller=None), self._clock.now_s())
-                told, refusal = self._expect_server(plan), ""
+                sentence, refusal = self._expect_server(plan), ""
                 if self._migration.is_due():
-                    told, refusal = self._go_over()
+                    sentence, refusal = self._go_over()
                 if self._migration.due is None:
-                    self._vote.answer(told, refusal)
+                    self._vote.answer(sentence, refusal)
             else:
-                self._vote.answer(self._take(self.plan, plan, self._clock.now_s(), reason), "")
+                self._vote.answer(self._take(self.plan, plan, self._clock.now_s(), told.reason), "")
 
     def _begin_table_anew(self, one: SwitchableSync, table: SwitchAverager) -> None:
         """Go on with an empty table, where all are at the same step for that. Collective."""
@@ -376,7 +375,10 @@ class PlanManager:
         table.begin_anew()
         self._context.history.record_plan(self.plan)
         took_ms = 1000 * (self._clock.now_s() - began_s)
-        self._tell(f"From step {one.step} on the table at the switch is an empty one: {HALF_FULL} ({took_ms:.0f} ms).")
+        self._tell(
+            f"From step {one.step} on the table at the switch is an empty one: parameters have moved half as far as "
+            f"its integers reach ({took_ms:.0f} ms)."
+        )
 
     def close(self) -> None:
         """The run is over."""

@@ -34,13 +34,13 @@ _LONGEST_S = 0.1  # between two looks, when nothing is under way
 _FORGOTTEN_S = 1.0  # without a refusal, behind which the last one is
 
 
-def reached(control: ControlClient, joined: SwitchJobJoined) -> tuple[UdpSocket, int]:
+def socket_to(control: ControlClient, joined: SwitchJobJoined) -> tuple[UdpSocket, int]:
     """A socket to where a job's packets go, and that address."""
     sock = UdpSocket()
     return sock, sock.connect(control.host, joined.port)
 
 
-def kept_going(
+def client_thread_of(
     client: PacketClient, control: ControlClient, joined: SwitchJobJoined, patience: timedelta
 ) -> ClientThread:
     """The thread that keeps a worker's end of a job going, over a socket of its own.
@@ -48,7 +48,7 @@ def kept_going(
     Args:
         patience: for which to dial; a switch that was started again may not be dialled yet when it answers packets.
     """
-    return ClientThread(client, *reached(control, joined), 2 * patience.total_seconds())
+    return ClientThread(client, *socket_to(control, joined), 2 * patience.total_seconds())
 
 
 class PacketSocket(Protocol):

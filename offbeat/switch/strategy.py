@@ -30,8 +30,8 @@ def compile_policy(policy: Policy) -> Strategy:
     Raises:
         PlanError: if a switch cannot carry the policy out, saying why and what to use.
 
-    >>> compile_policy(SSP(bound=8))
-    Strategy(path='table', window=8, quorum=None, keeps_late=False, most=None)
+    >>> compile_policy(SSP(bound=8)) == Strategy(path="table", window=8, quorum=None, keeps_late=False, most=None)
+    True
     """
     match policy:
         case BSP() | LocalSGD():

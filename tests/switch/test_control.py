@@ -17,11 +17,13 @@ from offbeat.errors import NetworkError, PeerError, PlanError
 from offbeat.protocol.group_progress import GroupProgress
 from offbeat.protocol.switch_control import (
     EvictFromSwitchJob,
+    GetSwitchPlan,
     JoinSwitchJob,
     MeetAtSwitch,
     MetAtSwitch,
     SetSwitchStrategy,
     Strategy,
+    SwitchPlan,
     SwitchReturn,
     pack,
     to_switch_of,
@@ -353,3 +355,13 @@ def test_one_damaged_packet_is_sent_again() -> None:
 def test_who_is_refused_again_and_again_gives_up() -> None:
     with served_switch() as address, pytest.raises(NetworkError, match="refuses this worker: the packet does not fit"):
         sums_of(address, integers(2, 1, 1000), open_socket=lambda: DamagingSocket(range(1000)))
+
+
+def test_all_begin_with_an_empty_table_also_if_the_switch_forgot_that_they_were_to(address: str) -> None:
+    full = Strategy("table", window=0, renews=True)
+    again = SwitchReturn(members=(0,), clock=3, windows=(2, 0, 5, 1), plan='[sync]\nkind = "SSP"\nbound = 2')
+    one = client(address, 0)
+    one.join("full", JobShape(0, 3, VALUES, 64, 8, 1), full, again=again, while_waiting=lambda: None)
+    told = one.ask(lambda number: GetSwitchPlan(number, "full"))
+    assert isinstance(told, SwitchPlan)
+    assert (told.strategy, told.effective, told.epoch) == (full, 5, 1)
