@@ -396,10 +396,14 @@ class SwitchPending:
         return self._exchange.is_done and (self._has_trailer or self._trailer.done())
 
     def result(self) -> Reply:
-        reply = self._trailer.result()
+        reply, tensor = self._trailer.result(), self._payload.tensor
         assert isinstance(reply, Total)
         self._exchange.is_taken = True
-        self._payload.tensor.copy_(torch.from_numpy(self._exchange.total).view_as(self._payload.tensor))
+        tensor.copy_(torch.from_numpy(self._exchange.total).view_as(tensor))
+        # Who was lost between the two is in one of them only; values count for as many as the trailer is of.
+        count, here = self._exchange.count, round(reply.weight * self._fabric.world)
+        if count and count != here:
+            tensor *= here / count
         return Total(self._payload.tensor, reply.weight, None if self._payload.tail is None else reply.tensor)
 
 

@@ -65,7 +65,6 @@ _OVERTAKEN = 3  # results of later chunks, after which a packet is taken for los
 _BURSTS = 4  # of a window; no smaller part of it is sent while something is under way
 _LEAST_UNDER_WAY = 4  # packets, after some came too late
 _MOST_ATTEMPTS = 8
-_SUPPLIED = 1  # exponent of a chunk that carries the bits of floats
 _FATAL = frozenset({Reason.UNKNOWN_JOB, Reason.NOT_A_MEMBER, Reason.STALE_COOKIE, Reason.WRONG_PORT, Reason.MALFORMED})
 
 
@@ -83,6 +82,7 @@ class StreamExchange:
         is_in: whether this worker contributes; None while that is not settled.
         is_taken: whether its worker has come to the end of waiting for it, which that worker says.
         supplier: the worker whose result all take over; None if it is a sum.
+        count: the workers that the sums stand for, once it is done; 0 if they are of zeros that were supplied.
     """
 
     def __init__(self, parts: Sequence[NDArray[np.float32]], shape: JobShape, first: int, clock: int) -> None:
@@ -111,7 +111,7 @@ class StreamExchange:
         self.has_retries = False
         self.missing = self.primes + chunks
         self.is_in: bool | None = None
-        self.contributors = 0
+        self.contributors = self.count = 0
         self._primed = [False] * self.primes
         self.headers = np.zeros(self.primes + chunks, HEADER)  # of its packets, but for what changes
         self.sizes = np.full(self.primes + chunks, HEADER_BYTES, np.int64)
@@ -129,8 +129,8 @@ class StreamExchange:
         other = copy.copy(self)
         other.place(first, supplier)
         if is_supplier:
-            other.chunks = self.sums
-            other._offer(np.where(self.sums.view(np.int32).any(axis=1), _SUPPLIED, ZERO_EXPONENT).astype(np.int8))
+            other.chunks = self.sums  # bits of floats need no exponent: it says of how many workers they are
+            other._offer(np.where(self.sums.view(np.int32).any(axis=1), self.count, ZERO_EXPONENT).astype(np.int8))
         return other
 
     def finish(self) -> None:
@@ -149,13 +149,14 @@ class StreamExchange:
                     f"Cannot go on: rank {self.supplier} was lost while it gave the others a sum that the switch had "
                     "lost. Start the job again from its last checkpoint."
                 )
+            self.count = max(0, int(self.agreed.max()))
             return
         settled = self.contributors if len(self._sizes) == 1 else self.included_in(1)
+        self.count = settled.bit_count()
         uneven = np.flatnonzero(self.included != np.uint64(settled))
         if len(uneven):
-            count = settled.bit_count()
             here = np.array([int(self.included[i]).bit_count() for i in uneven])
-            self.sums[uneven] *= (count / np.maximum(here, 1)).astype(np.float32)[:, None]
+            self.sums[uneven] *= (self.count / np.maximum(here, 1)).astype(np.float32)[:, None]
 
     @property
     def is_done(self) -> bool:

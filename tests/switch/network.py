@@ -190,6 +190,7 @@ class StreamPlay:
             assert mine[0].totals[1].tolist() == tail.tolist(), f"seed {self.seed}: whole numbers are not exact"
             totals = {one.total.tobytes() + one.totals[1].tobytes() for one in mine}
             assert len(totals) == 1, f"seed {self.seed}: workers have different bits"
+            assert len({one.count for one in mine} - {0}) <= 1, f"seed {self.seed}: sums stand for different numbers"
             who = mine[0].contributors
             least = self.workers if self.quorum is None else min(self.quorum, self.workers)
             if len(self.alive) == self.workers:
