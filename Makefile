@@ -17,15 +17,16 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train on four local workers
 	$(BIN)/offbeat run --workers 4 examples/digits.py
 
+# Most tests wait for processes most of the time: three at a time on two cores take a fifth less than two.
 test: $(STAMP) lint  ## everything CI runs
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow"
 
 test-slow: $(STAMP)  ## the long ones, which CI leaves out
 	$(BIN)/python -m pytest -m slow --timeout 600
 
 test-random: SEED ?= $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 test-random: $(STAMP)  ## the tests of `make test` in another order each time, or in that of SEED=...
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" --random-order-seed $(SEED)
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow" --random-order-seed $(SEED)
 
 mutants: $(STAMP)  ## small faults, one at a time, that the tests have to find (half an hour; ARGS="--room sync" for one room)
 	$(BIN)/python -m tests.mutants --json tests/mutants/result.json $(ARGS)
