@@ -1,7 +1,7 @@
 """offbeat trains PyTorch models data-parallel on clusters that are not perfect.
 
 A run goes by its `plan`, made of parts: when workers may go on (`sync`), what is sent (`codec`), where it is summed
-(`fabric`), how batches are dealt (`batching`), who swaps the policy (`control`).
+(`fabric`), in what order (`scheduling`), how batches are dealt (`batching`), who swaps the policy (`control`).
 
 * what a user holds: `run` - a worker; `cli`, `__main__` - the commands; `testing` - conformance checks and faults
 * training: `loading` - batches; `engine` - gradients; `server` - the parameter server; `coordinator` - its decisions;
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from offbeat.run.checkpoints import Checkpoints
     from offbeat.run.replica import Replica
     from offbeat.run.run import Run, init
+    from offbeat.scheduling import FIFO, Credit, MergedGradient, Priority, Prophet
     from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, OuterSGD, RoundRobin
 
 _HOMES = {
@@ -55,18 +56,23 @@ _HOMES = {
     "ByProgress": "offbeat.control",
     "Cast": "offbeat.codec",
     "Checkpoints": "offbeat.run.checkpoints",
+    "Credit": "offbeat.scheduling",
     "DSSP": "offbeat.sync",
     "Dense": "offbeat.codec",
     "Elastic": "offbeat.fabric",
     "ErrorFeedback": "offbeat.codec",
+    "FIFO": "offbeat.scheduling",
     "Hybrid": "offbeat.sync",
     "InMemory": "offbeat.fabric",
     "KSync": "offbeat.sync",
     "LocalSGD": "offbeat.sync",
+    "MergedGradient": "offbeat.scheduling",
     "OuterSGD": "offbeat.sync",
     "ParameterServer": "offbeat.fabric",
     "Plan": "offbeat.plan",
+    "Priority": "offbeat.scheduling",
     "ProcessGroup": "offbeat.fabric",
+    "Prophet": "offbeat.scheduling",
     "Replica": "offbeat.run.replica",
     "RoundRobin": "offbeat.sync",
     "Run": "offbeat.run.run",
@@ -80,12 +86,14 @@ __all__ = [
     "ASP",
     "BSP",
     "DSSP",
+    "FIFO",
     "SSP",
     "AdaptQuorum",
     "BatchTuning",
     "ByProgress",
     "Cast",
     "Checkpoints",
+    "Credit",
     "Dense",
     "Elastic",
     "ErrorFeedback",
@@ -93,10 +101,13 @@ __all__ = [
     "InMemory",
     "KSync",
     "LocalSGD",
+    "MergedGradient",
     "OuterSGD",
     "ParameterServer",
     "Plan",
+    "Priority",
     "ProcessGroup",
+    "Prophet",
     "Replica",
     "RoundRobin",
     "Run",

@@ -27,12 +27,22 @@ FIRST_BUCKET_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in a bucket; `offset` and `numel` count the bucket's elements (a complex one takes two)."""
+    """The place of one parameter, or of a part of it, in a bucket.
+
+    Args:
+        shape: of the whole parameter.
+        offset: where it begins in the bucket, in the bucket's elements, of which a complex one takes two.
+        numel: how many of those it takes.
+        start: which of the parameter's elements, in their order in memory, is the first, counted likewise.
+        is_part: whether the rest of the parameter lies elsewhere.
+    """
 
     name: str
     shape: tuple[int, ...]
     offset: int
     numel: int
+    start: int = 0
+    is_part: bool = False
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ from offbeat.codec import Cast, Codec, Dense, ErrorFeedback, innermost
 from offbeat.control import AdaptQuorum, ByProgress, Controller, WaitThreshold
 from offbeat.errors import PlanError, brief
 from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup, Served, Switch, check_spec
+from offbeat.scheduling import FIFO, Credit, MergedGradient, Priority, Prophet, Scheduler
 from offbeat.switch.strategy import compile_policy
 from offbeat.sync import (
     ASP,
@@ -87,6 +88,8 @@ class Plan:
         keeps: what stays as it is when workers come and go, if batches are not tuned: the "local_batch" of each worker,
             or the "global_batch", which they share.
         controller: decides that another policy than `sync` decides; None if only people do.
+        scheduling: in what order and in what portions gradients are sent, hidden behind the next forward pass as well
+            as behind backward; None for buckets that are waited for at the end of backward.
 
     Raises:
         PlanError: if the parts cannot work together; the plan is checked when it is made.
@@ -100,6 +103,7 @@ class Plan:
     tuning: BatchTuning | None = None
     keeps: Keeps = "local_batch"
     controller: Controller | None = None
+    scheduling: Scheduler | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -169,6 +173,8 @@ class Plan:
             )
         if self.controller is not None:
             self._check_controller(self.controller)
+        if self.scheduling is not None:
+            self._check_scheduling(self.scheduling)
 
     def _check_table(self) -> None:
         self._refuse(
@@ -190,6 +196,27 @@ class Plan:
         for name, (part, why) in parts.items():
             if part is not None:
                 raise PlanError(f"Cannot use {part!r} with {self.sync!r} on {self.fabric!r}: {why} - at `plan.{name}`.")
+
+    def _check_scheduling(self, scheduling: Scheduler) -> None:
+        if isinstance(scheduling, type) or not hasattr(scheduling, "schedule"):
+            raise PlanError(
+                f"Cannot schedule with {scheduling!r}: use one of {', '.join(sorted(_KINDS['scheduling']))}, made with "
+                "(), or None - at `plan.scheduling`."
+            )
+        lacking = (
+            (
+                self.fabric.offers.holds != "server",
+                "a server takes a contribution whole: use ProcessGroup() or Elastic()",
+            ),
+            (self.sync == BSP(), "only where the gradients of every step are of all can a step be hidden: use BSP()"),
+            (self.nonfinite == "pass", "what holds NaN is known when the next step has begun: use nonfinite='pass'"),
+            (
+                not isinstance(self.codec, ErrorFeedback),
+                "a gradient that is cut has no residual: use Dense() or Cast()",
+            ),
+        )
+        if why := next((text for is_met, text in lacking if not is_met), None):
+            raise PlanError(f"Cannot schedule with {scheduling!r}: {why} - at `plan.scheduling`.")
 
     def _check_controller(self, controller: Controller) -> None:
         if isinstance(controller, type) or not hasattr(controller, "policies"):
@@ -493,7 +520,13 @@ def _nearest(word: str, known: typing.Iterable[str]) -> str:
     return f" (there is {', '.join(names)})" if names else " (it takes no keys)"
 
 
-_ROOMS: dict[Any, str] = {Policy: "sync", Codec: "codec", FabricSpec: "fabric", Controller: "controller"}
+_ROOMS: dict[Any, str] = {
+    Policy: "sync",
+    Codec: "codec",
+    FabricSpec: "fabric",
+    Controller: "controller",
+    Scheduler: "scheduling",
+}
 _KINDS: dict[str, dict[str, Any]] = {
     "sync": {
         "ASP": ASP,
@@ -513,5 +546,12 @@ _KINDS: dict[str, dict[str, Any]] = {
         "ParameterServer": ParameterServer,
         "ProcessGroup": ProcessGroup,
         "Switch": Switch,
+    },
+    "scheduling": {
+        "Credit": Credit,
+        "FIFO": FIFO,
+        "MergedGradient": MergedGradient,
+        "Priority": Priority,
+        "Prophet": Prophet,
     },
 }

@@ -210,13 +210,15 @@ class RowSwap(_Table, frozen=True, kw_only=True):
 class Row(_Table, frozen=True, kw_only=True):
     """One system to measure.
 
-    `plan` (offbeat only) is a table, or the path of a TOML file; the default if left out. `save_every` (ddp+restarts
+    `plan` (offbeat only) is a table, or the path of a TOML file; the default if left out. `bucket_bytes` is this row's
+    bucket size instead of the workload's. `save_every` (ddp+restarts
     only) is the steps between two snapshots. `swap` (offbeat only) has another policy hold while it trains.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=40, description="of 1 to 40 characters")]
     system: System
     plan: dict[str, Any] | str | None = None
+    bucket_bytes: Size | None = None
     save_every: Positive | None = None
     swap: list[RowSwap] = []
 
@@ -268,6 +270,9 @@ class Scenario(_Table, frozen=True, kw_only=True):
     def digest(self) -> str:
         """Hexadecimal SHA-256 of what the scenario says; comments and order of keys do not matter."""
         said = msgspec.json.decode(msgspec.json.encode(self, order="deterministic"))
+        for row in said["row"]:  # came later, and a workload has always had a key of that name
+            if row["bucket_bytes"] is None:
+                del row["bucket_bytes"]
         return hashlib.sha256(msgspec.json.encode(_without_later(said))).hexdigest()
 
     @property

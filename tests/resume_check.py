@@ -20,12 +20,15 @@ def is_the_same_when_resumed(
     optimizer_of: Callable[[torch.nn.Module], torch.optim.Optimizer],
     batches: Callable[[int], Sequence[tuple[torch.Tensor, torch.Tensor]]],
     stop: int,
+    begun: int = 0,
 ) -> bool:
     """Whether this worker's parameters have the same bits.
 
     Args:
         batches: of a rank.
         stop: after so many of them.
+        begun: the run that is not stopped goes on from a checkpoint, too, of after so many of them: of what it has
+            learnt by then.
     """
 
     def go(state: Any, first: int, last: int | None) -> Any:
@@ -43,6 +46,7 @@ def is_the_same_when_resumed(
                 optimizer.zero_grad()
             return copy.deepcopy([net.state_dict(), optimizer.state_dict(), run.state_dict()])
 
-    whole = go(None, 0, None)
-    resumed = go(go(None, 0, stop), stop, None)
+    first = go(None, 0, begun) if begun else None
+    whole = go(copy.deepcopy(first), begun, None)
+    resumed = go(go(first, begun, stop), stop, None)
     return all(torch.equal(tensor, resumed[0][name]) for name, tensor in whole[0].items())

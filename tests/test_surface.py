@@ -27,18 +27,23 @@ NAMES = {
     "ByProgress",
     "Cast",
     "Checkpoints",
+    "Credit",
     "DSSP",
     "Dense",
     "Elastic",
     "ErrorFeedback",
+    "FIFO",
     "Hybrid",
     "InMemory",
     "KSync",
     "LocalSGD",
+    "MergedGradient",
     "OuterSGD",
     "ParameterServer",
     "Plan",
+    "Priority",
     "ProcessGroup",
+    "Prophet",
     "Replica",
     "RoundRobin",
     "Run",
@@ -63,15 +68,16 @@ RUN = {
     "prepare",
     "progress",
     "rank",
-    "run_dir",
     "rng_state",
+    "run_dir",
     "settle",
     "state_dict",
     "step",
     "swap",
+    "synchronize",
     "world",
 }
-TESTING = {"check_codec", "check_controller", "check_fabric", "check_policy"}
+TESTING = {"check_codec", "check_controller", "check_fabric", "check_policy", "check_scheduler"}
 
 
 def test_public_names_are_frozen() -> None:

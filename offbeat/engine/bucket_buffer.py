@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from offbeat.engine.batch_accounting import BatchAccount
     from offbeat.engine.step_times import StepTimes
-    from offbeat.layout import Bucket
+    from offbeat.layout import Bucket, Slot
 
 _HEAD = 5
 
@@ -31,7 +31,7 @@ _HEAD = 5
 class GradEntry:
     """One parameter: its gradient's place, and what happened to it since the last exchange."""
 
-    __slots__ = ("buffer", "expected", "fired", "name", "parameter", "stale", "used", "view")
+    __slots__ = ("buffers", "expected", "fired", "name", "parameter", "stale", "used", "view")
 
     def __init__(self, name: str, parameter: torch.nn.Parameter) -> None:
         self.name = name
@@ -40,7 +40,7 @@ class GradEntry:
         self.fired = 0  # times a gradient arrived in this backward
         self.expected = 1  # times it arrives in a backward, as far as seen (checkpointing can make it several)
         self.stale: torch.Tensor | None = None  # of an earlier exchange, if none arrived since: kept if nobody has one
-        self.buffer: BucketBuffer | None = None
+        self.buffers: tuple[BucketBuffer, ...] = ()  # it lies in several if it is cut
         self.view: torch.Tensor | None = None
 
 
@@ -91,9 +91,24 @@ class BucketBuffer:
         self._all_used[1:_HEAD] = 0
         self._all_used[self._end :] = 0
         self._stamps = 1
+        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []  # of cut gradients: where they are whole, and here
         for entry, slot in zip(self.entries, bucket.slots, strict=True):
-            entry.buffer = self
-            entry.view = view_in(self.grad, slot.offset, entry.parameter)
+            if slot.is_part:
+                self._place_part(entry, slot)
+            else:
+                entry.view = view_in(self.grad, slot.offset, entry.parameter)
+            entry.buffers = (*entry.buffers, self)
+
+    def _place_part(self, entry: GradEntry, slot: Slot) -> None:
+        """Have a part of a gradient here, which is whole in a memory of its own."""
+        if not entry.buffers:
+            parameter = entry.parameter
+            numel = parameter.numel() * (2 if parameter.is_complex() else 1)
+            whole = torch.zeros(numel, dtype=self.grad.dtype, device=self.grad.device)
+            entry.view = view_in(whole, 0, parameter)
+        assert entry.view is not None
+        whole = flat(entry.view)[slot.start : slot.start + slot.numel]
+        self._parts.append((whole, self.grad[slot.offset : slot.offset + slot.numel]))
 
     def pack(self, *, scale: float, check_finite: bool) -> None:
         """Bring every gradient into the bucket, multiplied by `scale` / world, and make `.grad` a view of it.
@@ -104,10 +119,14 @@ class BucketBuffer:
         self.took_part, self._came_late = scale > 0, False
         with torch.no_grad():
             for entry in self.entries:
+                if entry.buffers[0] is not self:
+                    continue  # it is packed already
                 if not entry.used and entry.parameter.grad is not None:
                     entry.stale = entry.parameter.grad.detach().clone()
                 if scale:
                     self._pack_one(entry, scale / self._world)
+            for whole, part in self._parts:
+                part.copy_(whole)
             if not scale:
                 self.grad.zero_()
         self.nonfinite = self._find_nonfinite() if check_finite else []
@@ -185,6 +204,11 @@ class BucketBuffer:
         """Note that the sum was made without this worker, which came too late."""
         self.took_part, self._came_late = False, self.took_part
 
+    def unpack(self) -> None:
+        """Bring the parts of gradients to where they are whole."""
+        for whole, part in self._parts:
+            whole.copy_(part)
+
     def hand_out(self, used_elsewhere: set[int]) -> None:
         """Give the parameters that only others used their gradient, too."""
         for i in used_elsewhere:
@@ -209,6 +233,12 @@ def view_in(grad: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.T
     if _is_dense(parameter):
         return grad.as_strided(parameter.shape, parameter.stride(), grad.storage_offset() + offset)
     return grad[offset : offset + parameter.numel()].view(parameter.shape)
+
+
+def flat(view: torch.Tensor) -> torch.Tensor:
+    """The stretch of memory of a view that `view_in` has made, as real numbers."""
+    real = torch.view_as_real(view) if view.is_complex() else view
+    return real.as_strided((real.numel(),), (1,))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

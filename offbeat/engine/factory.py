@@ -12,6 +12,7 @@ import torch
 from offbeat.diagnosis.wait import WaitContext
 from offbeat.engine.buffers import Buffers
 from offbeat.engine.communicator import Communicator
+from offbeat.engine.cross_iteration import CrossIterationReducer
 from offbeat.engine.local_sgd_allreduce import AllReduceAverager
 from offbeat.engine.local_sgd_server import ServerAverager
 from offbeat.engine.local_sgd_switch import SwitchAverager
@@ -134,7 +135,8 @@ class SynchronizerFactory:
     def _by_all_reduce(self, one: PreparedModel, plan: Plan, accounting: BatchAccount | None = None) -> Transport:
         context = self._context
         buffers = Buffers(one.model, one.fabric) if context.control.world > 1 else None
-        reducer = Reducer(one, plan, context, buffers=buffers, accounting=accounting)
+        kind = Reducer if plan.scheduling is None else CrossIterationReducer
+        reducer = kind(one, plan, context, buffers=buffers, accounting=accounting)
 
         def averager(plan: Plan) -> Averager:
             if plan.is_tabled:

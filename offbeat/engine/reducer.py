@@ -42,7 +42,7 @@ from offbeat.server.optimizer_checkpoint import from_bytes
 from offbeat.server.optimizers import OUTER
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from offbeat.engine.bucket_buffer import BucketTrailer
     from offbeat.engine.buffers import Buffers
@@ -213,6 +213,17 @@ class Reducer:
         """Whether there is a gradient that was not exchanged, because it is being accumulated."""
         return any(entry.used for entry in self._entries.values())
 
+    def synchronize(self) -> None:
+        """Do nothing: all of a step is done when its backward is."""
+
+    @property
+    def wants_vote(self) -> bool:
+        """Whether there is something to be decided by all: never."""
+        return False
+
+    def vote(self) -> None:
+        """Do nothing: there is nothing to decide."""
+
     def settle(self) -> None:
         """Give all workers the buffers of the first, if they have come apart; all else is equal after every step."""
         if self.plan.has_quorum and self._buffers is not None:
@@ -247,17 +258,22 @@ class Reducer:
             own = {name: {k: v for k, v in one.items() if k != OUTER} for name, one in states.items()}
             load(self._model.optimizer, self._model.parameters, own)
 
-    def _load_layout(self, state: Mapping[str, Any]) -> None:
-        """Have each gradient lie where it lay: where it lies decides in which order the workers' are added."""
+    def _load_layout(self, state: Mapping[str, Any]) -> bool:
+        """Have each gradient lie where it lay: where it lies decides in which order the workers' are added.
+
+        Returns:
+            Whether the parameters are the same.
+        """
         order, expected = state_checks.texts(state["order"], "order of gradients"), state["expected"]
         if len(order) != len(self._entries) or set(order) != self._entries.keys():
-            return  # other parameters are trained now
+            return False  # other parameters are trained now
         version = state_checks.whole(state["version"], "version of the layout")
         counts = {name: state_checks.whole(expected[name], f"gradients of {name}", least=1) for name in order}
         for name, count in counts.items():
             self._entries[name].expected = count
         self._arrivals = None if state["learnt"] is True else GradientOrder(self._model.parameters)
         self._build(self._arranged(order if self._arrivals is None else None, version))
+        return True
 
     def _arranged(self, order: list[str] | None, version: int) -> Layout:
         parameters, sparse_ones = self._model.parameters, self.layout.sparse
@@ -312,21 +328,19 @@ class Reducer:
                 "backward(create_graph=True): the averaged gradients carry no graph, as with DistributedDataParallel. "
                 "For second derivatives call torch.autograd.grad(..., create_graph=True) inside the loss."
             )
-        buffer = entry.buffer
         if self._arrivals is not None:
             self._arrivals.note(entry.name)
-        elif buffer is None:
-            return
         elif entry.fired == entry.expected:
-            buffer.missing -= 1
-            if buffer.missing == 0:
-                self._queue.add(buffer.bucket.index)
-        elif entry.fired > entry.expected:
-            self._on_late(entry, buffer)
+            for buffer in entry.buffers:
+                buffer.missing -= 1
+                if buffer.missing == 0:
+                    self._queue.add(buffer.bucket.index)
+        elif entry.fired > entry.expected and entry.buffers:
+            self._on_late(entry)
 
-    def _on_late(self, entry: GradEntry, buffer: BucketBuffer) -> None:
+    def _on_late(self, entry: GradEntry) -> None:
         expected, entry.expected = entry.expected, entry.fired
-        if self._queue.has_issued(buffer.bucket.index):
+        if any(self._queue.has_issued(buffer.bucket.index) for buffer in entry.buffers):
             raise ModelError(
                 f"Cannot add another gradient to {entry.name}: its bucket was sent after {expected}, as in earlier "
                 f"steps, and now a further one came in the same backward. Use the model in the same way in each step, "
@@ -356,16 +370,21 @@ class Reducer:
 
     def _issue(self, index: int) -> None:
         self._polled = [earlier for earlier in self._polled if not earlier.poll()]
+        buffer, exchange = self._prepared(index, self.communicator)
+        exchange.issue(buffer.trailer)
+        self._under_way.append((buffer, exchange))
+        self._polled.append(exchange)
+
+    def _prepared(self, index: int, communicator: Communicator) -> tuple[BucketBuffer, BucketExchange]:
+        """Pack a bucket, and encode it, to go by this way."""
         buffer, accounting = self._buckets[index], self.accounting
         scale = accounting.scale if accounting.weight and accounting.absent is None else 0.0
         buffer.pack(scale=scale, check_finite=self._check_finite)
         codec = self._model.codec_state.working(self._plan.working_codec)
         state = self._model.codec_state.of(codec, buffer.bucket)
-        exchange = BucketExchange(buffer.bucket, buffer.grad, codec, state, self.communicator)
+        exchange = BucketExchange(buffer.bucket, buffer.grad, codec, state, communicator)
         buffer.write_trailer(accounting, exchange.trailer_dtype)
-        exchange.issue(buffer.trailer)
-        self._under_way.append((buffer, exchange))
-        self._polled.append(exchange)
+        return buffer, exchange
 
     # -- at its end ----------------------------------------------------------------------------------------------
 
@@ -413,6 +432,7 @@ class Reducer:
         if not trailer.in_step:
             raise worker_questions.different_batches(self._context.control, step=self.step, stamp=self.accounting.stamp)
         exchange.finish(trailer.weight or 1.0)  # nobody had data: the sum is zero, and so is the mean
+        buffer.unpack()
         buffer.hand_out(trailer.used_elsewhere)
         return trailer
 
@@ -431,14 +451,21 @@ class Reducer:
         """Leave everything as the next exchange is to find it."""
         if self._arrivals is not None:
             self._learn(self._arrivals)
-        result = self._result_of(trailers)
+        result = self._result_of(trailers, [exchange for _, exchange in self._under_way], self.accounting.weight)
         self.pending_result = result.after(self.pending_result)
+        self._context.waiter.witness.exchanged(self.accounting.stamp)
+        self._count_exchange(result.spans, dropped=result.dropped)
+
+    def _count_exchange(self, spans: Sequence[tuple[float, float]], *, dropped: bool) -> None:
+        """Count an exchange.
+
+        Args:
+            spans: when each bucket was issued and done, in clock seconds.
+            dropped: what this worker brought is not in the sum.
+        """
         step, weight = self.step, self.accounting.weight
         self.communicator.step += 1
-        self._context.metrics.exchange_done(
-            step, result.spans, weight, model=self._model.number, dropped=result.dropped
-        )
-        self._context.waiter.witness.exchanged(self.accounting.stamp)
+        self._context.metrics.exchange_done(step, spans, weight, model=self._model.number, dropped=dropped)
         self.accounting.exchanged()
         unused = [entry.name for entry in self._entries.values() if not entry.used]
         for entry in self._entries.values():
@@ -452,9 +479,12 @@ class Reducer:
                 step, "unused", f"step {step}: no gradient for {worker_questions.some(unused)}; they contribute zeros."
             )
 
-    def _result_of(self, trailers: list[BucketTrailer]) -> ExchangeResult:
-        weight, sums = self.accounting.weight, [trailer.weight * self.communicator.world for trailer in trailers]
-        given = [weight if exchange.includes_own else 0.0 for _, exchange in self._under_way]
+    def _result_of(
+        self, trailers: Sequence[BucketTrailer], exchanges: Sequence[BucketExchange], weight: float
+    ) -> ExchangeResult:
+        """The findings of an exchange in which this worker had so much weight."""
+        sums = [trailer.weight * self.communicator.world for trailer in trailers]
+        given = [weight if exchange.includes_own else 0.0 for exchange in exchanges]
         has_quorum = self._plan.has_quorum
         return ExchangeResult(
             weights=(weight, *(sums if has_quorum else dict.fromkeys(sums))),
@@ -462,7 +492,7 @@ class Reducer:
             dropped=weight > 0 and not any(given) and not isinstance(self._plan.working_codec, ErrorFeedback),
             vote_requested=any(trailer.vote_requested for trailer in trailers),
             step_times=next((trailer.step_times for trailer in trailers if trailer.step_times), {}),
-            spans=tuple((one.issued_s, one.done_s) for _, one in self._under_way if one.done_s is not None),
+            spans=tuple((one.issued_s, one.done_s) for one in exchanges if one.done_s is not None),
         )
 
     def _learn(self, arrivals: GradientOrder) -> None:
@@ -478,6 +508,8 @@ class Reducer:
         """Give every gradient its place. Gradients in older buckets stay where they are until the next backward."""
         self.layout = layout
         self._buckets: list[BucketBuffer] = []
+        for entry in self._entries.values():
+            entry.buffers = ()
         for bucket in layout.buckets:
             entries = [self._entries[slot.name] for slot in bucket.slots]
             times = self.times if bucket is layout.buckets[-1] else None

@@ -266,6 +266,17 @@ class ServerSync:
         result, self.pending_result = self.pending_result, None
         return result
 
+    def synchronize(self) -> None:
+        """Do nothing: all of a step is done when `optimizer.step()` returns."""
+
+    @property
+    def wants_vote(self) -> bool:
+        """Whether there is something to be decided by all: never."""
+        return False
+
+    def vote(self) -> None:
+        """Do nothing: there is nothing to decide."""
+
     def settle(self) -> None:
         """Do nothing: every step pushes what it has."""
 

@@ -127,8 +127,22 @@ class SwitchableSync:
         self._end_local_steps_if_due()
         return earlier if result is None else result.after(earlier)
 
+    def synchronize(self) -> None:
+        """Have all of the steps that the optimizer was told to make done; this worker's own."""
+        self._gradients.synchronize()
+
+    @property
+    def wants_vote(self) -> bool:
+        """Whether something of how gradients are exchanged is to be decided by all."""
+        return self._gradients.wants_vote
+
+    def vote(self) -> None:
+        """Decide it, if there is something. Collective."""
+        self._gradients.vote()
+
     def settle(self) -> None:
         """Push what has not been pushed, or make all replicas equal. Collective where exchanges are."""
+        self.synchronize()
         self._note_last_delta()
         if (result := self._active.settle()) is not None:  # not of a step: no one's weights
             self._unreported = dataclasses.replace(result.after(self._unreported), weights=())
@@ -180,6 +194,7 @@ class SwitchableSync:
         """Go by this plan from here on, where all may go over to it (see above). Collective where exchanges are: behind
         local steps all average.
         """
+        self.synchronize()
         before, self._plan = self._plan, plan
         self._gradients.adopt(plan)
         if before.has_quorum and before.sync != plan.sync:
@@ -216,6 +231,7 @@ class SwitchableSync:
         Raises:
             WorkerLostError, NetworkError: if a server is left that is gone.
         """
+        self.synchronize()
         sync = self.sync
         self._gradients.detach(has_own_optimizer=self.has_own_optimizer)
         self._local = None
@@ -265,6 +281,7 @@ class SwitchableSync:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the present synchronizer."""
+        self.synchronize()
         return {**self._shared_state(), "codec": self.codec_state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -273,6 +290,7 @@ class SwitchableSync:
         Raises:
             ModelError: if that is damaged, or of another model.
         """
+        self.synchronize()
         self._load_shared(state)
         self.load_codec_state_dict(state["codec"])
 
@@ -288,6 +306,7 @@ class SwitchableSync:
 
     def admit(self, ranks: Iterable[int]) -> None:
         """Have these tell how long they compute, too; on all workers at the same place."""
+        self.synchronize()
         self._gradients.ranks = max(self._gradients.ranks, *(rank + 1 for rank in ranks))
 
     def even_out(self) -> None:
@@ -295,12 +314,14 @@ class SwitchableSync:
 
         Whoever still wants a vote requests it again.
         """
+        self.synchronize()
         if self._local is not None and not self._local.is_even:
             self.settle()
         self._unreported = self._gradients.pending_result = None
 
     def hand_over(self) -> dict[str, Any]:
         """Collect what a new worker needs of this model, but for parameters and buffers; in a dict of names."""
+        self.synchronize()
         return {
             "stamp": self.accounting.stamp,
             "ranks": self._gradients.ranks,
@@ -314,6 +335,7 @@ class SwitchableSync:
         Args:
             plan: that holds there.
         """
+        self.synchronize()
         self._plan = plan
         self._gradients.adopt(plan)
         self._gradients.ranks = int(state["ranks"])

@@ -107,6 +107,16 @@ class GradientSync(Synchronizer, Protocol):
     def number(self) -> int:
         """The number of the next contribution, as policies count."""
 
+    def synchronize(self) -> None:
+        """Have all steps made that the optimizer was told to make; this worker's own, the others need not be here."""
+
+    @property
+    def wants_vote(self) -> bool:
+        """Whether something is to be decided by all, which `vote` does behind an exchange."""
+
+    def vote(self) -> None:
+        """Decide it, if there is something. Collective."""
+
     def detach(self, *, has_own_optimizer: bool) -> None:
         """Let another one go on with the model, whose parameters and optimizer are whole here then.
 

@@ -89,6 +89,53 @@ def check_sum(
     return worst, digest.hexdigest()
 
 
+class FreshnessCheck:
+    """The check that a layer's forward pass has parameters with all steps in them: what never waits would be fast.
+
+    Each step one element of one parameter of the layer is looked at, where a step changes much.
+
+    Args:
+        parameters: all, by name and in order, which began at 0.
+        world: number of workers, of whose gradients each step applies the mean.
+        lr: of plain SGD.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], *, world: int, lr: float) -> None:
+        generators = [patterns(rank) for rank in range(world)]
+        self._lr = lr
+        self._applied = 0.0  # sum of the factors of all steps so far
+        self._last = 0.0
+        self._steps = 0
+        self._probes: dict[int, tuple[str, int, float]] = {}  # by id: name, an element, and its mean pattern
+        for name, parameter in parameters:
+            mean = _weighed(parameter, generators, [1 / world] * world).reshape(-1)
+            element = int(mean.abs().argmax())
+            self._probes[id(parameter)] = (name, element, mean[element].item())
+
+    def begin_step(self, factor: float) -> None:
+        """A step begins whose gradients have this factor."""
+        self._applied, self._last = self._applied + self._last, factor
+        self._steps += 1
+
+    def look(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """See that one of these, each step another one, has all steps before this one in it.
+
+        Raises:
+            NumericsError: if it has not.
+        """
+        if self._steps < 2:
+            return
+        parameter = parameters[self._steps % len(parameters)]
+        name, element, mean = self._probes[id(parameter)]
+        found, expected = parameter.detach().reshape(-1)[element].item(), -self._lr * self._applied * mean
+        # No step changes it by less than this, and rounding by more.
+        if abs(found - expected) > self._lr * abs(mean) / 4:
+            raise NumericsError(
+                f"Cannot trust this run: in step {self._steps - 1} the forward pass read {name} as {found:.6g}, and "
+                f"with all steps before it is {expected:.6g}. The system that carries it does not wait for its sums."
+            )
+
+
 def _weighed(parameter: torch.Tensor, generators: Sequence[torch.Generator], weights: Sequence[float]) -> torch.Tensor:
     total = torch.zeros(parameter.shape, dtype=torch.float64)
     for generator, weight in zip(generators, weights, strict=True):

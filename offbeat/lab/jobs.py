@@ -141,7 +141,7 @@ class RowJob:
             steps=self.scenario.run.steps,
             warmup_steps=self.scenario.run.warmup_steps,
             compute_factor=place.compute_factor,
-            bucket_bytes=workload.bucket_bytes,
+            bucket_bytes=self.row.bucket_bytes or workload.bucket_bytes,
             data=data,
             tolerance=None if any(fault.changes_sum for fault in self.faults) else self.tolerance,
             replay=workload if isinstance(workload, Replay) else None,
@@ -230,5 +230,5 @@ def _plan_toml(index: int, row: Row, scenario: Scenario, folder: Path) -> str:
             )
         way_out = f"Name a TOML file, or write the plan as a table (row[{index}].plan)."
         return toml_reader.read_text(path, f"plan of row {row.name!r},", way_out, ScenarioError)
-    size = scenario.workload.bucket_bytes
+    size = row.bucket_bytes or scenario.workload.bucket_bytes
     return tomli_w.dumps(({} if size is None else {"bucket_bytes": size}) | (row.plan or {}))

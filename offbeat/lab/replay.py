@@ -8,6 +8,8 @@ real backward, on two cores as on eight GPUs. Rules:
   waiting come on top, for every system alike.
 * Gradients differ by rank and step and can be made again from their seed. Twice, outside of the measured steps, every
   worker compares the mean it received with the mean of what all workers emitted: a replay that sums wrongly fails.
+* Where each step applies that mean, each layer's forward pass looks at a parameter of its own: a system that does not
+  wait for what it reads fails.
 """
 
 from __future__ import annotations
@@ -58,6 +60,7 @@ class ReplayLayer(torch.nn.Module):
         self.backward_s = layer.backward_s
         self.pace = pace
         self.factor = 1.0
+        self.freshness: gradient_check.FreshnessCheck | None = None
         self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(shape)) for shape in layer.shapes)
         self.pattern = [torch.randn(shape, generator=generator) for shape in layer.shapes]
 
@@ -72,6 +75,8 @@ class _Replayed(torch.autograd.Function):
     def forward(ctx: Any, layer: ReplayLayer, signal: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         start_s = time.perf_counter()
         ctx.layer = layer
+        if layer.freshness is not None:
+            layer.freshness.look(list(layer.weights))
         layer.pace.layer(layer.forward_s, start_s)
         return signal.clone()
 
@@ -93,8 +98,17 @@ class ReplayModel(torch.nn.Sequential):
         pace, generator = SleepPacer(compute_factor), gradient_check.patterns(rank)
         super().__init__()
         self._pace, self._sigma, self._rank = pace, sigma, rank
+        self._freshness: gradient_check.FreshnessCheck | None = None
         for layer in layers:
             self.add_module(layer.name, ReplayLayer(layer, pace, generator))
+
+    def check_freshness(self, world: int) -> None:
+        """Have each layer see that its parameters have all steps in them, of which each applies the workers' mean."""
+        named = ((name, parameter) for name, parameter, _ in emitting(self))
+        self._freshness = gradient_check.FreshnessCheck(named, world=world, lr=_LR)
+        for layer in self:
+            assert isinstance(layer, ReplayLayer)
+            layer.freshness = self._freshness
 
     def set_step(self, step: int, work: float = 1.0) -> None:
         """Choose the gradients of a step, and how long it takes.
@@ -106,6 +120,8 @@ class ReplayModel(torch.nn.Sequential):
         for layer in self:
             assert isinstance(layer, ReplayLayer)
             layer.factor = _FACTORS[step % len(_FACTORS)]
+        if self._freshness is not None:
+            self._freshness.begin_step(_FACTORS[step % len(_FACTORS)])
 
 
 def emitting(model: ReplayModel) -> Iterator[tuple[str, torch.nn.Parameter, float]]:
@@ -141,6 +157,8 @@ def main() -> None:
     recorder = Recorder(compute_s=compute_s, gradient_bytes=model_profiles.size_bytes(layers), work=work)
     straggler = Straggler(work.straggle, rank)
     averages = averages_gradients(bound)
+    if averages and bound.loader is None and work.tolerance is not None and work.system != "ddp+restarts":
+        model.check_freshness(world)
     error, digest = 0.0, ""
     data = ReplayBatches(work, bound)
     # One step more than is measured, for the second check.

@@ -400,6 +400,17 @@ class Run:
             for one in models:
                 one.refreshed()
 
+    def synchronize(self) -> None:
+        """Have all steps made that the optimizer was told to make; before parameters are read. This worker's own.
+
+        It is only needed where `Plan(scheduling=...)` hides the end of a step behind the next one, and parameters are
+        read by anything but the model's forward pass, `state_dict()`, or what this class does: such as a moving
+        average of them.
+        """
+        self._check_open("make all steps")
+        for one in self._session.models.synchronizers:
+            one.synchronize()
+
     def swap(self, plan: Plan | None = None, **parts: Any) -> None:
         """Swap the policy while training, for all workers, such as ``run.swap(sync=SSP(4))``.
 

@@ -94,7 +94,7 @@ class StepHooks:
         result = synchronizer.after_step()
         session.came_with = []
         if session.server is None and synchronizer.step and not session.plan.is_tabled:
-            self._record(model, synchronizer.step - 1, result)
+            self._record(model, synchronizer, result)
         if session.uneven.is_open:
             pass  # those that are done make no step, behind which all could confer
         elif synchronizer.is_collective:
@@ -109,10 +109,13 @@ class StepHooks:
             for prepared in session.models.modules:
                 prepared.register_forward_pre_hook(lambda *_: self._drain())
 
-    def _record(self, model: int, step: int, result: ExchangeResult | None) -> None:
+    def _record(self, model: int, synchronizer: SwitchableSync, result: ExchangeResult | None) -> None:
         """Write the parameters after a step into the history."""
+        step = synchronizer.step - 1
         weights, given = ((), ()) if result is None else (result.weights, result.given)
         context = self._session.context
+        if context.history.is_kept:
+            synchronizer.synchronize()
         parameters = self._session.models.prepared[model].parameters.values()
         samples = context.metrics.last_samples
         context.history.record_parameters(model, step, parameters, samples=samples, weights=weights, given=given)
@@ -136,13 +139,17 @@ class StepHooks:
         if session.membership is not None:
             session.membership.stepped(model)
             wanted |= session.membership.wants_vote(session.plan, looks=looks)
-        synchronizer.accounting.requests_vote = wanted
+        synchronizer.accounting.requests_vote = wanted or synchronizer.wants_vote
         if result is not None and result.vote_requested:
             self._hold_vote()
 
     def _hold_vote(self) -> None:
         """Have another plan hold, and expect newcomers, if that is wanted. Collective, behind a step of all."""
         session = self._session
+        for one in session.models.synchronizers:
+            one.synchronize()
+        for one in session.models.synchronizers:
+            one.vote()
         session.plans.hold_vote()
         if session.membership is not None:
             session.membership.agree_on_newcomers()

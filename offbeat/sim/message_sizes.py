@@ -14,7 +14,7 @@ from offbeat.scenario import Replay
 
 if TYPE_CHECKING:
     from offbeat.plan import Plan
-    from offbeat.scenario import Scenario
+    from offbeat.scenario import Row, Scenario
 
 _DDP_BUCKET_BYTES = 25 << 20
 
@@ -37,10 +37,13 @@ def narrowing(plan: Plan | None) -> float:
     return 0.5 if plan is not None and isinstance(innermost(plan.codec), Cast) else 1.0
 
 
-def buckets(scenario: Scenario, plan: Plan | None, gradient_bytes: float, narrow: float = 1.0) -> list[BucketSize]:
+def buckets(
+    scenario: Scenario, row: Row, plan: Plan | None, gradient_bytes: float, narrow: float = 1.0
+) -> list[BucketSize]:
     """The buckets of a step, in the order in which they are sent: by the layout that the workers make.
 
     Args:
+        row: whose bucket size counts, if it has one.
         plan: None for DistributedDataParallel, whose buckets are as large.
         gradient_bytes: of a script's gradients, in float32, which are known to be there only at the end.
         narrow: bytes on the wire for each of these, of a peer.
@@ -60,7 +63,7 @@ def buckets(scenario: Scenario, plan: Plan | None, gradient_bytes: float, narrow
         for layer in layers
         for index, shape in enumerate(layer.shapes)
     }
-    largest = workload.bucket_bytes or (_DDP_BUCKET_BYTES if plan is None else plan.bucket_bytes)
+    largest = row.bucket_bytes or workload.bucket_bytes or (_DDP_BUCKET_BYTES if plan is None else plan.bucket_bytes)
     layout = arrange(like, bucket_bytes=largest)
     return [
         BucketSize(narrow * bucket.size_bytes, max(ready_s[slot.name] for slot in bucket.slots) / whole_s)

@@ -182,7 +182,7 @@ def _played(
     return allreduce.play(
         compute_times,
         links,
-        buckets=buckets(scenario, plan, known.gradient_bytes, _PEERS.get(row.system, 1.0)),
+        buckets=buckets(scenario, row, plan, known.gradient_bytes, _PEERS.get(row.system, 1.0)),
         policy=BSP() if plan is None else plan.sync,
         steps=steps,
         batch=known.batch,

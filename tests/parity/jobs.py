@@ -100,6 +100,7 @@ class Job:
     loss: Callable[[nn.Module, Any, torch.Tensor], torch.Tensor] | None = None
     ddp: dict[str, Any] | None = None
     plan: offbeat.Plan | None = None
+    is_ahead: bool | None = None  # whether steps are hidden behind the next one in the end; None for either
     steps: int = 50
     accumulate: int = 1
     before_step: Callable[[nn.Module], object] | None = None
@@ -148,6 +149,8 @@ def train(job: Job, system: str) -> dict[str, Any]:
             if schedule:
                 schedule.step()
             optimizer.zero_grad(set_to_none=job.set_to_none)
+        if system != "ddp" and job.is_ahead is not None:
+            assert getattr(replica._synchronizer._gradients, "is_ahead", False) == job.is_ahead
         state = {name: tensor.clone() for name, tensor in replica.state_dict().items()}
         return {"state": state, "losses": losses, "optimizer": optimizer.state_dict()}
 

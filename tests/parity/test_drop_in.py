@@ -19,6 +19,8 @@ from tests.workers import run_workers
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import offbeat
+
 
 class Branches(nn.Module):
     """Two branches; which one is used is the caller's choice."""
@@ -296,20 +298,20 @@ def test_any_optimizer() -> None:
     assert_same_bits({name: Job(jobs.MLP, jobs.vectors, optimizer, steps=6) for name, optimizer in OPTIMIZERS.items()})
 
 
-def closures() -> dict[str, Any]:
+def closures(plan: offbeat.Plan | None = None) -> dict[str, Any]:
     """LBFGS calls the closure, and with it backward, several times per step."""
     dist.init_process_group("gloo", init_method=f"file://{os.environ['OFFBEAT_STORE']}", rank=_rank(), world_size=2)
     try:
-        return {system: _train_lbfgs(system) for system in ("ddp", "offbeat")}
+        return {system: _train_lbfgs(system, plan) for system in ("ddp", "offbeat")}
     finally:
         dist.destroy_process_group()
 
 
-def _train_lbfgs(system: str) -> dict[str, torch.Tensor]:
+def _train_lbfgs(system: str, plan: offbeat.Plan | None) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     model = jobs.MLP()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
-    with jobs.wrapped(system, model, optimizer) as replica:
+    with jobs.wrapped(system, model, optimizer, plan=plan) as replica:
         generator = torch.Generator().manual_seed(100 + _rank())
         for _ in range(4):
             x, y = jobs.vectors(generator)
@@ -328,31 +330,35 @@ def _train_lbfgs(system: str) -> dict[str, torch.Tensor]:
 
 
 def test_lbfgs() -> None:
-    for result in run_workers(2, closures):
+    check_lbfgs(None)
+
+
+def check_lbfgs(plan: offbeat.Plan | None) -> None:
+    for result in run_workers(2, closures, plan):
         for name, tensor in result["ddp"].items():
             assert torch.equal(tensor, result["offbeat"][name]), name
 
 
-def scaler() -> dict[str, Any]:
+def scaler(plan: offbeat.Plan | None = None) -> dict[str, Any]:
     """A GradScaler skips the step on every rank when one rank's gradient overflows."""
     dist.init_process_group("gloo", init_method=f"file://{os.environ['OFFBEAT_STORE']}", rank=_rank(), world_size=2)
     try:
-        return {system: _train_scaled(system) for system in ("ddp", "offbeat")}
+        return {system: _train_scaled(system, plan) for system in ("ddp", "offbeat")}
     finally:
         dist.destroy_process_group()
 
 
-def _train_scaled(system: str) -> dict[str, Any]:
+def _train_scaled(system: str, plan: offbeat.Plan | None) -> dict[str, Any]:
     torch.manual_seed(1)
     model = jobs.MLP()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     scales = []
-    with jobs.wrapped(system, model, optimizer) as replica:
+    with jobs.wrapped(system, model, optimizer, plan=plan) as replica:
         generator = torch.Generator().manual_seed(100 + _rank())
-        for step in range(10):
+        for step in range(16):
             x, y = jobs.vectors(generator)
-            if step == 4 and dist.get_rank() == 1:
+            if step in (4, 11) and dist.get_rank() == 1:
                 x = x * float("inf")
             scaler.scale(cross_entropy(replica, x, y)).backward()
             scaler.unscale_(optimizer)
@@ -365,7 +371,11 @@ def _train_scaled(system: str) -> dict[str, Any]:
 
 
 def test_grad_scaler() -> None:
-    for result in run_workers(2, scaler):
+    check_grad_scaler(None)
+
+
+def check_grad_scaler(plan: offbeat.Plan | None) -> None:
+    for result in run_workers(2, scaler, plan):
         assert result["ddp"]["scales"] == result["offbeat"]["scales"]
         assert any(b < a for a, b in zip(result["ddp"]["scales"], result["ddp"]["scales"][1:], strict=False))
         for name, tensor in result["ddp"]["state"].items():
@@ -373,24 +383,24 @@ def test_grad_scaler() -> None:
             assert torch.isfinite(tensor).all()
 
 
-def adversaries() -> dict[str, Any]:
+def adversaries(plan: offbeat.Plan | None = None) -> dict[str, Any]:
     """Two models in one process, trained in turns, as a GAN is."""
     dist.init_process_group("gloo", init_method=f"file://{os.environ['OFFBEAT_STORE']}", rank=_rank(), world_size=2)
     try:
-        return {system: _train_gan(system) for system in ("ddp", "offbeat")}
+        return {system: _train_gan(system, plan) for system in ("ddp", "offbeat")}
     finally:
         dist.destroy_process_group()
 
 
-def _train_gan(system: str) -> dict[str, torch.Tensor]:
+def _train_gan(system: str, plan: offbeat.Plan | None) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     maker = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 20))
     judge = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 1))
     makers = torch.optim.Adam(maker.parameters(), 1e-3)
     judges = torch.optim.Adam(judge.parameters(), 1e-3)
-    with jobs.wrapped(system, maker, makers, judge, judges) as (maker, judge):
+    with jobs.wrapped(system, maker, makers, judge, judges, plan=plan) as (maker, judge):
         generator = torch.Generator().manual_seed(100 + _rank())
-        for _ in range(10):
+        for _ in range(16):
             real = torch.randn(8, 20, generator=generator)
             fake = maker(torch.randn(8, 8, generator=generator))
             judges.zero_grad()
@@ -407,7 +417,11 @@ def _train_gan(system: str) -> dict[str, torch.Tensor]:
 
 
 def test_two_models() -> None:
-    for result in run_workers(2, adversaries):
+    check_two_models(None)
+
+
+def check_two_models(plan: offbeat.Plan | None) -> None:
+    for result in run_workers(2, adversaries, plan):
         for name, tensor in result["ddp"].items():
             assert torch.equal(tensor, result["offbeat"][name]), name
 

@@ -63,6 +63,17 @@ def goes_on(plan: str) -> bool:
     return is_the_same_when_resumed(plans[plan], out_of_order, sgd, batches, 4)
 
 
+def goes_on_ahead() -> bool:
+    """The whole run goes by the schedule that the other one has in its checkpoint, as it was learnt before that."""
+    plan = offbeat.Plan(bucket_bytes=2048, scheduling=offbeat.Priority(1000))
+    return is_the_same_when_resumed(plan, out_of_order, sgd, batches, 10, begun=8)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_run_that_hides_steps_behind_the_next_one(world: int) -> None:
+    assert run_workers(world, goes_on_ahead) == [True] * world
+
+
 @pytest.mark.parametrize(
     ("world", "plan"),
     [

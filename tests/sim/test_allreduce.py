@@ -63,14 +63,14 @@ def test_all_wait_for_the_slowest_unless_batches_are_tuned() -> None:
 
 def test_buckets_are_those_of_the_layout_and_leave_during_backward() -> None:
     scenario = world(workload="", size_bytes=4e6)
-    (only,) = buckets(scenario, Plan(), 0.0)
+    (only,) = buckets(scenario, scenario.row[0], Plan(), 0.0)
     assert (only.size_bytes, only.ready) == (4e6, 1.0)
     from pathlib import Path
 
     from offbeat.scenario import Scenario
 
     uniform = Scenario.from_toml(Path("benchmarks/scenarios/uniform.toml").read_text())
-    found = buckets(uniform, Plan(bucket_bytes=1_000_000), 0.0)
+    found = buckets(uniform, uniform.row[0], Plan(bucket_bytes=1_000_000), 0.0)
     assert len(found) > 3
     assert [bucket.ready for bucket in found] == sorted(bucket.ready for bucket in found)
     assert sum(bucket.size_bytes for bucket in found) == Known.of(uniform).gradient_bytes

@@ -1,0 +1,176 @@
+"""The thread that carries blocks of gradients while the training thread computes.
+
+It does one thing after the other, in the order in which it is told, which is the schedule's on all workers: so whatever
+it begins, later rounds of an exchange too, is begun in the same order everywhere, and nothing else may be begun on the
+fabric while it has something to do. Before a block is issued it brings as many of those under way to their end as the
+schedule says.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from offbeat.errors import NetworkError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import timedelta
+
+    from offbeat.engine.bucket_buffer import BucketBuffer, BucketTrailer
+    from offbeat.engine.bucket_exchange import BucketExchange
+    from offbeat.engine.buffers import Buffers
+    from offbeat.engine.communicator import Communicator
+    from offbeat.payload import Reply
+    from offbeat.pending import Pending
+
+
+class InFlight(ABC):
+    """One thing that the thread carries, until it has landed. A `Pending`."""
+
+    sent_bytes = 0
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+        self._landed = threading.Event()
+
+    @abstractmethod
+    def issue(self) -> None:
+        """Begin it; on the thread."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Bring it to its end; on the thread."""
+
+    def land(self) -> None:
+        """Bring it to its end, and say so."""
+        self.finish()
+        self._landed.set()
+
+    def fail(self, failure: BaseException) -> None:
+        """Note that it will not come to its end."""
+        self.failure = failure
+        self._landed.set()
+
+    def done(self) -> bool:
+        return self._landed.is_set()
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Wait until it has landed; raises what has kept it from that."""
+        if not self._landed.wait(timeout.total_seconds()):
+            return False
+        if self.failure is not None:
+            raise self.failure
+        return True
+
+    def result(self) -> Reply:
+        """No payloads: what came is where it belongs."""
+        return []
+
+
+class BlockInFlight(InFlight):
+    """One block's exchange: once it has landed the mean lies in the gradients.
+
+    Attributes:
+        trailer: what the workers said along with it, once it has landed.
+    """
+
+    def __init__(self, buffer: BucketBuffer, exchange: BucketExchange) -> None:
+        super().__init__()
+        self.buffer, self.exchange = buffer, exchange
+        self.trailer: BucketTrailer | None = None
+
+    def issue(self) -> None:
+        """Begin its first round."""
+        self.exchange.issue(self.buffer.trailer)
+
+    def finish(self) -> None:
+        """Complete its rounds, and leave the mean where gradients are whole."""
+        total, part = self.exchange.wait()
+        self.trailer = self.buffer.read_trailer(total, part)
+        self.exchange.finish(self.trailer.weight or 1.0)  # nobody had data: the sum is zero, and so is the mean
+        self.buffer.unpack()
+
+
+class BroadcastInFlight(InFlight):
+    """The broadcast of the model's buffers; it is the training thread that takes over what came.
+
+    Args:
+        buffers, source: as of `Buffers.start`.
+        communicator: the thread's.
+    """
+
+    def __init__(self, buffers: Buffers, source: int, communicator: Communicator) -> None:
+        super().__init__()
+        self._buffers, self._source, self._communicator = buffers, source, communicator
+        self._broadcasts: list[Pending] = []
+
+    def issue(self) -> None:
+        """Begin it."""
+        self._broadcasts = self._buffers.start(self._source)
+
+    def finish(self) -> None:
+        """Wait for it."""
+        for one in self._broadcasts:
+            self._communicator.wait(one, "broadcast of the buffers")
+
+    def take_over(self) -> None:
+        """Leave what came in the buffers; backward is over, which reads them."""
+        self._buffers.finish(self._source)
+
+
+class CommunicationThread:
+    """A thread that issues and lands blocks.
+
+    Args:
+        after: for each thing of a step, in order, how many of the first have landed before it is issued.
+    """
+
+    def __init__(self, after: tuple[int, ...]) -> None:
+        self._after = after
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._under_way: list[InFlight] = []  # of the step at hand, in order; the first `_landed` have landed
+        self._landed = 0
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="offbeat-communication", daemon=True)
+        self._thread.start()
+
+    def issue(self, one: InFlight) -> None:
+        """Begin the next of the step."""
+        self._jobs.put(lambda: self._issue(one))
+
+    def finish(self) -> None:
+        """Land all of the step."""
+        self._jobs.put(self._finish)
+
+    def close(self) -> None:
+        """End, when all that it was told is done; what waits for a worker that is lost is left."""
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except BaseException as failure:
+                self._failure = failure
+                for one in self._under_way[self._landed :]:
+                    one.fail(failure)
+
+    def _issue(self, one: InFlight) -> None:
+        if self._failure is not None:
+            one.fail(NetworkError(str(self._failure)))
+            return
+        self._under_way.append(one)
+        self._land(self._after[len(self._under_way) - 1])
+        one.issue()
+
+    def _land(self, count: int) -> None:
+        while self._failure is None and self._landed < count:
+            self._under_way[self._landed].land()
+            self._landed += 1
+
+    def _finish(self) -> None:
+        self._land(len(self._under_way))
+        self._under_way, self._landed = [], 0

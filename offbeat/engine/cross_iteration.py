@@ -1,0 +1,510 @@
+"""The way of gradients that are hidden behind the next forward pass as well as behind backward.
+
+    step t     forward | backward                      | step()  returns at once
+    sent               |  block 1 | block 2 | block 3 | block 4 | block 5 ...        in the order of a `Scheduler`
+    step t+1                                                    forward: each module waits for what it reads, and has
+                                                                it stepped; then backward
+
+The first steps are a barrier, as `Reducer` has it: what a gradient takes to be complete and when its parameter is
+needed is learnt in them (`schedule_learner`). Then all workers make the same schedule, and blocks of gradients are sent
+in its order by a thread (`communication_thread`). Rules:
+
+* `optimizer.step()` finds no gradient, and does nothing: what it was to do is noted, with its hyper-parameters.
+* A parameter is stepped whole, on the training thread, when all of its gradient has landed and somebody needs it:
+  before the forward pass of a module that reads it, or where all are brought to their end (`synchronize`).
+* All of a step has landed and is stepped before the next backward: so a block's memory holds one step's gradient.
+* Who uses `.grad` between backward and the step waits for it, and finds the mean there (`pending_gradient`).
+* Where a worker lacks a gradient or has no data the step is a barrier, there alone: what is sent, and its order, is the
+  same.
+* What the workers have said along with a step's gradients counts one step later, on all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections import deque
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offbeat.diagnosis.wait import BlockingWait, WaitContext
+from offbeat.engine import state_checks, worker_questions
+from offbeat.engine.communication_thread import BlockInFlight, BroadcastInFlight, CommunicationThread
+from offbeat.engine.communicator import Communicator
+from offbeat.engine.partial_optimizer import PartialOptimizer
+from offbeat.engine.pending_gradient import PendingGradient, pending
+from offbeat.engine.reducer import Reducer
+from offbeat.engine.schedule_learner import ScheduleLearner
+from offbeat.errors import ModelError
+from offbeat.layout import Bucket, Layout, Slot
+from offbeat.scheduling import GradientSlice, Schedule, ScheduledBlock
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from offbeat.engine.batch_accounting import BatchAccount
+    from offbeat.engine.bucket_buffer import BucketTrailer, GradEntry
+    from offbeat.engine.buffers import Buffers
+    from offbeat.engine.exchange_result import ExchangeResult
+    from offbeat.engine.prepared_model import PreparedModel
+    from offbeat.engine.worker_context import WorkerContext
+    from offbeat.plan import Plan
+
+_log = logging.getLogger("offbeat")
+_NEVER = timedelta(days=365)
+_MOST_USED = 8  # steps in a row in which gradients are used before the optimizer's step: each is a barrier by itself
+
+
+@dataclasses.dataclass(frozen=True)
+class Flight:
+    """One step's blocks, on their way.
+
+    Args:
+        step: whose.
+        blocks: in order.
+        weight, stamp: of this worker's batches in it.
+    """
+
+    step: int
+    blocks: Sequence[BlockInFlight]
+    weight: float
+    stamp: int
+
+
+class CrossIterationReducer(Reducer):
+    """The synchronizer that hides the exchange of gradients behind the next forward pass, too. A `GradientSync`.
+
+    Args:
+        model, plan, context, buffers, accounting: as of a `Reducer`.
+    """
+
+    def __init__(
+        self,
+        model: PreparedModel,
+        plan: Plan,
+        context: WorkerContext,
+        *,
+        buffers: Buffers | None = None,
+        accounting: BatchAccount | None = None,
+    ) -> None:
+        self._learner: ScheduleLearner | None = None
+        self._thread: CommunicationThread | None = None
+        self._flight: Flight | None = None
+        self._blocks: list[BlockInFlight] = []  # issued in this backward
+        self._broadcast: BroadcastInFlight | None = None
+        self._optimizer = PartialOptimizer(model.optimizer)
+        self._gradients: dict[str, torch.Tensor] = {}  # that step() was called with, of parameters that are not stepped
+        self._results: deque[tuple[int, ExchangeResult]] = deque()
+        self._spans: list[tuple[float, float]] = []
+        self._watch_hooks: list[Any] = []
+        self._names: list[str] = []  # of the gradients that the schedule counts
+        self.schedule: Schedule | None = None
+        self._order: list[str] = []  # in which gradients are complete
+        self._is_used = False  # a gradient was waited for before the optimizer's step
+        self._used_steps = 0  # in a row
+        super().__init__(model, plan, context, buffers=buffers, accounting=accounting)
+        # The thread's own way to the fabric; what it waits for is explained by whoever waits for the thread.
+        silent = dataclasses.replace(context, waiter=BlockingWait(clock=context.clock, timeout=_NEVER))
+        self._carrier = Communicator(model.fabric, silent, model.number)
+        if self.communicator.world > 1:
+            self._learn_anew(is_known=False)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether steps are hidden behind the next one by now."""
+        return self._thread is not None
+
+    # -- called by the front end ---------------------------------------------------------------------------------
+
+    def on_forward(self, inputs: Any) -> None:
+        """Count a forward pass that trains, which begins; raises as that of a `Reducer`."""
+        super().on_forward(inputs)
+        if self._learner is not None and self.sync:
+            self._learner.forward_begins()
+
+    def on_backward(self) -> None:
+        """Begin to exchange, once all of the step before is done; raises as that of a `Reducer`."""
+        self.synchronize()
+        if self._learner is not None and self.sync:
+            self._learner.backward_begins()
+        super().on_backward()
+
+    def before_step(self) -> None:
+        """Take part now if that is due; `_take_gradients` comes next."""
+        super().before_step()
+        self._step_all()  # of an earlier call
+        self._used_steps = self._used_steps + 1 if self._is_used else 0
+        self._is_used = False
+
+    def _take_gradients(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Note what the optimizer is to do, and leave it nothing; with a closure it does so by itself."""
+        if args[1:] or options:  # the first is the optimizer
+            return
+        self._optimizer.capture()
+        for entry in self._entries.values():
+            if (grad := entry.parameter.grad) is not None:
+                self._gradients[entry.name] = grad
+                entry.parameter.grad = None
+
+    def after_step(self) -> ExchangeResult | None:
+        """Let gradients be looked at again; what was found out when those of the step before were exchanged."""
+        for name, grad in self._gradients.items():
+            self._entries[name].parameter.grad = grad
+        if self.is_ahead:
+            if self._context.history.is_kept:  # of this very step
+                self.synchronize()
+                return self._result_before(self.communicator.step)
+            if self._flight is None:
+                self._step_all()
+            return self._result_before(self.communicator.step - 1)
+        result = super().after_step()
+        if self._learner is not None and self._learner.is_done:
+            self._go_ahead(self._learner)
+        return result
+
+    def synchronize(self) -> None:
+        """Have all of the last step landed and stepped. This worker's own: the others need not be here."""
+        self._land_all()
+        self._step_all()
+
+    def close(self) -> None:
+        """Take the hooks off, once all is done."""
+        if self._context.waiter.failure is None:
+            self.synchronize()
+        self._land_ahead()
+        if self._learner is not None:
+            self._learner.close()
+        super().close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of a `Reducer`, and the schedule."""
+        state = super().state_dict()
+        if self.schedule is None:
+            return state
+        saved = {
+            "names": self._names,
+            "blocks": [[[one.gradient, one.start, one.stop] for one in block.slices] for block in self.schedule.blocks],
+            "after": list(self.schedule.after),
+        }
+        return {**state, "layout": {**state["layout"], "order": self._order}, "schedule": saved}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned; its schedule is gone by from the next step on.
+
+        Raises:
+            ModelError: if it is damaged, or of another model.
+        """
+        self._land_ahead()
+        super().load_state_dict(state)
+        saved = state.get("schedule")
+        if saved is None or self.communicator.world == 1:
+            return
+        names = state_checks.texts(saved["names"], "names of a schedule")
+        if set(names) != self._entries.keys() or len(names) != len(self._entries):
+            return  # other parameters are trained now
+        sizes = [self._entries[name].parameter.numel() for name in names]
+        self._adopt_schedule(names, checked_schedule(saved, sizes))
+        self._learn_anew(is_known=True)
+
+    # -- ahead ---------------------------------------------------------------------------------------------------
+
+    def _go_ahead(self, learner: ScheduleLearner) -> None:
+        """Begin to hide steps behind the next one. Collective."""
+        self._learner = None
+        learner.close()
+        if self.schedule is not None:  # from a checkpoint
+            self._begin_ahead(learner, self.schedule)
+            return
+        control, scheduler = self._context.control, self.plan.scheduling
+        assert scheduler is not None
+        if why := self._told_why_not(learner):
+            self._tell(self.step, "scheduling", f"step {self.step}: gradients are waited for behind backward: {why}.")
+            return
+        profile = learner.agree(self.communicator, control)
+        schedule = scheduler.schedule(profile)
+        control.check_equal_now("schedule of gradients", schedule.describe(profile), "Start all with the same plan.")
+        self._adopt_schedule([one.name for one in profile.gradients], schedule)
+        self._begin_ahead(learner, schedule)
+
+    def _adopt_schedule(self, names: Sequence[str], schedule: Schedule) -> None:
+        """Have each block be a bucket from here on."""
+        self._order = [*self.layout.names, *self.layout.sparse]
+        self._names, self.schedule = list(names), schedule
+        self._build(self._scheduled(self._names, schedule))
+
+    def _begin_ahead(self, learner: ScheduleLearner, schedule: Schedule) -> None:
+        """Have blocks carried by a thread, and modules wait for what they read."""
+        readers: dict[torch.nn.Module, list[str]] = {}
+        for name, modules in learner.readers.items():
+            for module in modules:
+                readers.setdefault(module, []).append(name)
+        self._watch_hooks = [
+            module.register_forward_pre_hook(functools.partial(self._before_module, tuple(names)), prepend=True)
+            for module, names in readers.items()
+        ]
+        # The buffers go first, while there are no gradients yet.
+        ahead = () if self._buffers is None else (0,)
+        self._thread = CommunicationThread((*ahead, *(n and n + len(ahead) for n in schedule.after)))
+        self._build(self.layout)
+        self._hook_optimizer_and_states()
+        _log.info("step %d: gradients are sent in %d blocks.", self.step, len(schedule.blocks))
+
+    def _learn_anew(self, *, is_known: bool) -> None:
+        """Watch the next steps; one is enough if the schedule is known."""
+        if self._learner is not None:
+            self._learner.close()
+        model, now_s = self._model, self._context.metrics.now_s
+        self._learner = ScheduleLearner(model.model, model.parameters, now_s, is_known=is_known)
+
+    def _build(self, layout: Layout) -> None:
+        super()._build(layout)
+        for entry in self._entries.values() if self.is_ahead else ():
+            assert entry.view is not None, "it was in a bucket at the beginning"
+            entry.view = pending(entry.view, functools.partial(self._use, entry))
+
+    def _hook_optimizer_and_states(self) -> None:
+        """Have all done before somebody asks for the state of the model or of the optimizer."""
+        self._watch_hooks += [
+            module.register_state_dict_pre_hook(lambda *_: self.synchronize()) for module in self._model.model.modules()
+        ]
+        self._watch_hooks += [
+            self._model.optimizer.register_step_pre_hook(self._take_gradients),  # behind what calls `before_step`
+            self._model.optimizer.register_state_dict_pre_hook(lambda _: self.synchronize()),
+            self._model.optimizer.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
+        ]
+
+    @property
+    def wants_vote(self) -> bool:
+        """Whether steps are no longer to be hidden behind the next one, since they are waited for all the same."""
+        return self.is_ahead and self._used_steps >= _MOST_USED
+
+    def vote(self) -> None:
+        """Go back to waiting behind backward, if a worker has to wait there in each step. Collective."""
+        if not self.is_ahead:
+            return
+        mine = "gradients are used before each step of the optimizer, as by clipping" if self.wants_vote else ""
+        told = self._context.control.texts("whether steps are hidden behind the next one", mine)
+        if why := next((f"rank {rank}: {text}" for rank, text in told.items() if text), ""):
+            self._fall_back(why)
+
+    def _fall_back(self, why: str) -> None:
+        """Wait behind backward from here on; on all workers at the same step."""
+        self.synchronize()
+        self._land_ahead()
+        self.schedule = None
+        self._tell(self.step, "scheduling", f"step {self.step}: gradients are waited for behind backward: {why}.")
+        self._build(self._arranged(self._order, self.layout.version + 1))
+
+    def _land_ahead(self) -> None:
+        """End what was begun to be ahead."""
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
+        for hook in self._watch_hooks:
+            hook.remove()
+        self._watch_hooks.clear()
+
+    def _told_why_not(self, learner: ScheduleLearner) -> str:
+        """The reason of some worker why it has to stay a barrier; "" if none has one. Collective."""
+        mine = ""
+        if objection := self._optimizer.objection:
+            mine = objection
+        elif self.layout.sparse:
+            mine = f"the gradient of {self.layout.sparse[0]} is sparse"
+        elif learner.lacking:
+            mine = f"{worker_questions.some(learner.lacking)} had no gradient in some step"
+        told = self._context.control.texts("whether steps can be hidden behind the next one", mine)
+        return next((f"rank {rank}: {text}" for rank, text in told.items() if text), "")
+
+    def _scheduled(self, names: Sequence[str], schedule: Schedule) -> Layout:
+        """The layout in which each block of a schedule of these gradients is a bucket."""
+        buckets = []
+        for index, block in enumerate(schedule.blocks):
+            slots, offset = [], 0
+            like = self._entries[names[block.slices[0].gradient]].parameter
+            dtype = like.dtype.to_real()
+            reals = like.dtype.itemsize // dtype.itemsize  # a complex number is two
+            for one in block.slices:
+                name = names[one.gradient]
+                parameter = self._entries[name].parameter
+                is_part = one.numel < parameter.numel()
+                shape = tuple(parameter.shape)
+                slots.append(Slot(name, shape, offset, reals * one.numel, reals * one.start, is_part))
+                offset += slots[-1].numel
+            buckets.append(Bucket(index, dtype, like.device, tuple(slots)))
+        return Layout(tuple(buckets), version=self.layout.version + 1)
+
+    def _before_module(self, names: tuple[str, ...], module: torch.nn.Module, inputs: Any) -> None:
+        if self._gradients:
+            self._step_some(names)
+
+    def _use(self, entry: GradEntry) -> None:
+        """Wait for a gradient that is used."""
+        if self._open:
+            return  # within backward it is this worker's own
+        if self._flight is not None and entry.name not in self._gradients:
+            self._is_used = True
+        self._land(entry.name)
+        if entry.name in self._gradients:
+            self._step_some((entry.name,))
+
+    # -- during backward -----------------------------------------------------------------------------------------
+
+    def _on_grad(self, entry: GradEntry, parameter: torch.Tensor) -> None:
+        if self._flight is not None:  # of a backward that only accumulates
+            self.synchronize()
+        super()._on_grad(entry, parameter)
+        if self._learner is not None and self.sync and entry.fired == entry.expected:
+            self._learner.complete(entry.name)
+
+    def _fire(self) -> None:
+        super()._fire()
+        if self._thread is not None and self._buffers is not None:
+            self._broadcast = BroadcastInFlight(self._buffers, self.accounting.source, self._carrier)
+            self._thread.issue(self._broadcast)
+
+    def _reset_counts(self) -> None:
+        super()._reset_counts()
+        self._blocks = []
+
+    def _issue(self, index: int) -> None:
+        if self._thread is None:
+            super()._issue(index)
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            buffer, exchange = self._prepared(index, self._carrier)
+        block = BlockInFlight(buffer, exchange)
+        self._blocks.append(block)
+        self._under_way.append((buffer, exchange))
+        self._thread.issue(block)
+
+    # -- at its end ----------------------------------------------------------------------------------------------
+
+    def _fence(self) -> None:
+        if self._thread is None or not self._any_fired:
+            has_fired = self._any_fired
+            super()._fence()
+            if self._learner is not None and has_fired:
+                self._learner.backward_ends()
+            return
+        self._context.metrics.compute_done()
+        self._queue.flush()
+        self._thread.finish()
+        if self._broadcast is not None:
+            self._context.waiter.wait(self._broadcast, WaitContext("broadcast of the buffers", self.step))
+            self._broadcast.take_over()
+        accounting = self.accounting
+        self._flight = Flight(self.step, tuple(self._blocks), accounting.weight, accounting.stamp)
+        is_whole = accounting.weight > 0 and accounting.absent is None and all(e.used for e in self._entries.values())
+        if not is_whole:
+            self._land_all(hands_out=True)
+        self._close_books()
+
+    def _close_books(self) -> None:
+        """Count the exchange, and have the next backward find everything as it is to."""
+        spans, self._spans = tuple(self._spans), []
+        self._count_exchange(spans, dropped=False)
+
+    def _land(self, name: str) -> None:
+        """Wait for a gradient."""
+        if (flight := self._flight) is None:
+            return
+        for buffer in self._entries[name].buffers:
+            self._wait_for(flight, flight.blocks[buffer.bucket.index])
+
+    def _wait_for(self, flight: Flight, block: BlockInFlight) -> None:
+        if block.done() and block.failure is None:
+            return
+        bucket = block.buffer.bucket
+        context = WaitContext(
+            "all-reduce", flight.step, bucket.index, len(flight.blocks), bucket.label, self._model.number
+        )
+        self._context.waiter.wait(block, context)
+
+    def _land_all(self, *, hands_out: bool = False) -> None:
+        """Wait for all of the flight, and read what the workers have said along with it.
+
+        Args:
+            hands_out: whether gradients that only others have are handed out.
+        """
+        if (flight := self._flight) is None:
+            return
+        for block in flight.blocks:
+            self._wait_for(flight, block)
+        self._flight = None
+        trailers: list[BucketTrailer] = []
+        for block in flight.blocks:
+            assert block.trailer is not None
+            if not block.trailer.in_step:
+                raise worker_questions.different_batches(self._context.control, step=flight.step, stamp=flight.stamp)
+            trailers.append(block.trailer)
+        if hands_out:
+            with torch._C.DisableTorchFunctionSubclass():
+                for block, trailer in zip(flight.blocks, trailers, strict=True):
+                    block.buffer.hand_out(trailer.used_elsewhere)
+        result = self._result_of(trailers, [block.exchange for block in flight.blocks], flight.weight)
+        self._spans += result.spans
+        self._results.append((flight.step, result))
+        self._context.waiter.witness.exchanged(flight.stamp)
+
+    def _result_before(self, step: int) -> ExchangeResult | None:
+        """The findings of exchanges before this one; the same are known on all workers by then."""
+        found: ExchangeResult | None = None
+        while self._results and self._results[0][0] < step:
+            found = self._results.popleft()[1].after(found)
+        return found
+
+    # -- the optimizer's part ------------------------------------------------------------------------------------
+
+    def _step_some(self, names: Iterable[str]) -> None:
+        """Step these, and whatever else has landed by then, if they are to be stepped."""
+        due = [name for name in names if name in self._gradients]
+        if not due:
+            return
+        for name in due:
+            self._land(name)
+        flight = self._flight
+        landed = [name for name in self._gradients if flight is None or self._has_landed(flight, name)]
+        self._step(landed)
+
+    def _step_all(self) -> None:
+        if self._gradients:
+            self._land_all()
+            self._step(list(self._gradients))
+
+    def _has_landed(self, flight: Flight, name: str) -> bool:
+        return all(flight.blocks[b.bucket.index].done() for b in self._entries[name].buffers)
+
+    def _step(self, names: Collection[str]) -> None:
+        gradients = [(self._entries[name].parameter, self._gradients.pop(name)) for name in names]
+        with torch.inference_mode(mode=False):  # an evaluation may be the first to need it
+            self._optimizer.step([(p, g.plain if isinstance(g, PendingGradient) else g) for p, g in gradients])
+
+
+def checked_schedule(saved: Mapping[str, Any], sizes: Sequence[int]) -> Schedule:
+    """A schedule out of a checkpoint.
+
+    Args:
+        sizes: elements of each gradient.
+
+    Raises:
+        ModelError: if an element of one is in no block, or in several, or what a block waits for is not before it.
+    """
+    blocks = []
+    for block in saved["blocks"]:
+        slices = [[state_checks.whole(number, "slice of a schedule") for number in one] for one in block]
+        if not slices or any(len(one) != 3 or one[0] >= len(sizes) for one in slices):
+            raise ModelError("Cannot go by the schedule of this checkpoint: it is damaged.")
+        blocks.append(ScheduledBlock(tuple(GradientSlice(*one) for one in slices)))
+    ends = [0] * len(sizes)
+    for one in sorted((one for block in blocks for one in block.slices), key=lambda one: (one.gradient, one.start)):
+        if one.start != ends[one.gradient] or one.stop < one.start:
+            raise ModelError("Cannot go by the schedule of this checkpoint: a gradient is not in it whole, and once.")
+        ends[one.gradient] = one.stop
+    after = tuple(state_checks.whole(number, "order of a schedule") for number in saved["after"])
+    if ends != list(sizes) or len(after) != len(blocks) or any(n > i for i, n in enumerate(after)):
+        raise ModelError("Cannot go by the schedule of this checkpoint: it is of another model, or damaged.")
+    return Schedule(tuple(blocks), after)

@@ -1,0 +1,56 @@
+"""The modules whose forward passes need each parameter, and when: learnt by watching."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+
+class ForwardWatch:
+    """Notes when the forward pass of each module begins.
+
+    Args:
+        model: whose modules.
+        now_s: the clock.
+    """
+
+    def __init__(self, model: torch.nn.Module, now_s: Callable[[], float]) -> None:
+        self._model, self._now_s = model, now_s
+        self.began_s: dict[torch.nn.Module, float] = {}  # in this pass, the first time
+        self._hooks = [module.register_forward_pre_hook(self._note, prepend=True) for module in model.modules()]
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        self.began_s = {}
+
+    def readers(self, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, tuple[torch.nn.Module, ...]]:
+        """The modules that read each parameter: its owner, or the nearest around that which was called."""
+        called = {name: module for name, module in self._model.named_modules() if module in self.began_s}
+        owners: dict[int, list[str]] = {}
+        for prefix, module in self._model.named_modules(remove_duplicate=False):
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(id(parameter), []).append(prefix)
+        found = {}
+        for name, parameter in parameters.items():
+            paths = [_nearest(prefix, called) for prefix in owners.get(id(parameter), [""])]
+            found[name] = tuple(dict.fromkeys(called.get(path, self._model) for path in paths))
+        return found
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note(self, module: torch.nn.Module, inputs: Any) -> None:
+        self.began_s.setdefault(module, self._now_s())
+
+
+def _nearest(path: str, called: Mapping[str, torch.nn.Module]) -> str:
+    """The path of the nearest module, from this one on outwards, that was called; "" if none was."""
+    while path and path not in called:
+        path = path.rpartition(".")[0]
+    return path

@@ -1,0 +1,198 @@
+"""The profile that a scheduler plans from, learnt in the first steps: when gradients are complete, when the next forward
+pass needs their parameters, and what the link carries.
+
+All workers come to the same profile. Each tells what it has measured; of the times the latest counts, since the slowest
+worker is waited for, and of the links the slowest.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from offbeat.engine.forward_watch import ForwardWatch
+from offbeat.errors import DisagreementError
+from offbeat.payload import Sum
+from offbeat.scheduling import BackwardProfile, GradientTimes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from offbeat.engine.communicator import Communicator
+    from offbeat.engine.control_group import ControlGroup
+
+_SKIPPED = 2  # steps: buckets are arranged anew behind the first, and memory is still being found
+_WATCHED = 5
+_SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 20)  # bytes of the exchanges by which the link is measured
+_REPEATS = 3
+_LEAST_BANDWIDTH = 1.0
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """The measurements of one worker.
+
+    Args:
+        ready_s: [G] when each gradient is complete, since backward began.
+        needed_s: [G] when the forward pass needs each parameter, since it began.
+        forward_s, backward_s: how long the passes take.
+        exchanges_s: of each size that was tried, how long its exchange takes.
+    """
+
+    ready_s: list[float]
+    needed_s: list[float]
+    forward_s: float
+    backward_s: float
+    exchanges_s: list[float]
+
+
+class ScheduleLearner:
+    """A watch on the steps in which gradients are waited for behind backward.
+
+    Args:
+        model, parameters: of whose passes.
+        now_s: the clock.
+        is_known: the schedule is; only the modules that read each parameter are to be found.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parameters: Mapping[str, torch.nn.Parameter],
+        now_s: Callable[[], float],
+        *,
+        is_known: bool = False,
+    ) -> None:
+        self._skipped, self._watched = (0, 1) if is_known else (_SKIPPED, _WATCHED)
+        self._parameters, self._now_s = parameters, now_s
+        self._watch = ForwardWatch(model, now_s)
+        self._steps = 0
+        self._forward_began_s = self._backward_began_s = 0.0
+        self._ready: dict[str, list[float]] = {name: [] for name in parameters}
+        self._needed: dict[str, list[float]] = {name: [] for name in parameters}
+        self._forward_s: list[float] = []
+        self._backward_s: list[float] = []
+        self.readers: dict[str, tuple[torch.nn.Module, ...]] = {}
+
+    def forward_begins(self) -> None:
+        """A forward pass begins."""
+        self._forward_began_s = self._now_s()
+        self._watch.begin()
+
+    def backward_begins(self) -> None:
+        """A backward begins: the forward pass is over."""
+        self._backward_began_s = self._now_s()
+        if self._steps < self._skipped:
+            return
+        self.readers = self._watch.readers(self._parameters)
+        self._forward_s.append(self._backward_began_s - self._forward_began_s)
+        for name, modules in self.readers.items():
+            began_s = min(self._watch.began_s.get(module, self._forward_began_s) for module in modules)
+            self._needed[name].append(began_s - self._forward_began_s)
+
+    def complete(self, name: str) -> None:
+        """A gradient is complete."""
+        if self._steps >= self._skipped:
+            self._ready[name].append(self._now_s() - self._backward_began_s)
+
+    def backward_ends(self) -> None:
+        """The backward is over."""
+        if self._steps >= self._skipped:
+            self._backward_s.append(self._now_s() - self._backward_began_s)
+        self._steps += 1
+
+    @property
+    def is_done(self) -> bool:
+        """Whether enough steps were watched; after the same step on all workers."""
+        return self._steps >= self._skipped + self._watched
+
+    @property
+    def lacking(self) -> list[str]:
+        """Parameters that had no gradient in one of the steps."""
+        return [name for name, times in self._ready.items() if len(times) < len(self._backward_s)]
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._watch.close()
+
+    def agree(self, communicator: Communicator, control: ControlGroup) -> BackwardProfile:
+        """Make one profile of what all workers have measured. Collective, between two exchanges.
+
+        Raises:
+            DisagreementError: if another worker has other gradients.
+        """
+        exchanges_s = [self._exchange_s(communicator, size) for size in _SIZES]
+        mine = Measured(
+            ready_s=[statistics.median(times) for times in self._ready.values()],
+            needed_s=[statistics.median(times) for times in self._needed.values()],
+            forward_s=statistics.median(self._forward_s),
+            backward_s=statistics.median(self._backward_s),
+            exchanges_s=exchanges_s,
+        )
+        told = control.texts("what the steps so far have taken", msgspec.json.encode(mine).decode())
+        return self.profile([msgspec.json.decode(text, type=Measured) for text in told.values()])
+
+    def profile(self, measured: Sequence[Measured]) -> BackwardProfile:
+        """The profile of what all workers have measured; the same from the same numbers.
+
+        Raises:
+            DisagreementError: if they have other gradients.
+        """
+        count = len(self._parameters)
+        if any(len(one.ready_s) != count or len(one.needed_s) != count for one in measured):
+            raise DisagreementError("Cannot make a schedule: the workers do not have the same gradients.")
+        ready = [max(times) for times in zip(*(one.ready_s for one in measured), strict=True)]
+        needed = [max(times) for times in zip(*(one.needed_s for one in measured), strict=True)]
+        forward_s = max(*needed, *(one.forward_s for one in measured))
+        exchanges = [max(times) for times in zip(*(one.exchanges_s for one in measured), strict=True)]
+        latency_s, bandwidth = fitted(_SIZES, exchanges)
+        names, parameters = list(self._parameters), list(self._parameters.values())
+        # What is read at the same time is needed in reverse order of its gradients: so it is sent as it comes.
+        order = sorted(range(count), key=lambda i: (needed[i], -ready[i], i))
+        ends = [*(needed[i] for i in order[1:]), forward_s]
+        return BackwardProfile(
+            tuple(
+                GradientTimes(
+                    name=names[i],
+                    numel=parameters[i].numel(),
+                    itemsize=parameters[i].dtype.itemsize,
+                    kind=f"{parameters[i].dtype} {parameters[i].device}",
+                    ready_s=ready[i],
+                    forward_s=end_s - needed[i],
+                )
+                for i, end_s in zip(order, ends, strict=True)
+            ),
+            backward_s=max(one.backward_s for one in measured),
+            latency_s=latency_s,
+            bandwidth=bandwidth,
+        )
+
+    def _exchange_s(self, communicator: Communicator, size_bytes: int) -> float:
+        """The time that the exchange of so many bytes takes. Collective."""
+        device = next(iter(self._parameters.values())).device
+        tensor = torch.zeros(size_bytes // 4, device=device)
+        taken = []
+        for _ in range(_REPEATS):
+            began_s = self._now_s()
+            communicator.wait(communicator.start(Sum(tensor)), "measuring the link")
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            taken.append(self._now_s() - began_s)
+        return statistics.median(taken)
+
+
+def fitted(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """The latency (s) and bandwidth (bytes/s) of a line through measured exchanges, by least squares; none negative.
+
+    >>> fitted([0, 1000], [0.5, 1.5])
+    (0.5, 1000.0)
+    """
+    mean_size, mean_s = statistics.fmean(sizes_bytes), statistics.fmean(seconds)
+    spread = sum((size - mean_size) ** 2 for size in sizes_bytes)
+    slope = sum((size - mean_size) * (s - mean_s) for size, s in zip(sizes_bytes, seconds, strict=True)) / spread
+    bandwidth = (
+        1 / slope if slope > 0 else max(size / max(s, 1e-9) for size, s in zip(sizes_bytes, seconds, strict=True))
+    )
+    return max(0.0, mean_s - mean_size / bandwidth), max(_LEAST_BANDWIDTH, bandwidth)

@@ -1,0 +1,65 @@
+"""The profile of a step: when each gradient is complete in backward, when the next forward pass needs it, and the link.
+
+All workers plan from the same profile: of the slowest worker's times, and of the slowest link.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GradientTimes:
+    """One gradient.
+
+    Args:
+        name: of its parameter.
+        numel: its elements.
+        itemsize: bytes of one.
+        kind: only gradients of the same kind, one for each dtype and device, can be in one block.
+        ready_s: when it is complete, in seconds since backward began.
+        forward_s: what the forward pass computes between needing this one's parameter and needing the next one's.
+    """
+
+    name: str
+    numel: int
+    itemsize: int
+    kind: str
+    ready_s: float
+    forward_s: float
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class BackwardProfile:
+    """The profile of a step, which a scheduler plans from.
+
+    Args:
+        gradients: in the order in which the forward pass needs their parameters, the most urgent first.
+        backward_s: how long backward takes.
+        latency_s: what an exchange of no bytes takes.
+        bandwidth: bytes of gradients that are exchanged in a second while nothing else is.
+    """
+
+    gradients: tuple[GradientTimes, ...]
+    backward_s: float
+    latency_s: float
+    bandwidth: float
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(one.size_bytes for one in self.gradients)
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds that the forward pass takes."""
+        return sum(one.forward_s for one in self.gradients)
+
+    @property
+    def arrivals(self) -> list[int]:
+        """Indices of the gradients in the order in which they are complete."""
+        last = len(self.gradients) - 1
+        return sorted(range(last + 1), key=lambda i: (self.gradients[i].ready_s, last - i))

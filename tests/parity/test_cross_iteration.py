@@ -1,0 +1,46 @@
+"""What trains under DistributedDataParallel trains the same where steps are hidden behind the next one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import offbeat
+from offbeat.scheduling import Priority, Prophet
+from tests.parity import jobs
+from tests.parity.jobs import Job
+from tests.parity.test_drop_in import (
+    JOBS,
+    OPTIMIZERS,
+    assert_same_bits,
+    check_grad_scaler,
+    check_lbfgs,
+    check_two_models,
+)
+
+PLANS = [offbeat.Plan(scheduling=Prophet(least_bytes=1 << 10)), offbeat.Plan(scheduling=Priority(slice_bytes=300))]
+STAYS = ("unused", "unused, adamw", "different ones unused per rank", "frozen mid-run", "sparse")  # a barrier
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_same_bits_as_ddp(plan: offbeat.Plan) -> None:
+    assert_same_bits(
+        {name: dataclasses.replace(job, steps=16, plan=plan, is_ahead=name not in STAYS) for name, job in JOBS.items()}
+    )
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_any_optimizer(plan: offbeat.Plan) -> None:
+    assert_same_bits(
+        {
+            name: Job(jobs.MLP, jobs.vectors, optimizer, steps=12, plan=plan, is_ahead=True)
+            for name, optimizer in OPTIMIZERS.items()
+        }
+    )
+
+
+@pytest.mark.parametrize("check", [check_grad_scaler, check_lbfgs, check_two_models])
+def test_the_same_with(check: object) -> None:
+    assert callable(check)
+    check(PLANS[1])

@@ -1,0 +1,109 @@
+"""Schedulers keep their promises, and come to what is known of them."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from offbeat.scheduling import (
+    FIFO,
+    BackwardProfile,
+    Credit,
+    GradientSlice,
+    GradientTimes,
+    MergedGradient,
+    Priority,
+    Prophet,
+    Schedule,
+    ScheduledBlock,
+    lower_bound_s,
+    play,
+)
+from offbeat.scheduling.prophet import bursts_of
+from offbeat.testing import check_scheduler
+from offbeat.testing.scheduler import random_profile
+
+if TYPE_CHECKING:
+    from offbeat.scheduling import Scheduler
+
+BY_URGENCY = [Prophet(), Prophet(least_bytes=1), Priority(), Priority(50_000), Credit(), Credit(50_000, 200_000)]
+AS_COMPLETE = [FIFO(), FIFO(1), MergedGradient()]
+
+
+@pytest.mark.parametrize("scheduler", [*BY_URGENCY, *AS_COMPLETE], ids=repr)
+def test_it_keeps_the_promises(scheduler: Scheduler) -> None:
+    check_scheduler(scheduler, by_urgency=scheduler in BY_URGENCY)
+
+
+@pytest.mark.parametrize("scheduler", [*BY_URGENCY, *AS_COMPLETE], ids=repr)
+def test_no_step_is_shorter_than_the_bound(scheduler: Scheduler) -> None:
+    for seed in range(100):
+        profile = random_profile(random.Random(seed))
+        assert play(profile, scheduler.schedule(profile)).step_s >= lower_bound_s(profile) * (1 - 1e-9)
+
+
+class LosesOne:
+    """Forgets the last element of the first gradient."""
+
+    def schedule(self, profile: BackwardProfile) -> Schedule:
+        whole = [GradientSlice(i, 0, one.numel) for i, one in enumerate(profile.gradients)]
+        return Schedule.of_blocks_under_way([ScheduledBlock((one,)) for one in whole[1:]])
+
+
+class InReverse:
+    """Sends the least urgent first, when all is complete."""
+
+    def schedule(self, profile: BackwardProfile) -> Schedule:
+        whole = [ScheduledBlock((GradientSlice(i, 0, one.numel),)) for i, one in enumerate(profile.gradients)]
+        last = max(range(len(whole)), key=lambda i: profile.gradients[i].ready_s)
+        return Schedule.of_blocks_under_way([whole.pop(last), *reversed(whole)], 1)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "why"), [(LosesOne(), "elements of"), (InReverse(), "less urgent ones go first")]
+)
+def test_what_breaks_a_promise_is_found(scheduler: Scheduler, why: str) -> None:
+    with pytest.raises(AssertionError, match=why):
+        check_scheduler(scheduler)
+
+
+def bursts(
+    sizes: list[int], ready_s: list[float], *, latency_s: float = 0.0, bandwidth: float = 1e6
+) -> BackwardProfile:
+    """Gradients of these sizes in kB, complete at these times, of which each layer takes 10 ms forward."""
+    gradients = tuple(
+        GradientTimes(f"g{i}", 250 * size, 4, "float32 cpu", at_s, 0.01)
+        for i, (size, at_s) in enumerate(zip(sizes, ready_s, strict=True))
+    )
+    return BackwardProfile(gradients, max(ready_s), latency_s, bandwidth)
+
+
+def test_a_block_fits_the_pause_and_the_rest_comes_behind_what_is_more_urgent() -> None:
+    """100 kB are complete at once, 40 ms before the rest: 40 kB fit, and the last layers wait till the end."""
+    profile = bursts([10, 10, 50, 50], [0.04, 0.04, 0.0, 0.0])
+    assert bursts_of(profile) == [[3, 2], [1, 0]]
+    schedule = Prophet(least_bytes=1000).schedule(profile)
+    assert schedule.blocks[0].slices == (GradientSlice(2, 0, 10_000),)
+    order = [one.gradient for block in schedule.blocks[1:] for one in block.slices]
+    assert order == sorted(order), "behind the last burst in the order of the forward pass"
+    assert play(profile, schedule).step_s == pytest.approx(lower_bound_s(profile), rel=0.02)
+
+
+def test_gradients_that_come_one_by_one_make_bursts_of_some_latencies() -> None:
+    profile = bursts([10] * 50, [0.001 * i for i in reversed(range(50))], latency_s=0.002)
+    assert 2 < len(bursts_of(profile)) < 25
+
+
+def test_merging_waits_for_a_gradient_that_is_nearer_than_a_latency() -> None:
+    profile = bursts([10, 10, 10], [0.05, 0.001, 0.0], latency_s=0.002)
+    found = [[one.gradient for one in block.slices] for block in MergedGradient().schedule(profile).blocks]
+    assert found == [[2, 1], [0]]
+
+
+def test_slices_that_wait_for_each_other_pay_each_latency() -> None:
+    """What Prophet is for: no tuning, where a slice at a time collapses as latencies grow."""
+    profile = bursts([100] * 8, [0.1 * i for i in reversed(range(8))], latency_s=0.05)
+    slow, fast = (play(profile, one.schedule(profile)).step_s for one in (Priority(20_000), Prophet()))
+    assert fast < 0.6 * slow
