@@ -141,6 +141,11 @@ class Plan:
                 "fabric adds up one contribution of every worker at once. Use fabric=ParameterServer(), or a policy in "
                 "which all workers contribute to the same update, such as BSP() - at `plan.sync`."
             )
+        if self.fabric.offers.holds == "switch" and innermost(self.codec) != Dense():
+            raise PlanError(
+                f"Cannot use {self.codec!r} on {self.fabric!r}: a switch adds float32, and all else goes around it. Use "
+                "Dense() - at `plan.codec`."
+            )
         if isinstance(self.fabric, Served) and self.fabric.collocated and self._takes_single_turns:
             raise PlanError(
                 f"Cannot use {self.sync!r} on {self.fabric!r}: in the turn of one worker the links of all others, and "
@@ -183,9 +188,7 @@ class Plan:
         )
 
     def _check_quorum(self) -> None:
-        is_dense = innermost(self.codec) == Dense()
         self._refuse(
-            codec=(None if is_dense else self.codec, "a switch adds float32: use Dense()"),
             tuning=(
                 self.tuning,
                 "its workers tell each other their times, all of them: use None, or ParameterServer()",

@@ -213,7 +213,8 @@ class Launch:
             return {}
         from offbeat.server.launch import RESTARTS, ShardSettings
 
-        job, token = secrets.token_hex(8), secrets.token_hex(32)
+        # Who has a token has it for all that the workers reach, such as a switch.
+        job, token = secrets.token_hex(8), os.environ.get("OFFBEAT_TOKEN") or secrets.token_hex(32)
         addresses: list[str] = []
         for number in range(self._job.servers):
             settings = ShardSettings(
