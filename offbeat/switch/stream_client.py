@@ -310,7 +310,8 @@ class StreamClient:
 
     def enqueue(self, exchange: StreamExchange) -> None:
         """Begin an exchange that `next_exchange` has made."""
-        if exchange.first != self._next or exchange.headers["cookie"][0] != self.cookie:
+        header = exchange.headers[0]
+        if (exchange.first, header["job"], header["cookie"]) != (self._next, self.shape.number, self.cookie):
             exchange.place(self._next)  # the job was begun again meanwhile
             self._with_headers(exchange)
         self._next, self._clock = exchange.end, self._clock + 1
@@ -582,12 +583,12 @@ class StreamClient:
             exchange.learn(int(numbers[index]) - exchange.first, largest)
         if primes < len(numbers):
             self._take_sums(batch.behind(primes), numbers[primes:] - exchange.data, exchange)
-        exchange.missing -= len(numbers)
         if len(numbers):
             self._have_received(self._slots_of(numbers), len(numbers))
-        if exchange.is_done:
-            exchange.finish()
+        if exchange.missing == len(numbers):
+            exchange.finish()  # before it counts as done: what cannot be finished never does
             self._forget(exchange.floor)
+        exchange.missing -= len(numbers)
 
     def _forget(self, floor: int) -> None:
         """Let go of what all others have, too."""
