@@ -100,6 +100,7 @@ class ChunkStream:
         """Go on without a worker, which is no member any more; what it has contributed stays where it is."""
         self._settled = {key: (clock, who & ~(1 << worker)) for key, (clock, who) in self._settled.items()}
         waiting = [slot for slot in self.slots if slot is not None and not slot.is_complete]
+        waiting.sort(key=lambda slot: Flag.FIRST not in slot.flags)  # those say who is to be in the others
         return [answer for slot in waiting for answer in self._complete(slot)]
 
     def _is_in(self, packet: Packet, bit: int) -> bool:

@@ -75,8 +75,8 @@ class VectorStream:
         slots = np.flatnonzero(self.is_used & ~self.is_complete)
         self._answers = []
         # As in `chunk_stream`, those that settle an exchange do so before others of it are looked at.
-        for slot in slots:
-            self._complete(np.array([slot]), np.array([slot]))
+        for at, slot in enumerate(slots[np.argsort(self.flags[slots] & _FIRST == 0, kind="stable")]):
+            self._complete(np.array([at]), np.array([slot]))
         return self._as_packets(*self._collected())
 
     @staticmethod

@@ -91,6 +91,47 @@ def test_who_says_good_bye_is_not_waited_for_any_more() -> None:
     assert told == [(PacketKind.NACK, 0), (PacketKind.LEAVE_OK, 0), (PacketKind.RESULT, 1)]
 
 
+def test_without_a_worker_all_chunks_are_completed_at_once_wherever_their_slots_are() -> None:
+    def play() -> int:
+        kernel = KernelReplay(2)
+        try:
+            state = NotedState(JobShape(7, 2, values=16, slots=4, ring=4), Strategy())
+            for worker in range(2):
+                state.admit(worker, worker, chunk=3)
+                state.members[worker].port = worker
+            for chunk, flags in ((3, Flag.FIRST | Flag.PRIME), (4, Flag.PRIME)):  # in the last slot, and in the first
+                state.handle(Packet(PacketKind.DATA, 7, 0, chunk=chunk, slot=chunk % 4, bitmap=3, flags=flags), 0)
+            assert len(state.evict(1)) == 2
+            return kernel.replay(state, "an eviction")
+        finally:
+            kernel.close()
+
+    assert in_a_network_of_its_own(play) == 2
+
+
+def test_an_update_is_added_once_though_its_worker_goes_on_while_a_repetition_is_looked_at() -> None:
+    def play() -> list[int]:
+        kernel, number = KernelReplay(1), 7
+        (sock,), plane = kernel.sockets, kernel.switch.plane
+        try:
+            plane.create_job(JobShape(number, 1, values=16, slots=4, ring=8, rows=1), Strategy("table", window=4))
+            plane.admit(number, 0, 100)
+            sock.send(encode(Packet(PacketKind.JOIN, number, 0, cookie=100)))
+            sock.recv(9000)
+            kept = plane._state[0]
+            for clock in (1, 2, 1):
+                if clock == 1:  # as one sees it who has looked before the second came
+                    plane._state[0] = kept
+                sock.send(encode(Packet(PacketKind.INC, number, 0, cookie=100, clock=clock, values=(1,) * 16)))
+                while decode(sock.recv(9000)).kind != PacketKind.INC_OK:
+                    pass
+            return plane._rows[0]["values"][:16].tolist()
+        finally:
+            kernel.close()
+
+    assert in_a_network_of_its_own(play) == [2] * 16
+
+
 def test_fragments_of_others_go_their_way() -> None:
     def play() -> tuple[int, int]:
         subprocess.run(["ip", "link", "set", "lo", "mtu", "1500"], check=True)
