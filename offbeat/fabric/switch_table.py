@@ -155,7 +155,7 @@ class SwitchTable:
     def _say_it_has_left(self) -> None:
         assert self._thread is not None
         self._thread.close()
-        self._session.evict(self.job, self._client.worker, "it is done")
+        self._session.leave(self.job)
 
     # -- a job of its session ------------------------------------------------------------------------------------
 

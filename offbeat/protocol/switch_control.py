@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _Worker = Annotated[int, msgspec.Meta(ge=0, lt=64)]
 _Window = Annotated[int, msgspec.Meta(ge=0, lt=128)]
+_Exponent = Annotated[int, msgspec.Meta(ge=-90, le=126)]
 _JobName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
@@ -110,7 +111,7 @@ class JoinSwitchJob(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     ring: Annotated[int, msgspec.Meta(ge=4, le=128)]
     rows: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
     strategy: Strategy = Strategy()
-    exponent: Annotated[int, msgspec.Meta(ge=-90, le=126)] = 0
+    exponent: _Exponent = 0
     again: SwitchReturn | None = None
 
 
@@ -223,7 +224,7 @@ class SwitchMemberStatus(msgspec.Struct, frozen=True):
 
 
 class SwitchJobStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One job; `low` and `high` are the newest step that all, or any, have finished."""
+    """One job; `low` and `high` are the newest step that all, or any, have finished, `exponent` is of its table."""
 
     job: _JobName
     number: _Number
@@ -232,6 +233,7 @@ class SwitchJobStatus(msgspec.Struct, frozen=True, kw_only=True):
     slots: Count
     ring: Count
     rows: Count
+    exponent: _Exponent = 0
     strategy: Strategy
     low: _Number
     high: _Number
@@ -248,7 +250,7 @@ class SwitchStatus(msgspec.Struct, tag=True, frozen=True):
 
     Args:
         target: what the packets are summed by.
-        dropped: packets that were of no job, by why.
+        dropped: packets of any job or of none that were not taken in, by why.
     """
 
     request: _Number

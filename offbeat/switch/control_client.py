@@ -207,6 +207,10 @@ class ControlClient:
         if self._error is None:
             self._loop.call(self._send, EvictFromSwitchJob(job, worker, why), None)
 
+    def leave(self, job: str) -> None:
+        """Have nobody wait for this worker at a job: it takes no part in it any more; does not wait."""
+        self.evict(job, self._rank, "it is done")
+
     def close(self) -> None:
         """Say good-bye; again does nothing."""
         self._is_closed = True
@@ -214,6 +218,7 @@ class ControlClient:
             self._error = NetworkError("it was closed")
             self._loop.run(self._link.close())
         self._loop.close()
+        self._give_up()
 
     # -- on the event loop ---------------------------------------------------------------------------------------
 
@@ -238,8 +243,12 @@ class ControlClient:
     def lost(self, error: OffbeatError | None) -> None:
         """Let nobody wait for answers any more."""
         self._error = error or NetworkError("it has said good-bye")
+        self._give_up()
+        if not self._is_closed:
+            self._on_lost()
+
+    def _give_up(self) -> None:
+        """Have whoever waits for an answer learn that none comes."""
         for answer in list(self._answers.values()):
             if not answer.done():
                 answer.set_exception(NetworkError(f"The switch at {self._address} is lost: {self._error}"))
-        if not self._is_closed:
-            self._on_lost()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offbeat")
 _MOST_JOBS = 1024
+_DONE = 64  # jobs of one link
 _MOST_SLOT_BYTES = 256 << 20  # of one job's streams
 
 
@@ -58,10 +60,11 @@ class SwitchJob:
         name: by which workers know it.
         shape: what it takes of the switch.
         strategy: of its policy.
+        exponent: of all values in its table.
     """
 
-    def __init__(self, name: str, shape: JobShape, strategy: Strategy) -> None:
-        self.name, self.shape, self.strategy = name, shape, strategy
+    def __init__(self, name: str, shape: JobShape, strategy: Strategy, exponent: int) -> None:
+        self.name, self.shape, self.strategy, self.exponent = name, shape, strategy, exponent
         self.plan, self.reason, self.windows = "", "", Windows()  # of the last change
         self.watch = ClockWatch()
         self.peers: dict[int, SwitchPeer] = {}  # by rank, those that have joined
@@ -85,6 +88,7 @@ class ControlServer:
         self._plane, self._target, self._port = plane, target, port
         self._jobs: dict[str, SwitchJob] = {}
         self._meetings: dict[str, RejoinMeeting[SwitchPeer]] = {}  # by the name of the job that is to begin again
+        self._peers: set[SwitchPeer] = set()
 
     def accept(self, link: PeerLink) -> SwitchPeer:
         """Take a link into use.
@@ -94,7 +98,9 @@ class ControlServer:
         """
         if link.role not in SAYS:
             raise PeerError(f"a {link.role} has nothing to say to a switch")
-        return SwitchPeer(self, link)
+        peer = SwitchPeer(self, link)
+        self._peers.add(peer)
+        return peer
 
     # -- what peers ask ------------------------------------------------------------------------------------------
 
@@ -102,6 +108,9 @@ class ControlServer:
         """Take a worker into a job; None if it is answered later."""
         if message.worker != peer.link.rank:
             raise PeerError(f"rank {peer.link.rank} joins as rank {message.worker}")
+        if message.worker >= message.workers:
+            why = f"Cannot join {message.job!r} as rank {message.worker}: it has room for {message.workers} workers."
+            return SwitchRefused(message.request, why)
         if message.again is not None:
             return self._join_again(peer, message)
         try:
@@ -114,10 +123,6 @@ class ControlServer:
         if (shape := _shape(message, job.shape.number)) != job.shape:
             raise PlanError(
                 f"Cannot join {job.name!r} with {shape}: it has {job.shape}. Start every worker with the same plan."
-            )
-        if message.worker >= shape.workers:
-            raise PlanError(
-                f"Cannot join {job.name!r} as rank {message.worker}: it has room for {shape.workers} workers."
             )
         before = job.peers.get(message.worker)
         if before is not None and before is not peer:
@@ -144,17 +149,23 @@ class ControlServer:
         self._plane.create_job(
             shape, watched(strategy, shape.ring), clock=clock, exponent=message.exponent, windows=windows
         )
-        job = self._jobs[message.job] = SwitchJob(message.job, shape, strategy)
+        job = self._jobs[message.job] = SwitchJob(message.job, shape, strategy, message.exponent)
         return job
 
     def _join_again(self, peer: SwitchPeer, message: JoinSwitchJob) -> FromSwitch | None:
         rank = message.worker
-        if message.job in self._jobs or len(self._meetings) >= _MOST_JOBS:
+        if message.job in self._jobs:
             why = f"Cannot join {message.job!r} again: the others have gone on without rank {rank}."
             return SwitchRefused(message.request, why)
+        if message.job not in self._meetings and len(self._meetings) >= _MOST_JOBS:
+            why = f"Cannot join {message.job!r} again: the workers of {_MOST_JOBS} other jobs wait for each other."
+            return SwitchRefused(message.request, why)
         meeting = self._meetings.setdefault(message.job, RejoinMeeting())
+        if message.job in peer.done:
+            peer.done.remove(message.job)
         meeting.waiting[rank] = peer, message
         meeting.lost.discard(rank)
+        meeting.lost |= {other.link.rank for other in self._peers if message.job in other.done}
         self._conclude(message.job)
         return None
 
@@ -206,8 +217,13 @@ class ControlServer:
                 )
             job.peers[message.worker].forget(job)
             self._remove(job, message.worker)
-        meeting = self._meetings.get(message.job)
-        if meeting is not None and (peer.link.role != "worker" or peer.link.rank in meeting.waiting):
+        meeting, is_own = self._meetings.get(message.job), message.worker == peer.link.rank
+        is_waiting = meeting is not None and peer.link.rank in meeting.waiting
+        if peer.link.role == "worker" and is_own:
+            if is_waiting:  # it leaves when it has brought back what it had added
+                return
+            peer.note_done(message.job)
+        if meeting is not None and (peer.link.role != "worker" or is_own or is_waiting):
             meeting.lost.add(message.worker)
             self._conclude(message.job)
 
@@ -266,8 +282,8 @@ class ControlServer:
         strategy, windows = job.strategy, stats.windows
         return SwitchJobStatus(
             job=job.name, number=job.shape.number, workers=job.shape.workers, values=job.shape.values,
-            slots=job.shape.slots, ring=job.shape.ring, rows=job.shape.rows, strategy=strategy, low=stats.low,
-            high=stats.high,
+            slots=job.shape.slots, ring=job.shape.ring, rows=job.shape.rows, exponent=job.exponent, strategy=strategy,
+            low=stats.low, high=stats.high,
             window_old=windows.old, window_new=windows.new, effective=windows.effective, epoch=windows.epoch,
             members=members, refused=dict(stats.refused),
         )  # fmt: skip
@@ -286,6 +302,7 @@ class ControlServer:
                     _log.warning("Job %s goes on without rank %d: %s", job.name, peer.link.rank, error)
                 self._remove(job, peer.link.rank)
         peer.jobs.clear()
+        self._peers.discard(peer)
         for name, meeting in list(self._meetings.items()):
             if (asked := meeting.waiting.get(peer.link.rank)) is not None and asked[0] is peer:
                 del meeting.waiting[peer.link.rank]
@@ -312,10 +329,16 @@ class SwitchPeer:
     def __init__(self, server: ControlServer, link: PeerLink) -> None:
         self._server, self.link = server, link
         self.jobs: dict[str, SwitchJob] = {}  # that it takes part in
+        self.done: deque[str] = deque(maxlen=_DONE)  # jobs at which nobody is to wait for it, if they begin again
 
     def forget(self, job: SwitchJob) -> None:
         """Take no part in a job any more."""
         self.jobs.pop(job.name, None)
+
+    def note_done(self, job: str) -> None:
+        """Note that it takes no part in a job any more, whether the switch knows the job or not."""
+        if job not in self.done:
+            self.done.append(job)
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
         """Refuse: nothing that is said here has a body."""

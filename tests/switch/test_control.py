@@ -114,6 +114,18 @@ def test_a_rank_beyond_the_job_is_refused(address: str, workers: int, says: str)
         join(client(address, 3), 3, workers=workers)
 
 
+def test_who_is_refused_leaves_no_job_behind(address: str) -> None:
+    with pytest.raises(PlanError, match="room for 1 workers"):
+        join(client(address, 3), 3, workers=1)
+    join(client(address, 0), 0, workers=2)
+
+
+def test_a_table_is_shown_with_the_exponent_of_its_values(address: str) -> None:
+    client(address, 0).join("a", JobShape(0, 1, VALUES, 64, 8, 1), Strategy("table"), exponent=-5)
+    (job,) = client(address, role="operator").status().jobs
+    assert job.exponent == -5
+
+
 def test_nobody_joins_as_another(address: str) -> None:
     with pytest.raises(NetworkError, match="joins as rank 1"):
         join(client(address, 0), 1)
