@@ -38,6 +38,8 @@ from offbeat.switch.udp_socket import UdpSocket
 from offbeat.wire.credentials import Token
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from offbeat.protocol.switch_control import SwitchStatus
 
 KINDS = (
@@ -244,8 +246,7 @@ class GarbageSender:
             self._look()
             made = [self._maker.next() for _ in range(_AT_ONCE)]
             sent.update(one.kind for one in made)
-            framed = [one.datagram for one in made if one.is_from_victim and len(one.datagram) <= _MOST_FRAMED_BYTES]
-            own = [one.datagram for one in made if one.datagram not in framed]
+            framed, own = parted(made)
             self._socket.send(PacketBatch.of(own, MOST_VALUES), self._switch[: len(own)])
             for datagram in framed:
                 self._frames.send(self._framed(datagram))
@@ -253,7 +254,7 @@ class GarbageSender:
         return GarbageResult(dict(sent), {why: count for why in after if (count := after[why] - self._before[why])})
 
     def close(self) -> None:
-        """Be gone."""
+        """Close the link and the sockets."""
         self._frames.close()
         self._socket.close()
         self._control.close()
@@ -280,6 +281,16 @@ class GarbageSender:
         struct.pack_into(">H", head, 24, ~((total & 0xFFFF) + (total >> 16)) & 0xFFFF)
         struct.pack_into(">HH", head, 38, 8 + len(datagram), 0)
         return bytes(head) + datagram
+
+
+def parted(made: Sequence[Garbage]) -> tuple[list[bytes], list[bytes]]:
+    """The datagrams that go in an honest worker's name, in frames, and those that go over the sender's own socket."""
+    framed: list[bytes] = []
+    own: list[bytes] = []
+    for one in made:
+        fits = one.is_from_victim and len(one.datagram) <= _MOST_FRAMED_BYTES
+        (framed if fits else own).append(one.datagram)
+    return framed, own
 
 
 def _refused(status: SwitchStatus) -> Counter[str]:
