@@ -115,7 +115,10 @@ class Switch:
 
     @property
     def slots_for_late(self) -> int:
-        """The slots of a job in which workers may come too late for a sum: of so many chunks can one be late."""
+        """The slots that a job asks for whose workers may come too late for a sum: by so many chunks can one be late.
+
+        As many as 8 MiB hold, rounded down to a power of two, and no more than a switch takes; it may have fewer.
+        """
         return max(self.slots, min(MOST_SLOTS, 1 << (_QUORUM_BYTES // (4 * self.values)).bit_length() - 1))
 
     @property
@@ -180,7 +183,7 @@ class Switch:
         try:
             slots = self.slots if strategy.quorum is None else self.slots_for_late
             wanted = JobShape(0, context.world, self.values, slots, _RING)
-            shape, joined = session.control.join(job, wanted, strategy)
+            shape, joined = session.control.join(job, wanted, strategy, least_slots=self.slots)
             client = StreamClient(shape, context.rank, joined.cookie, window=self.window, rto_s=_RTO_S, keeps=True)
             thread = client_thread_of(client, session.control, joined, patience)
         except BaseException:

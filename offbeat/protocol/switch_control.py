@@ -97,6 +97,7 @@ class JoinSwitchJob(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         job: its name.
         worker: rank of the worker that asks.
         workers, values, slots, ring, rows: the shape of the job.
+        least_slots: with which it can do as well, if the switch has no room for `slots`; 0 if it cannot with fewer.
         strategy: that it begins with.
         exponent: of all values in the table.
         again: of a job that the switch had before it was started again; None for a new one.
@@ -110,6 +111,7 @@ class JoinSwitchJob(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     slots: Annotated[int, msgspec.Meta(ge=4, le=1 << 16)]
     ring: Annotated[int, msgspec.Meta(ge=4, le=128)]
     rows: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
+    least_slots: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = 0
     strategy: Strategy = Strategy()
     exponent: _Exponent = 0
     again: SwitchReturn | None = None
@@ -119,6 +121,7 @@ class SwitchJobJoined(msgspec.Struct, tag=True, frozen=True):
     """The answer: the job's number and the worker's cookie, for its packets, and the UDP port that takes them.
 
     Args:
+        slots: that the job has.
         progress: of all who have joined again, by rank (stream).
         clock: the last that all of them had finished (table).
         settled: the most that one of them has said.
@@ -128,6 +131,7 @@ class SwitchJobJoined(msgspec.Struct, tag=True, frozen=True):
     number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     cookie: _Number
     port: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
+    slots: Annotated[int, msgspec.Meta(ge=4, le=1 << 16)]
     progress: Annotated[dict[int, GroupProgress], msgspec.Meta(max_length=64)] = {}
     clock: _Number = 0
     settled: Count = 0

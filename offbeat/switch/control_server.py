@@ -7,6 +7,7 @@ A job that is not known is begun again by its workers, when they meet (`rejoin_m
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 import time
@@ -75,6 +76,10 @@ def _shape(message: JoinSwitchJob, number: int) -> JobShape:
     return JobShape(number, message.workers, message.values, message.slots, message.ring, message.rows)
 
 
+def _most_slots(values: int) -> int:
+    return _MOST_SLOT_BYTES // (4 * values)
+
+
 class ControlServer:
     """The jobs of one switch.
 
@@ -120,7 +125,10 @@ class ControlServer:
             return SwitchRefused(message.request, str(error))
 
     def _admit(self, job: SwitchJob, peer: SwitchPeer, message: JoinSwitchJob) -> SwitchJobJoined:
-        if (shape := _shape(message, job.shape.number)) != job.shape:
+        shape = _shape(message, job.shape.number)
+        if message.least_slots and message.least_slots <= job.shape.slots <= shape.slots:
+            shape = dataclasses.replace(shape, slots=job.shape.slots)
+        if shape != job.shape:
             raise PlanError(
                 f"Cannot join {job.name!r} with {shape}: it has {job.shape}. Start every worker with the same plan."
             )
@@ -131,26 +139,34 @@ class ControlServer:
         self._plane.admit(shape.number, message.worker, cookie)
         job.peers[message.worker] = peer
         peer.jobs[job.name] = job
-        return SwitchJobJoined(message.request, shape.number, cookie, self._port)
+        return SwitchJobJoined(message.request, shape.number, cookie, self._port, shape.slots)
 
     def _create(
         self, message: JoinSwitchJob, strategy: Strategy, *, clock: int = 0, windows: Windows | None = None
     ) -> SwitchJob:
-        shape = _shape(message, secrets.randbits(16))
+        shape = self._fitting(message)
         if len(self._jobs) >= _MOST_JOBS:
             raise PlanError(f"Cannot begin another job: this switch has {_MOST_JOBS}.")
-        if shape.slots * shape.values * 4 > _MOST_SLOT_BYTES:
+        if shape.slots > _most_slots(shape.values):
             raise PlanError(
                 f"Cannot make room for {shape}: at most {_MOST_SLOT_BYTES >> 20} MiB are given to one job. Use fewer "
                 "slots - at `plan.fabric.slots`."
             )
         while any(shape.number == other.shape.number for other in self._jobs.values()):
-            shape = _shape(message, secrets.randbits(16))
+            shape = dataclasses.replace(shape, number=secrets.randbits(16))
         self._plane.create_job(
             shape, watched(strategy, shape.ring), clock=clock, exponent=message.exponent, windows=windows
         )
         job = self._jobs[message.job] = SwitchJob(message.job, shape, strategy, message.exponent)
         return job
+
+    def _fitting(self, message: JoinSwitchJob) -> JobShape:
+        """The shape of a new job, with as many of its slots as there is room for and it can do with."""
+        shape = _shape(message, secrets.randbits(16))
+        least, most = message.least_slots or message.slots, min(self._plane.most_slots, _most_slots(shape.values))
+        while shape.slots > most and shape.slots // 2 >= least:
+            shape = dataclasses.replace(shape, slots=shape.slots // 2)
+        return shape
 
     def _join_again(self, peer: SwitchPeer, message: JoinSwitchJob) -> FromSwitch | None:
         rank = message.worker

@@ -114,6 +114,10 @@ class DataPlane(Protocol):
     def dropped(self) -> Mapping[str, int]:
         """Packets that were not taken in, by why; what is refused by a job's stream or table is none of them."""
 
+    @property
+    def most_slots(self) -> int:
+        """The most slots for which there is room now."""
+
     def create_job(
         self, shape: JobShape, strategy: Strategy, *, clock: int = 0, exponent: int = 0, windows: Windows | None = None
     ) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from offbeat.switch.data_plane import MIB, TABLE_MIB, JobClocks, JobStats, MemberStats, lags, no_room_for_table
+from offbeat.switch.job_shape import MOST_SLOTS
 from offbeat.switch.job_state import JobState, Send
 from offbeat.switch.members import ALL, refusal
 from offbeat.switch.packet import MOST_WORKERS, PacketKind, Reason, decode
@@ -81,6 +82,10 @@ class SoftwarePlane:
         self._told = 0  # of this batch, why they are refused
 
     # -- control -------------------------------------------------------------------------------------------------
+
+    @property
+    def most_slots(self) -> int:
+        return MOST_SLOTS
 
     def create_job(
         self, shape: JobShape, strategy: Strategy, *, clock: int = 0, exponent: int = 0, windows: Windows | None = None

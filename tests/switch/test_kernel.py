@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from offbeat.errors import NetworkError, PlanError
+from offbeat.fabric import Switch
 from offbeat.protocol.switch_control import Strategy
+from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.kernel.kernel_switch import KernelSwitch
 from offbeat.switch.packet import Flag, Packet, PacketKind, decode, encode
@@ -125,11 +127,30 @@ def test_an_update_is_added_once_though_its_worker_goes_on_while_a_repetition_is
                 sock.send(encode(Packet(PacketKind.INC, number, 0, cookie=100, clock=clock, values=(1,) * 16)))
                 while decode(sock.recv(9000)).kind != PacketKind.INC_OK:
                     pass
-            return plane._rows[0]["values"][:16].tolist()
+            return [int(value) for value in plane._rows[0]["values"][:16]]
         finally:
             kernel.close()
 
     assert in_a_network_of_its_own(play) == [2] * 16
+
+
+def test_a_job_gets_as_many_slots_as_there_are_if_it_can_do_with_fewer() -> None:
+    wanted, least = Switch().slots_for_late, Switch().slots
+
+    def play() -> list[int]:
+        with served_switch(interfaces=["lo"]) as address:
+            first, second = ControlClient(address, rank=0), ControlClient(address, rank=1)
+            try:
+                shape = JobShape(0, 2, slots=wanted)
+                with pytest.raises(PlanError, match="this switch has 4096 for all jobs"):
+                    first.join("job", shape)
+                shapes = [one.join("job", shape, least_slots=least)[0] for one in (first, second)]
+                return [one.slots for one in shapes]
+            finally:
+                first.close()
+                second.close()
+
+    assert in_a_network_of_its_own(play) == [4096, 4096]
 
 
 def test_fragments_of_others_go_their_way() -> None:

@@ -78,6 +78,13 @@ class KernelPlane:
 
     # -- control -------------------------------------------------------------------------------------------------
 
+    @property
+    def most_slots(self) -> int:
+        most = start = 0
+        for first, slots in sorted((job.first_slot, job.shape.slots) for job in self._jobs.values()):
+            most, start = max(most, first - start), first + slots
+        return max(most, self._sizes["MOST_SLOTS"] - start)
+
     def create_job(
         self, shape: JobShape, strategy: Strategy, *, clock: int = 0, exponent: int = 0, windows: Windows | None = None
     ) -> None:
