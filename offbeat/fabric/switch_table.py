@@ -74,7 +74,9 @@ class SwitchTable:
 
     @property
     def spent_s(self) -> Mapping[str, float]:
-        """Seconds spent to push, to wait until the next step may begin (clock), to pull, and to rest."""
+        """Seconds spent to push, to wait until the next step may begin (clock), to pull, and to rest; and to
+        bring back to a switch that was started again what was added (restore, confirm).
+        """
         return {str(phase): seconds for phase, seconds in self._client.spent_s.items()}
 
     @property
@@ -126,6 +128,11 @@ class SwitchTable:
         """Wait until what was begun is done; whether it is. Raises as `ClientThread.wait`."""
         assert self._thread is not None
         return self._thread.wait(self.is_done, timeout)
+
+    @property
+    def trouble(self) -> str:
+        """What keeps this worker from going on, in a sentence; "" if nothing is known to."""
+        return "" if self._thread is None else self._thread.trouble
 
     def is_done(self) -> bool:
         """Whether nothing is under way."""
@@ -308,6 +315,10 @@ class TablePending:
 
     def done(self) -> bool:
         return self._table.is_done()
+
+    @property
+    def trouble(self) -> str:
+        return self._table.trouble
 
     def result(self) -> Reply:
         return Total(torch.from_numpy(self._table.values(self._size)))
