@@ -152,7 +152,7 @@ def cells_of(
         clocks: of each worker, while policies are swapped.
 
     Raises:
-        PlanError: if a number is out of range.
+        PlanError: if there is nothing to measure, a name is none of `LEGEND`, or a number is out of range.
     """
     if not (targets and workers and values and loss_percents and what):
         raise PlanError("Cannot measure nothing: name at least one target, number of workers, size and loss.")
@@ -251,7 +251,7 @@ def _measure_target(
     ports = [network.port(host.name)[1] for host in network.topology.hosts] if target != "udp" else []
     with SwitchProcess(namespace, address, folder=place.folder, lab=network.lab, ports=ports, target=target) as switch:
         for figure in figures:
-            tell(f"{figure.cell.words}")
+            tell(figure.cell.words)
             _take(figure, _measured(place, switch.environment, figure, seconds))
 
 
