@@ -90,7 +90,7 @@ class PacketClient(Protocol):
 
 
 class ClientThread:
-    """Sends and receives for a worker's end of a job; the only one that touches it, but under the lock.
+    """Send and receive for a worker's end of a job. Others use that under the lock (`do`), or only look at it.
 
     Args:
         client: whose packets these are.

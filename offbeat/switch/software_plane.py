@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from offbeat.protocol.switch_control import Strategy
     from offbeat.switch.clocks import Windows
     from offbeat.switch.job_shape import JobShape
-    from offbeat.switch.job_state import Send
 
     # Packets, the address that each goes to, and which packet goes there.
     SendBatch = Callable[[PacketBatch, NDArray[np.uint64], NDArray[np.int64]], None]

@@ -82,16 +82,20 @@ class TrialJob:
     ) -> None:
         self._patience_s = patience.total_seconds()
         self._name = f"doctor-{secrets.token_hex(4)}"
-        self.control = ControlClient(address, credentials=credentials, timeout=patience, patience=patience)
+        self._socket = UdpSocket()
+        try:
+            self.control = ControlClient(address, credentials=credentials, timeout=patience, patience=patience)
+        except BaseException:
+            self._socket.close()
+            raise
         try:
             shape, joined = self.control.join(self._name, JobShape(0, 1, values, _SLOTS, _RING))
             self.port = joined.port
-            self._socket = UdpSocket()
             self._switch = np.full(_SLOTS, self._socket.connect(self.control.host, joined.port), np.uint64)
             with self._own() as sock:  # what does not fit a frame is to be refused, not cut to pieces
                 sock.setsockopt(socket.IPPROTO_IP, _MTU_DISCOVER, _NEVER_IN_FRAGMENTS)
         except BaseException:
-            self.control.close()
+            self.close()
             raise
         self.client = StreamClient(shape, 0, joined.cookie, window=window, rto_s=_RTO_S)
         self._batch = PacketBatch(_SLOTS, values)

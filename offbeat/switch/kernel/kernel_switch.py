@@ -60,8 +60,12 @@ class KernelSwitch:
             "MOST_JOBS": _JOBS,
             "HAS_XDP": int(at_xdp),
         }
-        self._socket = UdpSocket(host, port)
         self._program = KernelObject(compiled(sizes))
+        try:
+            self._socket = UdpSocket(host, port)
+        except BaseException:
+            self._program.close()
+            raise
         try:
             self.port = self._socket.port
             setting = np.zeros((), SETTINGS)
