@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from offbeat.fabric.fabric import Fabric
     from offbeat.payload import Payload, Reply
     from offbeat.pending import Pending
-    from offbeat.switch.stream_client import StreamExchange
+    from offbeat.switch.stream_exchange import StreamExchange
     from offbeat.sync import Policy
 
 MEMORY = "memory://"

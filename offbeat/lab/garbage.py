@@ -33,7 +33,7 @@ from offbeat.lab.network import INTERFACE
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.packet import FROM_WORKERS, MOST_VALUES, VALUES_STEP, Flag, Packet, PacketKind, encode
-from offbeat.switch.packet_batch import HEADER, PacketBatch
+from offbeat.switch.packet_batch import HEADER, PacketBatch, join_packet
 from offbeat.switch.udp_socket import UdpSocket
 from offbeat.wire.credentials import Token
 
@@ -218,8 +218,7 @@ class GarbageSender:
         self._socket = UdpSocket()
         self._switch = np.full(_AT_ONCE, self._socket.connect(self._control.host, joined.port), np.uint64)
         self._port = joined.port
-        join = Packet(PacketKind.JOIN, shape.number, 0, cookie=joined.cookie)
-        self._socket.send(PacketBatch.of([join], 0), self._switch[:1])
+        self._socket.send(join_packet(shape.number, 0, joined.cookie), self._switch[:1])
         self._frames = inside(task.victim, self._listen)
         self._before = _refused(self._control.status())
         self._head = b""  # of an honest frame

@@ -38,8 +38,8 @@ from offbeat.protocol.switch_control import Strategy
 from offbeat.switch.client_thread import ClientThread, socket_to
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
-from offbeat.switch.packet import Packet, PacketKind
-from offbeat.switch.packet_batch import PacketBatch
+from offbeat.switch.packet import PacketKind
+from offbeat.switch.packet_batch import PacketBatch, join_packet
 from offbeat.switch.stream_client import StreamClient
 from offbeat.switch.table_client import TableClient
 from offbeat.wire.credentials import Token
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from offbeat.switch.client_thread import PacketSocket
-    from offbeat.switch.stream_client import StreamExchange
+    from offbeat.switch.stream_exchange import StreamExchange
     from offbeat.switch.udp_socket import UdpSocket
 
 SLOTS, WINDOW, CHUNKS = 512, 64, 512  # of a job; packets under way; chunks of an exchange
@@ -317,7 +317,7 @@ def _run_clocks(task: LoadTask, control: ControlClient) -> None:
     shape, joined = control.join(task.job, shape, Strategy("table", window=task.slack))
     sock, switch = socket_to(control, joined)
     try:
-        _join(Packet(PacketKind.JOIN, shape.number, task.rank, cookie=joined.cookie), sock, switch)
+        _join(join_packet(shape.number, task.rank, joined.cookie), sock, switch)
         table = TableClient(shape, task.rank, joined.cookie, rto_s=_RTO_S)
         _say_and_hear("ready", "go")
         result = count_clocks(table, sock, switch, task)
@@ -336,7 +336,7 @@ def send_garbage(task: GarbageTask) -> None:
         sender.close()
 
 
-def _join(packet: Packet, sock: UdpSocket, switch: int) -> None:
+def _join(packet: PacketBatch, sock: UdpSocket, switch: int) -> None:
     """Have the switch learn where packets come from.
 
     Raises:
@@ -345,7 +345,7 @@ def _join(packet: Packet, sock: UdpSocket, switch: int) -> None:
     batch = PacketBatch(64, 16)
     end_s = time.monotonic() + _STALLED.total_seconds()
     while time.monotonic() < end_s:
-        sock.send(PacketBatch.of([packet], 16), np.full(1, switch, np.uint64))
+        sock.send(packet, np.full(1, switch, np.uint64))
         if select.select([sock], [], [], _RTO_S)[0]:
             received, _ = sock.recv(batch)
             if (received.header["kind"] == PacketKind.JOIN_OK).any():

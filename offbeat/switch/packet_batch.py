@@ -123,3 +123,8 @@ class PacketBatch:
             room = min(len(data), batch.rows.shape[1])
             batch.rows[row, :room] = np.frombuffer(data, np.uint8, room)
         return batch
+
+
+def join_packet(job: int, worker: int, cookie: int) -> PacketBatch:
+    """The packet, as a batch, by which a switch learns where a worker's packets come from."""
+    return PacketBatch.of([Packet(PacketKind.JOIN, job, worker, cookie=cookie)], 0)

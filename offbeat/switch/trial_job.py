@@ -16,8 +16,8 @@ import numpy as np
 from offbeat.errors import NetworkError
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
-from offbeat.switch.packet import Packet, PacketKind
-from offbeat.switch.packet_batch import PacketBatch
+from offbeat.switch.packet import PacketKind
+from offbeat.switch.packet_batch import PacketBatch, join_packet
 from offbeat.switch.stream_client import StreamClient
 from offbeat.switch.udp_socket import UdpSocket
 
@@ -131,10 +131,10 @@ class TrialJob:
             NetworkError: if it refuses the worker, or this machine does not send the packet.
         """
         client = self.client
-        packet = Packet(PacketKind.JOIN, client.shape.number, 0, cookie=client.cookie)
+        packet = join_packet(client.shape.number, 0, client.cookie)
         end_s = time.monotonic() + self._patience_s
         while not client.has_joined and time.monotonic() < end_s:
-            self._socket.send(PacketBatch.of([packet], client.shape.values), self._switch[:1])
+            self._socket.send(packet, self._switch[:1])
             self._receive(time.monotonic() + _JOINS_S)
         return client.has_joined
 

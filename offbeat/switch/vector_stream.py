@@ -37,7 +37,7 @@ _ONE = np.uint64(1)
 
 
 class VectorStream:
-    """The slots of one job, as arrays.
+    """The slots of one job, as arrays: [S] of each of S slots, `values` [S, V] of V values in a packet.
 
     Args:
         shape, members: of the job.
@@ -92,7 +92,7 @@ class VectorStream:
             batch: `DATA` of members, each from its port and with its cookie.
 
         Returns:
-            To whom answers go, a worker or `ALL` each, and the answers.
+            [A] to whom answers go, a worker or `ALL` each, and the A answers.
         """
         self._answers = []
         header = batch.header

@@ -12,7 +12,7 @@ from offbeat.cli.certs import make
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
 from tests.cli.commands import TRAIN, offbeat, script, start
-from tests.switch.served import served_switch
+from tests.switch.local_switch import served_switch
 
 if TYPE_CHECKING:
     from pathlib import Path

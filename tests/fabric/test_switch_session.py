@@ -17,7 +17,7 @@ from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.table_client import TableClient
 from tests.switch.killed_switch import KilledSwitch
-from tests.switch.served import served_switch
+from tests.switch.local_switch import served_switch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -36,10 +36,10 @@ from offbeat.switch.members import refusal
 from offbeat.switch.packet import Packet, PacketKind, Reason, decode, encode
 from offbeat.switch.serve import check_memory, check_trust
 from offbeat.switch.software_plane import SoftwarePlane
-from offbeat.switch.stream_client import StreamClient, StreamExchange
+from offbeat.switch.stream_client import StreamClient
 from offbeat.switch.udp_socket import UdpSocket
 from offbeat.wire.credentials import Token
-from tests.switch.served import served_switch
+from tests.switch.local_switch import served_switch
 from tests.switch.sums import integers, right_sums, sums_of
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from offbeat.switch.packet_batch import PacketBatch
+    from offbeat.switch.stream_exchange import StreamExchange
     from offbeat.wire.messages import Role
 
 SHORT = timedelta(seconds=2)

@@ -17,8 +17,8 @@ from offbeat.switch.kernel.kernel_switch import KernelSwitch
 from offbeat.switch.packet import Flag, Packet, PacketKind, decode, encode
 from tests.switch.kernel_replay import KernelReplay, NotedState, in_a_network_of_its_own, why_not
 from tests.switch.killed_switch import KilledSwitch
+from tests.switch.local_switch import served_switch
 from tests.switch.network import StreamPlay
-from tests.switch.served import served_switch
 from tests.switch.sums import integers, right_sums, sums_of
 from tests.switch.test_table import TablePlay
 

@@ -18,7 +18,7 @@ from offbeat.switch.switch_doctor import SizeOutcome, examine_switch
 from offbeat.switch.trial_job import LossCount, TrialJob
 from offbeat.wire.credentials import Token
 from tests.cli.commands import offbeat
-from tests.switch.served import served_switch
+from tests.switch.local_switch import served_switch
 
 if TYPE_CHECKING:
     from pathlib import Path
