@@ -47,7 +47,9 @@ def serve(
         str,
         typer.Option(help="IPv4 address to listen on; others than loopback need --trusted-network and credentials."),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of control; 0 for one of the kernel's choice.")] = 0,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Where control listens; 0 for a port of the kernel's choice.")
+    ] = 0,
     token_file: servers.TokenFile = None,
     certificate: servers.Certificate = None,
     key: servers.Key = None,
@@ -143,7 +145,8 @@ def ctl(
         for one in evict or []:
             job, _, rank = one.rpartition(":")
             if not job or not rank.isdecimal():
-                raise PlanError(f"Cannot evict {one!r}: name the job and the rank, as in {'JOB:2'!r}.")
+                raise PlanError(f"Cannot evict {one!r}: name the job and the rank, as in 'JOB:2'.")
+            _check_member(client.status(job), job, int(rank))
             client.evict(job, int(rank), "an operator wants it so")
         if show_rules:
             from offbeat.switch.p4.shown_rules import commands_for
@@ -155,7 +158,26 @@ def ctl(
         client.close()
 
 
+def _check_member(status: SwitchStatus, name: str, rank: int) -> None:
+    """Check that a worker can be evicted.
+
+    Raises:
+        PlanError: if the switch has no such job, or the job no such worker.
+    """
+    from offbeat.errors import PlanError
+
+    members = [one.worker for job in status.jobs for one in job.members]
+    if not status.jobs:
+        raise PlanError(f"Cannot evict rank {rank} of {name!r}: this switch has no such job. See `offbeat switch ctl`.")
+    if rank not in members:
+        raise PlanError(
+            f"Cannot evict rank {rank} of {name!r}: its workers are {', '.join(map(str, members))}. Name one of them."
+        )
+
+
 def _show(status: SwitchStatus) -> None:
+    from offbeat.switch.switch_doctor import refusals
+
     console = Console()
     for job in status.jobs:
         table = Table(box=SIMPLE_HEAD, title=f"job {job.job}, summed by {status.target}", title_justify="left")
@@ -169,7 +191,7 @@ def _show(status: SwitchStatus) -> None:
             table.add_row(str(one.worker), f"{packets:,}", duplicates, str(one.lag), waited, silent)
         console.print(table)
         if job.refused:
-            console.print("refused: " + ", ".join(f"{count} {why.lower()}" for why, count in job.refused.items()))
+            console.print(f"refused: {refusals(job.refused)}")
     if not status.jobs:
         console.print(f"no job is summed by this switch ({status.target})")
     if dropped := {why: count for why, count in status.dropped.items() if count}:

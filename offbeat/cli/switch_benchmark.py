@@ -152,19 +152,9 @@ def cells_of(
         clocks: of each worker, while policies are swapped.
 
     Raises:
-        PlanError: if a number is out of range.
+        PlanError: if there is nothing to measure, a name is none of `LEGEND`, or a number is out of range.
     """
-    if not (targets and workers and values and loss_percents and what):
-        raise PlanError("Cannot measure nothing: name at least one target, number of workers, size and loss.")
-    for one in what:
-        if one not in LEGEND:
-            raise PlanError(f"Cannot measure {one!r}: choose from {', '.join(LEGEND)} - at `--what`.")
-    for count in workers:
-        for size in values:
-            JobShape(0, count, size)
-    for loss in loss_percents:
-        if not 0 <= loss <= 50:
-            raise PlanError(f"Cannot lose {loss:g} % of the packets: choose from 0 to 50 - at `--loss`.")
+    _check_choice(targets, workers, values, loss_percents, what)
     cells = [SwitchCell("packets", "", 1, size) for size in values]
     for target in targets:
         sizes = [size for size in values if target not in ("udp", MEMORY) or size <= _MOST_VALUES]
@@ -178,6 +168,23 @@ def cells_of(
             for loss in (SWAP_LOSS_PERCENTS if target != MEMORY else ())
         ]
     return [cell for cell in cells if cell.what in what]
+
+
+def _check_choice(
+    targets: Sequence[str], workers: Sequence[int], values: Sequence[int], loss_percents: Sequence[float],
+    what: Sequence[str],
+) -> None:  # fmt: skip
+    if not (targets and workers and values and loss_percents and what):
+        raise PlanError("Cannot measure nothing: name at least one target, number of workers, size and loss.")
+    for one in what:
+        if one not in LEGEND:
+            raise PlanError(f"Cannot measure {one!r}: choose from {', '.join(LEGEND)} - at `--what`.")
+    for count in workers:
+        for size in values:
+            JobShape(0, count, size)
+    for loss in loss_percents:
+        if not 0 <= loss <= 50:
+            raise PlanError(f"Cannot lose {loss:g} % of the packets: choose from 0 to 50 - at `--loss`.")
 
 
 def measure_switch(
@@ -251,7 +258,7 @@ def _measure_target(
     ports = [network.port(host.name)[1] for host in network.topology.hosts] if target != "udp" else []
     with SwitchProcess(namespace, address, folder=place.folder, lab=network.lab, ports=ports, target=target) as switch:
         for figure in figures:
-            tell(f"{figure.cell.words}")
+            tell(figure.cell.words)
             _take(figure, _measured(place, switch.environment, figure, seconds))
 
 

@@ -68,7 +68,7 @@ class Diagnosis:
         culprits: those that do not, and why.
         fatal: whether a culprit can no longer come.
         note: what else is to be said.
-        server: what is wrong with the parameter server that stands between the workers, or "".
+        server: what is wrong with the parameter server, or the switch, that stands between the workers, or "".
         within: `place` is an exchange of a step, in which it waits; else something that it waits for.
     """
 
@@ -84,7 +84,7 @@ class Diagnosis:
     within: bool = False
 
     def with_server(self, trouble: str) -> Diagnosis:
-        """The same where a parameter server is in trouble: whoever waits may wait for that, also elsewhere."""
+        """The same with the trouble of a parameter server or a switch: who waits may wait for that, also elsewhere."""
         if self.note not in (_ALL_HERE, _DISAGREE):
             return replace(self, server=trouble)
         fatal = any(culprit.reason in _FATAL for culprit in self.culprits)

@@ -17,7 +17,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, runtime_checkable
 
 from offbeat.errors import ModelError, NetworkError, OffbeatError, WorkerLostError
 
@@ -82,6 +82,15 @@ class WaitContext:
         return f"{self.operation} of bucket {self.bucket + 1}/{self.buckets}{model} ({self.label})"
 
 
+@runtime_checkable
+class TellsTrouble(Protocol):
+    """The Protocol of a `Pending` that knows what holds it up between the workers."""
+
+    @property
+    def trouble(self) -> str:
+        """What does, in sentences; "" if nothing is known to."""
+
+
 class StallReport(Protocol):
     """The findings about a stall."""
 
@@ -123,7 +132,8 @@ class StallWitness(Protocol):
         """Find out who has not arrived, and why; None if that is not possible.
 
         Args:
-            server: what is wrong with the parameter server; "" if nothing is known to be, or it is not waited for.
+            server: what is wrong with the parameter server or the switch in between; "" if nothing is known to be, or
+                it is not waited for.
         """
 
 
@@ -217,15 +227,15 @@ class BlockingWait:
             while not pending.wait(self._poll):
                 waited_s = self._clock.now_s() - began_s
                 if waited_s >= next_report_s:
-                    told = self._report(awaited, waited_s)
+                    told = self._report(pending, awaited, waited_s)
                     next_report_s = 2 * waited_s if told else waited_s + min(_LOOK_AGAIN_S, self._report_after_s)
         except NetworkError as error:
-            self._explain_break(awaited, began_s, error)
+            self._explain_break(pending, awaited, began_s, error)
         finally:
             self.waited_s += self._clock.now_s() - began_s
             self.witness.resumed()
 
-    def _report(self, awaited: WaitContext, waited_s: float) -> bool:
+    def _report(self, pending: Pending, awaited: WaitContext, waited_s: float) -> bool:
         """Whether there was something to report."""
         is_soon = waited_s < _STARTING * self._report_after_s
         if awaited.alone:
@@ -233,7 +243,7 @@ class BlockingWait:
                 return False
             self._tell(f"{awaited} has taken {waited_s:.1f} s so far.")
             return True
-        server = self._trouble_of_server(awaited)
+        server = self._trouble_between(pending, awaited)
         findings = self.witness.investigate(awaited, waited_s, server)
         if findings is None:
             known = f". {server}" if server else "; no other worker can be asked why."
@@ -249,11 +259,11 @@ class BlockingWait:
         self._tell(findings.text)
         return True
 
-    def _explain_break(self, awaited: WaitContext, began_s: float, error: NetworkError) -> None:
+    def _explain_break(self, pending: Pending, awaited: WaitContext, began_s: float, error: NetworkError) -> None:
         broke_s = self._clock.now_s()
         while True:
             waited_s = self._clock.now_s() - began_s
-            findings = self.witness.investigate(awaited, waited_s, self._trouble_of_server(awaited))
+            findings = self.witness.investigate(awaited, waited_s, self._trouble_between(pending, awaited))
             if findings is not None and findings.fatal and not awaited.through_server:
                 self._leave(findings)
                 raise WorkerLostError(findings.text) from error
@@ -262,8 +272,11 @@ class BlockingWait:
                 raise NetworkError(f"step {awaited.step}: {awaited} failed. {error}{known}") from error
             self._clock.sleep(0.1)
 
-    def _trouble_of_server(self, awaited: WaitContext) -> str:
-        return self.ask_server() if awaited.through_server else ""
+    def _trouble_between(self, pending: Pending, awaited: WaitContext) -> str:
+        """What holds it up at a server or a switch that stands between the workers."""
+        if awaited.through_server:
+            return self.ask_server()
+        return pending.trouble if isinstance(pending, TellsTrouble) else ""
 
     def _leave(self, findings: StallReport) -> None:
         if self._report_path is None:

@@ -155,6 +155,11 @@ class StagedPending:
         """Whether it has been handed to the fabric."""
         return self._pending is not None
 
+    @property
+    def trouble(self) -> str:
+        """The trouble that the fabric knows of; see `TellsTrouble`."""
+        return getattr(self._pending, "trouble", "")
+
     def is_copied(self) -> bool:
         """Whether its tensors are on the host."""
         return self._event is None or self._event.query()

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from offbeat.fabric.fabric import Fabric
     from offbeat.payload import Payload, Reply
     from offbeat.pending import Pending
-    from offbeat.switch.stream_client import StreamExchange
+    from offbeat.switch.stream_exchange import StreamExchange
     from offbeat.sync import Policy
 
 MEMORY = "memory://"
@@ -81,7 +81,7 @@ class Switch:
         slots: chunks of which the switch keeps sums and results; a power of two, at least twice the window.
 
     Raises:
-        PlanError: if a value cannot be.
+        PlanError: if the address names no host and port, or a number does not fit.
 
     >>> Switch("10.0.0.254:7100")
     Switch(address='10.0.0.254:7100', values=256, window=64, slots=512)
@@ -115,7 +115,10 @@ class Switch:
 
     @property
     def slots_for_late(self) -> int:
-        """The slots of a job in which workers may come too late for a sum: of so many chunks can one be late."""
+        """The slots that a job asks for whose workers may come too late for a sum: by so many chunks can one be late.
+
+        As many as 8 MiB hold, rounded down to a power of two, and no more than a switch takes; it may have fewer.
+        """
         return max(self.slots, min(MOST_SLOTS, 1 << (_QUORUM_BYTES // (4 * self.values)).bit_length() - 1))
 
     @property
@@ -180,13 +183,13 @@ class Switch:
         try:
             slots = self.slots if strategy.quorum is None else self.slots_for_late
             wanted = JobShape(0, context.world, self.values, slots, _RING)
-            shape, joined = session.control.join(job, wanted, strategy)
+            shape, joined = session.control.join(job, wanted, strategy, least_slots=self.slots)
             client = StreamClient(shape, context.rank, joined.cookie, window=self.window, rto_s=_RTO_S, keeps=True)
             thread = client_thread_of(client, session.control, joined, patience)
         except BaseException:
             session.close()
             raise
-        stream = SwitchStream(client, thread, self.values, session, job, strategy)
+        stream = SwitchStream(client, thread, session, job, strategy)
         try:
             _same_for_all(companion, "", deadline_s)  # from here on all are members
         except BaseException:
@@ -201,7 +204,6 @@ class SwitchStream:
 
     Args:
         client, thread: its end of the stream, and what keeps it going.
-        values: int32 in a packet; what is smaller does not go to the switch.
         session: at the switch; None within one process.
         job: its name there.
         strategy: whose parts a sum is made of.
@@ -211,13 +213,12 @@ class SwitchStream:
         self,
         client: StreamClient,
         thread: ClientThread,
-        values: int,
         session: SwitchSession | None = None,
         job: str = "",
         strategy: Strategy | None = None,
     ) -> None:
         self._client, self._thread = client, thread
-        self.values, self.session, self.job = values, session, job
+        self.session, self.job = session, job
         self._strategy = strategy or Strategy()
         self._openings = itertools.count()  # of tables: each has a name of its own
 
@@ -244,7 +245,7 @@ class SwitchStream:
                 switch.plane.create_job(shape, strategy or Strategy())
             switch.plane.admit(shape.number, worker, cookie=worker)
         client = StreamClient(shape, worker, worker, window=spec.window, rto_s=_RTO_S)
-        return cls(client, ClientThread(client, switch.open_port(), 0), spec.values, strategy=strategy)
+        return cls(client, ClientThread(client, switch.open_port(), 0), strategy=strategy)
 
     @property
     def has_quorum(self) -> bool:
@@ -252,11 +253,13 @@ class SwitchStream:
         return self._strategy.quorum is not None
 
     def takes(self, payload: Sum) -> bool:
-        """Whether a sum is made by the switch; the same on all workers."""
+        """Whether a sum is made by the switch, the same on all workers: not what is smaller than a packet, nor, where
+        sums may be of some workers, what has no tail.
+        """
         tensor = payload.tensor
         if tensor.dtype != torch.float32 or tensor.is_cuda:
             return False
-        return payload.tail is not None if self.has_quorum else tensor.numel() >= self.values
+        return payload.tail is not None if self.has_quorum else tensor.numel() >= self._client.shape.values
 
     def set_strategy(self, strategy: Strategy) -> None:
         """Have sums be made by another policy; see `SumsSome`."""
@@ -274,6 +277,11 @@ class SwitchStream:
         """Wait until a sum is there; whether it is. Raises as `ClientThread.wait`."""
         exchange.is_taken = self._thread.wait(lambda: exchange.is_done, timeout)
         return exchange.is_taken
+
+    @property
+    def trouble(self) -> str:
+        """What keeps sums from being made, in a sentence; "" if nothing is known to."""
+        return self._thread.trouble
 
     def evict(self, worker: int, why: str) -> None:
         """Have the switch go on without a worker."""
@@ -395,6 +403,10 @@ class SwitchPending:
     def done(self) -> bool:
         return self._exchange.is_done and (self._has_trailer or self._trailer.done())
 
+    @property
+    def trouble(self) -> str:
+        return self._stream.trouble
+
     def result(self) -> Reply:
         reply, tensor = self._trailer.result(), self._payload.tensor
         assert isinstance(reply, Total)
@@ -434,6 +446,10 @@ class PartialPending:
 
     def done(self) -> bool:
         return self._exchange.is_done
+
+    @property
+    def trouble(self) -> str:
+        return self._stream.trouble
 
     def result(self) -> Reply:
         payload, who = self._payload, self._exchange.included_in(1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from offbeat.errors import NetworkError, OffbeatError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from offbeat.switch.control_client import ControlClient
 
 _log = logging.getLogger("offbeat")
+_OVER = 64  # jobs; others are behind by one for each model at most
 
 
 class RejoinsSwitch(Protocol):
@@ -93,6 +95,7 @@ class SwitchSession:
     ) -> None:
         self._dial, self.others, self.timeout = dial, others, timeout
         self._jobs: list[RejoinsSwitch] = []
+        self._over: deque[str] = deque(maxlen=_OVER)  # jobs that are over for all, though others may not know it yet
         self._state = threading.Condition()
         self._is_away = self._is_closed = False  # whether there is a thread that brings all back
         self._error: OffbeatError | None = None
@@ -117,7 +120,8 @@ class SwitchSession:
                     return
 
     def remove(self, job: RejoinsSwitch) -> None:
-        """Forget a job that is over for all."""
+        """Forget a job that is over for all; if it is joined again, nobody waits for this worker there."""
+        self._over.append(job.job)
         if job in self._jobs:
             self._jobs.remove(job)
 
@@ -135,12 +139,14 @@ class SwitchSession:
         """Wait until all jobs are joined; returns the link.
 
         Raises:
-            NetworkError: if they cannot be.
+            NetworkError: if they cannot be, or this worker has left.
         """
         with self._state:
             while self._is_away or self.control.is_lost:
                 if self._error is not None:
                     raise self._error
+                if self._is_closed:
+                    raise NetworkError("This worker has left the switch.")
                 self._state.wait(self.timeout.total_seconds())
             return self.control
 
@@ -148,10 +154,15 @@ class SwitchSession:
         """Have a job go on without a worker; if the switch is lost, who joins again says who is there."""
         self.control.evict(job, worker, why)
 
+    def leave(self, job: str) -> None:
+        """Have a job go on without this worker, which is done with it."""
+        self.control.leave(job)
+
     def close(self) -> None:
         """Leave the switch; again does nothing."""
         with self._state:
             self._is_closed = True
+            self._state.notify_all()
         self.control.close()
 
     # -- behind a loss -------------------------------------------------------------------------------------------
@@ -196,6 +207,8 @@ class SwitchSession:
         self.control = self._dial(self._lost)
         if self._is_closed:
             return
+        for name in list(self._over):
+            self.control.leave(name)
         try:
             for job in jobs:
                 job.join_again(self.control, self.others)

@@ -74,7 +74,9 @@ class SwitchTable:
 
     @property
     def spent_s(self) -> Mapping[str, float]:
-        """Seconds spent to push, to wait until the next step may begin (clock), to pull, and to rest."""
+        """Seconds spent to push, to wait until the next step may begin (clock), to pull, and to rest; and to
+        bring back to a switch that was started again what was added (restore, confirm).
+        """
         return {str(phase): seconds for phase, seconds in self._client.spent_s.items()}
 
     @property
@@ -127,6 +129,11 @@ class SwitchTable:
         assert self._thread is not None
         return self._thread.wait(self.is_done, timeout)
 
+    @property
+    def trouble(self) -> str:
+        """What keeps this worker from going on, in a sentence; "" if nothing is known to."""
+        return "" if self._thread is None else self._thread.trouble
+
     def is_done(self) -> bool:
         """Whether nothing is under way."""
         return self._client.phase == "computing"
@@ -155,7 +162,7 @@ class SwitchTable:
     def _say_it_has_left(self) -> None:
         assert self._thread is not None
         self._thread.close()
-        self._session.evict(self.job, self._client.worker, "it is done")
+        self._session.leave(self.job)
 
     # -- a job of its session ------------------------------------------------------------------------------------
 
@@ -308,6 +315,10 @@ class TablePending:
 
     def done(self) -> bool:
         return self._table.is_done()
+
+    @property
+    def trouble(self) -> str:
+        return self._table.trouble
 
     def result(self) -> Reply:
         return Total(torch.from_numpy(self._table.values(self._size)))

@@ -33,11 +33,13 @@ from offbeat.lab.network import INTERFACE
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.packet import FROM_WORKERS, MOST_VALUES, VALUES_STEP, Flag, Packet, PacketKind, encode
-from offbeat.switch.packet_batch import HEADER, PacketBatch
+from offbeat.switch.packet_batch import HEADER, PacketBatch, join_packet
 from offbeat.switch.udp_socket import UdpSocket
 from offbeat.wire.credentials import Token
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from offbeat.protocol.switch_control import SwitchStatus
 
 KINDS = (
@@ -216,8 +218,7 @@ class GarbageSender:
         self._socket = UdpSocket()
         self._switch = np.full(_AT_ONCE, self._socket.connect(self._control.host, joined.port), np.uint64)
         self._port = joined.port
-        join = Packet(PacketKind.JOIN, shape.number, 0, cookie=joined.cookie)
-        self._socket.send(PacketBatch.of([join], 0), self._switch[:1])
+        self._socket.send(join_packet(shape.number, 0, joined.cookie), self._switch[:1])
         self._frames = inside(task.victim, self._listen)
         self._before = _refused(self._control.status())
         self._head = b""  # of an honest frame
@@ -244,8 +245,7 @@ class GarbageSender:
             self._look()
             made = [self._maker.next() for _ in range(_AT_ONCE)]
             sent.update(one.kind for one in made)
-            framed = [one.datagram for one in made if one.is_from_victim and len(one.datagram) <= _MOST_FRAMED_BYTES]
-            own = [one.datagram for one in made if one.datagram not in framed]
+            framed, own = parted(made)
             self._socket.send(PacketBatch.of(own, MOST_VALUES), self._switch[: len(own)])
             for datagram in framed:
                 self._frames.send(self._framed(datagram))
@@ -253,7 +253,7 @@ class GarbageSender:
         return GarbageResult(dict(sent), {why: count for why in after if (count := after[why] - self._before[why])})
 
     def close(self) -> None:
-        """Be gone."""
+        """Close the link and the sockets."""
         self._frames.close()
         self._socket.close()
         self._control.close()
@@ -280,6 +280,16 @@ class GarbageSender:
         struct.pack_into(">H", head, 24, ~((total & 0xFFFF) + (total >> 16)) & 0xFFFF)
         struct.pack_into(">HH", head, 38, 8 + len(datagram), 0)
         return bytes(head) + datagram
+
+
+def parted(made: Sequence[Garbage]) -> tuple[list[bytes], list[bytes]]:
+    """The datagrams that go in an honest worker's name, in frames, and those that go over the sender's own socket."""
+    framed: list[bytes] = []
+    own: list[bytes] = []
+    for one in made:
+        fits = one.is_from_victim and len(one.datagram) <= _MOST_FRAMED_BYTES
+        (framed if fits else own).append(one.datagram)
+    return framed, own
 
 
 def _refused(status: SwitchStatus) -> Counter[str]:

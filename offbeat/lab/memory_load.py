@@ -19,8 +19,8 @@ from offbeat.protocol.switch_control import Strategy
 from offbeat.switch.client_thread import ClientThread
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.memory_switch import MemorySwitch
-from offbeat.switch.packet import MOST_VALUES, Packet, PacketKind
-from offbeat.switch.packet_batch import PacketBatch
+from offbeat.switch.packet import MOST_VALUES
+from offbeat.switch.packet_batch import PacketBatch, join_packet
 from offbeat.switch.stream_client import StreamClient
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _send(
 ) -> Counter[str]:
     """Send until it is over, from a port of its own and from an honest worker's; how many of each kind."""
     own, sent = switch.open_port(), Counter[str]()
-    own.send(PacketBatch.of([Packet(PacketKind.JOIN, _OWN, 0)], 0), _TO)
+    own.send(join_packet(_OWN, 0, 0), _TO)
     while not is_over.wait(
         _AT_ONCE / per_second
     ):  # and no more for having been late: it would have all the switch's time

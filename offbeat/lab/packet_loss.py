@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from offbeat.lab.namespace import inside
-from offbeat.switch.kernel.compiled import compiled
+from offbeat.switch.kernel.compiler import compile_program
 from offbeat.switch.kernel.libbpf import KernelObject
 
 _SOURCE = Path(__file__).with_name("packet_loss.bpf.c")
@@ -43,7 +43,7 @@ class PacketLoss:
     def __init__(self, namespace: str, interface: str, rate: float) -> None:
         assert 0 <= rate < 1, rate
         self._namespace = namespace
-        self._program = KernelObject(compiled({}, source=_SOURCE))
+        self._program = KernelObject(compile_program({}, source=_SOURCE))
         self._program.map("chance", np.dtype("<u4"))[0] = np.array(int(rate * _ALL), np.uint32)
         try:
             inside(namespace, lambda: self._attach(interface))

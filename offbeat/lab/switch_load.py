@@ -13,8 +13,8 @@ and sends `garbage`:
 
 Every sum is checked, each value of it. What is summed are integers of 20 bits, which floats and fixed point hold
 exactly, and other ones for each exchange, so that a sum that belongs to an earlier one is seen to be wrong. The first
-value is no number but a show of hands: workers end after the same exchange, the first that one of them wants to be the
-last.
+value of each vector is 1 if its worker wants no further exchange: all end after the first that one of them wants to be
+the last.
 """
 
 from __future__ import annotations
@@ -35,24 +35,26 @@ from offbeat.errors import NetworkError, OffbeatError
 from offbeat.history import HistoryWriter, StepGranted
 from offbeat.lab.garbage import GarbageSender, GarbageTask
 from offbeat.protocol.switch_control import Strategy
-from offbeat.switch.client_thread import ClientThread
+from offbeat.switch.client_thread import ClientThread, socket_to
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
-from offbeat.switch.packet import Packet, PacketKind
-from offbeat.switch.packet_batch import PacketBatch
+from offbeat.switch.packet import PacketKind
+from offbeat.switch.packet_batch import PacketBatch, join_packet
 from offbeat.switch.stream_client import StreamClient
 from offbeat.switch.table_client import TableClient
-from offbeat.switch.udp_socket import UdpSocket
 from offbeat.wire.credentials import Token
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from offbeat.switch.stream_client import StreamExchange
+    from offbeat.switch.client_thread import PacketSocket
+    from offbeat.switch.stream_exchange import StreamExchange
+    from offbeat.switch.udp_socket import UdpSocket
 
 SLOTS, WINDOW, CHUNKS = 512, 64, 512  # of a job; packets under way; chunks of an exchange
 UNDER_WAY = 2  # exchanges
 _RING = 64
+_LEAST_VALUES = 16
 _RTO_S = 0.01
 _EXACT = 1 << 20
 _OFFSETS = 251  # vectors that differ
@@ -187,53 +189,96 @@ def sum_all_the_time(thread: ClientThread, client: StreamClient, known: KnownVec
     )
 
 
-def count_clocks(client: TableClient, sock: UdpSocket, switch: int, task: LoadTask) -> LoadResult:
+class ClockCount:
+    """One worker's count of clocks.
+
+    Args:
+        client: its packets.
+        task: how many, or for how long.
+        now_s: the time.
+    """
+
+    def __init__(self, client: TableClient, task: LoadTask, now_s: float) -> None:
+        self._client, self._task = client, task
+        self.steps = self.sent = 0
+        self._stepped_s = self._ended_s = now_s
+        self._warm_s = now_s if task.clocks else now_s + _WARM_S
+        self._before: tuple[float, int, int, int] | None = None  # when it began to count: steps, sent and resent
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing left to count."""
+        if self._task.clocks:  # who has finished the last step goes on until all have: its word may be lost
+            return self._client.low >= self._task.clocks
+        return self._ended_s >= self._warm_s + self._task.seconds
+
+    def look(self, now_s: float) -> None:
+        """Begin to count when it is warm, and begin the next step if the last one is over."""
+        if self._before is None and now_s >= self._warm_s:
+            self._before = now_s, self.steps, self.sent, self._client.resent
+        if not self._task.clocks:
+            self._ended_s = now_s
+        if self._client.phase != "computing":
+            return
+        self._stepped_s = now_s
+        if self._task.clocks and self.steps == self._task.clocks:
+            self._client.rest()
+        else:
+            self.steps += 1
+            self._client.push(np.zeros(0, np.float32))
+
+    def note_granted(self, now_s: float) -> None:
+        """Note that a step is over."""
+        if self._task.clocks:
+            self._ended_s = now_s
+
+    def error(self, now_s: float) -> str:
+        """Why it cannot go on; "" if it can."""
+        if self._client.refusal is not None:
+            return f"the switch refuses this worker: {self._client.refusal.text}"
+        if now_s - self._stepped_s > _STALLED.total_seconds():
+            return f"step {self.steps} was not over after {_STALLED.total_seconds():g} s. {self._client.trouble}"
+        return ""
+
+    @property
+    def result(self) -> LoadResult:
+        """What was counted since it was warm."""
+        began_s, steps, sent, resent = self._before or (self._ended_s, self.steps, self.sent, self._client.resent)
+        return LoadResult(
+            done=self.steps - steps,
+            seconds=self._ended_s - began_s,
+            sent=self.sent - sent,
+            resent=self._client.resent - resent,
+        )
+
+
+def count_clocks(client: TableClient, sock: PacketSocket, switch: int, task: LoadTask) -> LoadResult:
     """Finish one step after the other, with nothing to compute, to push or to pull."""
     batch, to = PacketBatch(64, client.shape.values), np.full(1, switch, np.uint64)
-    nothing = np.zeros(0, np.float32)
     poll = select.poll()
     poll.register(sock.fileno(), select.POLLIN)
-    steps = sent = counted_from = sent_before = resent_before = 0
-    began_s = ended_s = stepped_s = time.monotonic()
-    warm_s = began_s if task.clocks else began_s + _WARM_S
+    count, error = ClockCount(client, task, time.monotonic()), ""
     history = _history_of(task)
-    # Who has finished the last step goes on until all have: its word that it has may be lost.
-    while client.low < task.clocks if task.clocks else ended_s < warm_s + task.seconds:
-        now_s = time.monotonic()
-        if not counted_from and now_s >= warm_s:
-            counted_from, began_s, sent_before, resent_before = steps, now_s, sent, client.resent
-        if client.phase == "computing":
-            stepped_s = now_s
-            if task.clocks and steps == task.clocks:
-                client.rest()
-            else:
-                steps += 1
-                client.push(nothing)
-        due = client.packets(now_s)
-        if len(due):
-            sock.send(due, to)
-            sent += len(due)
-        if poll.poll(_RTO_S * 1000):
-            received, _ = sock.recv(batch)
+    try:
+        while not error and not count.is_over:
+            now_s = time.monotonic()
+            count.look(now_s)
+            due = client.packets(now_s)
+            if len(due):
+                sock.send(due, to)
+                count.sent += len(due)
             was_waiting = client.phase == "clock"
-            client.receive(received, time.monotonic())
+            if poll.poll(_RTO_S * 1000):
+                client.receive(sock.recv(batch)[0], time.monotonic())
             if was_waiting and client.phase == "computing":
-                ended_s = time.monotonic()
+                count.note_granted(time.monotonic())
                 if history is not None and client.grant is not None:
                     history.append(StepGranted(0, *client.grant))
-        if client.refusal is not None:
-            return LoadResult(error=f"the switch refuses this worker: {client.refusal.text}")
-        if now_s - stepped_s > _STALLED.total_seconds():
-            return LoadResult(error=f"step {steps} was not over after {_STALLED.total_seconds():g} s. {client.trouble}")
-        ended_s = ended_s if task.clocks else now_s
-    if history is not None:
-        history.close()
-    return LoadResult(
-        done=steps - counted_from,
-        seconds=ended_s - began_s,
-        sent=sent - sent_before,
-        resent=client.resent - resent_before,
-    )
+            error = count.error(now_s)
+    finally:
+        if history is not None:
+            history.close(error)
+    return LoadResult(error=error) if error else count.result
 
 
 def _history_of(task: LoadTask) -> HistoryWriter | None:
@@ -245,39 +290,53 @@ def _history_of(task: LoadTask) -> HistoryWriter | None:
 def run(task: LoadTask) -> None:
     """Carry a task out, and talk about it on stdin and stdout."""
     control = ControlClient(task.address, rank=task.rank, credentials=Token(task.token.encode()))
-    strategy = Strategy() if task.values else Strategy("table", window=task.slack)
-    values = task.values or 16
-    shape, joined = control.join(task.job, JobShape(0, task.workers, values, SLOTS, _RING), strategy)
-    sock = UdpSocket()
-    switch = sock.connect(control.host, joined.port)
-    if task.values:
-        client = StreamClient(shape, task.rank, joined.cookie, window=WINDOW, rto_s=_RTO_S)
-        known = KnownVectors(task.rank, task.workers, values)
-        thread = ClientThread(client, sock, switch)
+    try:
+        if task.values:
+            _run_sums(task, control)
+        else:
+            _run_clocks(task, control)
+    finally:
+        control.close()
+
+
+def _run_sums(task: LoadTask, control: ControlClient) -> None:
+    shape, joined = control.join(task.job, JobShape(0, task.workers, task.values, SLOTS, _RING))
+    client = StreamClient(shape, task.rank, joined.cookie, window=WINDOW, rto_s=_RTO_S)
+    known = KnownVectors(task.rank, task.workers, task.values)
+    thread = ClientThread(client, *socket_to(control, joined))
+    try:
         _say_and_hear("ready", "go")
         result = sum_all_the_time(thread, client, known, task.seconds)
-    else:
-        _join(Packet(PacketKind.JOIN, shape.number, task.rank, cookie=joined.cookie), sock, switch)
+        _say_and_hear(msgspec.json.encode(result).decode(), "end")
+    finally:
+        thread.close()
+
+
+def _run_clocks(task: LoadTask, control: ControlClient) -> None:
+    shape = JobShape(0, task.workers, _LEAST_VALUES, SLOTS, _RING)
+    shape, joined = control.join(task.job, shape, Strategy("table", window=task.slack))
+    sock, switch = socket_to(control, joined)
+    try:
+        _join(join_packet(shape.number, task.rank, joined.cookie), sock, switch)
         table = TableClient(shape, task.rank, joined.cookie, rto_s=_RTO_S)
         _say_and_hear("ready", "go")
         result = count_clocks(table, sock, switch, task)
-    _say_and_hear(msgspec.json.encode(result).decode(), "end")
-    if task.values:
-        thread.close()
-    else:
+        _say_and_hear(msgspec.json.encode(result).decode(), "end")
+    finally:
         sock.close()
-    control.close()
 
 
 def send_garbage(task: GarbageTask) -> None:
-    """Be no honest worker; talk about it on stdin and stdout as all do."""
+    """Send garbage, and talk about it on stdin and stdout as all workers do."""
     sender = GarbageSender(task)
-    _say_and_hear("ready", "go")
-    _say_and_hear(msgspec.json.encode(sender.run()).decode(), "end")
-    sender.close()
+    try:
+        _say_and_hear("ready", "go")
+        _say_and_hear(msgspec.json.encode(sender.run()).decode(), "end")
+    finally:
+        sender.close()
 
 
-def _join(packet: Packet, sock: UdpSocket, switch: int) -> None:
+def _join(packet: PacketBatch, sock: UdpSocket, switch: int) -> None:
     """Have the switch learn where packets come from.
 
     Raises:
@@ -286,7 +345,7 @@ def _join(packet: Packet, sock: UdpSocket, switch: int) -> None:
     batch = PacketBatch(64, 16)
     end_s = time.monotonic() + _STALLED.total_seconds()
     while time.monotonic() < end_s:
-        sock.send(PacketBatch.of([packet], 16), np.full(1, switch, np.uint64))
+        sock.send(packet, np.full(1, switch, np.uint64))
         if select.select([sock], [], [], _RTO_S)[0]:
             received, _ = sock.recv(batch)
             if (received.header["kind"] == PacketKind.JOIN_OK).any():

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _Worker = Annotated[int, msgspec.Meta(ge=0, lt=64)]
 _Window = Annotated[int, msgspec.Meta(ge=0, lt=128)]
+_Exponent = Annotated[int, msgspec.Meta(ge=-90, le=126)]
 _JobName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
@@ -96,6 +97,7 @@ class JoinSwitchJob(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         job: its name.
         worker: rank of the worker that asks.
         workers, values, slots, ring, rows: the shape of the job.
+        least_slots: with which it can do as well, if the switch has no room for `slots`; 0 if it cannot with fewer.
         strategy: that it begins with.
         exponent: of all values in the table.
         again: of a job that the switch had before it was started again; None for a new one.
@@ -109,8 +111,9 @@ class JoinSwitchJob(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     slots: Annotated[int, msgspec.Meta(ge=4, le=1 << 16)]
     ring: Annotated[int, msgspec.Meta(ge=4, le=128)]
     rows: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
+    least_slots: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = 0
     strategy: Strategy = Strategy()
-    exponent: Annotated[int, msgspec.Meta(ge=-90, le=126)] = 0
+    exponent: _Exponent = 0
     again: SwitchReturn | None = None
 
 
@@ -118,6 +121,7 @@ class SwitchJobJoined(msgspec.Struct, tag=True, frozen=True):
     """The answer: the job's number and the worker's cookie, for its packets, and the UDP port that takes them.
 
     Args:
+        slots: that the job has.
         progress: of all who have joined again, by rank (stream).
         clock: the last that all of them had finished (table).
         settled: the most that one of them has said.
@@ -127,6 +131,7 @@ class SwitchJobJoined(msgspec.Struct, tag=True, frozen=True):
     number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     cookie: _Number
     port: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
+    slots: Annotated[int, msgspec.Meta(ge=4, le=1 << 16)]
     progress: Annotated[dict[int, GroupProgress], msgspec.Meta(max_length=64)] = {}
     clock: _Number = 0
     settled: Count = 0
@@ -223,7 +228,7 @@ class SwitchMemberStatus(msgspec.Struct, frozen=True):
 
 
 class SwitchJobStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One job; `low` and `high` are the newest step that all, or any, have finished."""
+    """One job; `low` and `high` are the newest step that all, or any, have finished, `exponent` is of its table."""
 
     job: _JobName
     number: _Number
@@ -232,6 +237,7 @@ class SwitchJobStatus(msgspec.Struct, frozen=True, kw_only=True):
     slots: Count
     ring: Count
     rows: Count
+    exponent: _Exponent = 0
     strategy: Strategy
     low: _Number
     high: _Number
@@ -248,7 +254,7 @@ class SwitchStatus(msgspec.Struct, tag=True, frozen=True):
 
     Args:
         target: what the packets are summed by.
-        dropped: packets that were of no job, by why.
+        dropped: packets of any job or of none that were not taken in, by why.
     """
 
     request: _Number

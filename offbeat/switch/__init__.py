@@ -10,8 +10,8 @@ keeps it until it is read (`table`). Everything but sockets is without I/O.
 * `job_state` - the reference model of a job: what becomes of each packet; of that `chunk_stream` are the sums of all
   workers' chunks, `table` those that last, `clocks` who has finished which step, and who may begin the next
 * `vector_stream` - `chunk_stream` for whole batches of packets
-* `stream_client`, `table_client` - a worker's side of each; `resend_timer` - when it sends again; `client_thread` -
-  keeps one going while it computes
+* `stream_client`, `table_client` - a worker's side of each; `stream_exchange` - one sum of a stream; `resend_timer` -
+  when it sends again; `client_thread` - keeps one going while it computes
 * `data_plane` - where packets are summed; `software_plane` - in this process, behind `udp_switch` or in
   `memory_switch`; `kernel` - by an eBPF program at the ports of this machine; `p4` - the program and the rules of a
   P4 switch

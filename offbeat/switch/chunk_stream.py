@@ -19,15 +19,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from offbeat.switch.fixed_point import saturating_sum
 from offbeat.switch.members import ALL, Answer, Members, MemberState
-from offbeat.switch.packet import ZERO_EXPONENT, Flag, Packet, PacketKind, Reason, distance, is_newer
+from offbeat.switch.packet import NO_FLAGS, ZERO_EXPONENT, Flag, Packet, PacketKind, Reason, distance, is_newer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from offbeat.switch.job_shape import JobShape
-
-_LEAST, _MOST = -(1 << 31), (1 << 31) - 1
 
 
 @dataclass
@@ -100,6 +97,7 @@ class ChunkStream:
         """Go on without a worker, which is no member any more; what it has contributed stays where it is."""
         self._settled = {key: (clock, who & ~(1 << worker)) for key, (clock, who) in self._settled.items()}
         waiting = [slot for slot in self.slots if slot is not None and not slot.is_complete]
+        waiting.sort(key=lambda slot: Flag.FIRST not in slot.flags)  # those say who is to be in the others
         return [answer for slot in waiting for answer in self._complete(slot)]
 
     def _is_in(self, packet: Packet, bit: int) -> bool:
@@ -123,8 +121,10 @@ class ChunkStream:
                 slot.values = list(packet.values)
             elif Flag.PRIME in slot.flags:
                 slot.values = [max(kept, value) for kept, value in zip(slot.values, packet.values, strict=True)]
-            elif add_to(slot.values, packet.values):
-                slot.flags |= Flag.SATURATED
+            else:
+                total, did_not_fit = saturating_sum(slot.values, packet.values)
+                slot.values = total.tolist()
+                slot.flags |= Flag.SATURATED if did_not_fit else NO_FLAGS
 
     def _complete(self, slot: ChunkSlot) -> list[Answer]:
         """Complete a slot if all are in it that are to be."""
@@ -151,14 +151,3 @@ class ChunkStream:
             exponent=slot.exponent, flags=slot.flags, values=tuple(slot.values),
         )  # fmt: skip
         return Answer(worker, packet)
-
-
-def add_to(values: list[int], addends: Sequence[int]) -> bool:
-    """Add in place, within 32 bits; whether a sum did not fit."""
-    did_not_fit = False
-    for i, addend in enumerate(addends):
-        total = values[i] + addend
-        if not _LEAST <= total <= _MOST:
-            did_not_fit, total = True, max(_LEAST, min(_MOST, total))
-        values[i] = total
-    return did_not_fit

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 
 from offbeat.errors import NetworkError, OffbeatError
-from offbeat.switch.packet import Packet, PacketKind, Reason
-from offbeat.switch.packet_batch import PacketBatch
+from offbeat.switch.packet import Reason
+from offbeat.switch.packet_batch import PacketBatch, join_packet
 from offbeat.switch.udp_socket import UdpSocket
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class PacketClient(Protocol):
 
 
 class ClientThread:
-    """Sends and receives for a worker's end of a job; the only one that touches it, but under the lock.
+    """Send and receive for a worker's end of a job. Others use that under the lock (`do`), or only look at it.
 
     Args:
         client: whose packets these are.
@@ -219,17 +219,13 @@ class ClientThread:
                 client.receive(received, now_s)
                 self._changed.notify_all()
             self._check_refusal(now_s)
-            due = self._join() if not client.has_joined else client.packets(now_s)
+            is_in, number = client.has_joined, client.shape.number
+            due = client.packets(now_s) if is_in else join_packet(number, client.worker, client.cookie)
             wake_s = client.wake_s()
         if len(due):
             sock.send(due, self._switch[: len(due)])
         self._took_s = time.monotonic() - now_s
         return min(_LONGEST_S, wake_s - now_s) if client.has_joined else client.rto_s
-
-    def _join(self) -> PacketBatch:
-        client = self._client
-        packet = Packet(PacketKind.JOIN, client.shape.number, client.worker, cookie=client.cookie)
-        return PacketBatch.of([packet], client.shape.values)
 
     def _check_refusal(self, now_s: float) -> None:
         """Give up if the switch refuses this worker again and again; one packet may have been damaged on its way."""

@@ -147,6 +147,7 @@ class ControlClient:
         shape: JobShape,
         strategy: Strategy | None = None,
         *,
+        least_slots: int = 0,
         exponent: int = 0,
         again: SwitchReturn | None = None,
         while_waiting: Callable[[], None] | None = None,
@@ -157,12 +158,13 @@ class ControlClient:
             job: its name.
             shape: that it has, or is to have; whatever number it says.
             strategy: that it begins with; None for that of a stream of all workers.
+            least_slots: with which it can do as well, if the switch has no room for those of the shape; 0 if it cannot.
             exponent: of all values in its table.
             again: how far this worker is in a job that the switch has forgotten; then all its workers are waited for.
             while_waiting: see `ask`.
 
         Returns:
-            The shape with the job's number, and what else this worker is told.
+            The shape with the job's number and slots, and what else this worker is told.
 
         Raises:
             PlanError: if the switch refuses it.
@@ -178,6 +180,7 @@ class ControlClient:
                 slots=shape.slots,
                 ring=shape.ring,
                 rows=shape.rows,
+                least_slots=least_slots,
                 strategy=strategy or Strategy(),
                 exponent=exponent,
                 again=again,
@@ -186,7 +189,7 @@ class ControlClient:
         )
         if not isinstance(joined, SwitchJobJoined):
             raise NetworkError(f"The switch at {self._address} has answered something else: {type(joined).__name__}.")
-        return dataclasses.replace(shape, number=joined.number), joined
+        return dataclasses.replace(shape, number=joined.number, slots=joined.slots), joined
 
     def status(self, job: str = "", patience: timedelta | None = None) -> SwitchStatus:
         """Ask what the switch knows of its jobs, or of one.
@@ -207,6 +210,10 @@ class ControlClient:
         if self._error is None:
             self._loop.call(self._send, EvictFromSwitchJob(job, worker, why), None)
 
+    def leave(self, job: str) -> None:
+        """Have nobody wait for this worker at a job: it takes no part in it any more; does not wait."""
+        self.evict(job, self._rank, "it is done")
+
     def close(self) -> None:
         """Say good-bye; again does nothing."""
         self._is_closed = True
@@ -214,6 +221,7 @@ class ControlClient:
             self._error = NetworkError("it was closed")
             self._loop.run(self._link.close())
         self._loop.close()
+        self._give_up()
 
     # -- on the event loop ---------------------------------------------------------------------------------------
 
@@ -238,8 +246,12 @@ class ControlClient:
     def lost(self, error: OffbeatError | None) -> None:
         """Let nobody wait for answers any more."""
         self._error = error or NetworkError("it has said good-bye")
+        self._give_up()
+        if not self._is_closed:
+            self._on_lost()
+
+    def _give_up(self) -> None:
+        """Have whoever waits for an answer learn that none comes."""
         for answer in list(self._answers.values()):
             if not answer.done():
                 answer.set_exception(NetworkError(f"The switch at {self._address} is lost: {self._error}"))
-        if not self._is_closed:
-            self._on_lost()

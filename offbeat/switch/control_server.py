@@ -7,9 +7,11 @@ A job that is not known is begun again by its workers, when they meet (`rejoin_m
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offbeat")
 _MOST_JOBS = 1024
+_DONE = 64  # jobs of one link
 _MOST_SLOT_BYTES = 256 << 20  # of one job's streams
 
 
@@ -58,10 +61,11 @@ class SwitchJob:
         name: by which workers know it.
         shape: what it takes of the switch.
         strategy: of its policy.
+        exponent: of all values in its table.
     """
 
-    def __init__(self, name: str, shape: JobShape, strategy: Strategy) -> None:
-        self.name, self.shape, self.strategy = name, shape, strategy
+    def __init__(self, name: str, shape: JobShape, strategy: Strategy, exponent: int) -> None:
+        self.name, self.shape, self.strategy, self.exponent = name, shape, strategy, exponent
         self.plan, self.reason, self.windows = "", "", Windows()  # of the last change
         self.watch = ClockWatch()
         self.peers: dict[int, SwitchPeer] = {}  # by rank, those that have joined
@@ -70,6 +74,10 @@ class SwitchJob:
 
 def _shape(message: JoinSwitchJob, number: int) -> JobShape:
     return JobShape(number, message.workers, message.values, message.slots, message.ring, message.rows)
+
+
+def _most_slots(values: int) -> int:
+    return _MOST_SLOT_BYTES // (4 * values)
 
 
 class ControlServer:
@@ -85,6 +93,7 @@ class ControlServer:
         self._plane, self._target, self._port = plane, target, port
         self._jobs: dict[str, SwitchJob] = {}
         self._meetings: dict[str, RejoinMeeting[SwitchPeer]] = {}  # by the name of the job that is to begin again
+        self._peers: set[SwitchPeer] = set()
 
     def accept(self, link: PeerLink) -> SwitchPeer:
         """Take a link into use.
@@ -94,7 +103,9 @@ class ControlServer:
         """
         if link.role not in SAYS:
             raise PeerError(f"a {link.role} has nothing to say to a switch")
-        return SwitchPeer(self, link)
+        peer = SwitchPeer(self, link)
+        self._peers.add(peer)
+        return peer
 
     # -- what peers ask ------------------------------------------------------------------------------------------
 
@@ -102,6 +113,9 @@ class ControlServer:
         """Take a worker into a job; None if it is answered later."""
         if message.worker != peer.link.rank:
             raise PeerError(f"rank {peer.link.rank} joins as rank {message.worker}")
+        if message.worker >= message.workers:
+            why = f"Cannot join {message.job!r} as rank {message.worker}: it has room for {message.workers} workers."
+            return SwitchRefused(message.request, why)
         if message.again is not None:
             return self._join_again(peer, message)
         try:
@@ -111,13 +125,12 @@ class ControlServer:
             return SwitchRefused(message.request, str(error))
 
     def _admit(self, job: SwitchJob, peer: SwitchPeer, message: JoinSwitchJob) -> SwitchJobJoined:
-        if (shape := _shape(message, job.shape.number)) != job.shape:
+        shape = _shape(message, job.shape.number)
+        if message.least_slots and message.least_slots <= job.shape.slots <= shape.slots:
+            shape = dataclasses.replace(shape, slots=job.shape.slots)
+        if shape != job.shape:
             raise PlanError(
                 f"Cannot join {job.name!r} with {shape}: it has {job.shape}. Start every worker with the same plan."
-            )
-        if message.worker >= shape.workers:
-            raise PlanError(
-                f"Cannot join {job.name!r} as rank {message.worker}: it has room for {shape.workers} workers."
             )
         before = job.peers.get(message.worker)
         if before is not None and before is not peer:
@@ -126,35 +139,49 @@ class ControlServer:
         self._plane.admit(shape.number, message.worker, cookie)
         job.peers[message.worker] = peer
         peer.jobs[job.name] = job
-        return SwitchJobJoined(message.request, shape.number, cookie, self._port)
+        return SwitchJobJoined(message.request, shape.number, cookie, self._port, shape.slots)
 
     def _create(
         self, message: JoinSwitchJob, strategy: Strategy, *, clock: int = 0, windows: Windows | None = None
     ) -> SwitchJob:
-        shape = _shape(message, secrets.randbits(16))
+        shape = self._fitting(message)
         if len(self._jobs) >= _MOST_JOBS:
             raise PlanError(f"Cannot begin another job: this switch has {_MOST_JOBS}.")
-        if shape.slots * shape.values * 4 > _MOST_SLOT_BYTES:
+        if shape.slots > _most_slots(shape.values):
             raise PlanError(
                 f"Cannot make room for {shape}: at most {_MOST_SLOT_BYTES >> 20} MiB are given to one job. Use fewer "
                 "slots - at `plan.fabric.slots`."
             )
         while any(shape.number == other.shape.number for other in self._jobs.values()):
-            shape = _shape(message, secrets.randbits(16))
+            shape = dataclasses.replace(shape, number=secrets.randbits(16))
         self._plane.create_job(
             shape, watched(strategy, shape.ring), clock=clock, exponent=message.exponent, windows=windows
         )
-        job = self._jobs[message.job] = SwitchJob(message.job, shape, strategy)
+        job = self._jobs[message.job] = SwitchJob(message.job, shape, strategy, message.exponent)
         return job
+
+    def _fitting(self, message: JoinSwitchJob) -> JobShape:
+        """The shape of a new job, with as many of its slots as there is room for and it can do with."""
+        shape = _shape(message, secrets.randbits(16))
+        least, most = message.least_slots or message.slots, min(self._plane.most_slots, _most_slots(shape.values))
+        while shape.slots > most and shape.slots // 2 >= least:
+            shape = dataclasses.replace(shape, slots=shape.slots // 2)
+        return shape
 
     def _join_again(self, peer: SwitchPeer, message: JoinSwitchJob) -> FromSwitch | None:
         rank = message.worker
-        if message.job in self._jobs or len(self._meetings) >= _MOST_JOBS:
+        if message.job in self._jobs:
             why = f"Cannot join {message.job!r} again: the others have gone on without rank {rank}."
             return SwitchRefused(message.request, why)
+        if message.job not in self._meetings and len(self._meetings) >= _MOST_JOBS:
+            why = f"Cannot join {message.job!r} again: the workers of {_MOST_JOBS} other jobs wait for each other."
+            return SwitchRefused(message.request, why)
         meeting = self._meetings.setdefault(message.job, RejoinMeeting())
+        if message.job in peer.done:
+            peer.done.remove(message.job)
         meeting.waiting[rank] = peer, message
         meeting.lost.discard(rank)
+        meeting.lost |= {other.link.rank for other in self._peers if message.job in other.done}
         self._conclude(message.job)
         return None
 
@@ -206,8 +233,13 @@ class ControlServer:
                 )
             job.peers[message.worker].forget(job)
             self._remove(job, message.worker)
-        meeting = self._meetings.get(message.job)
-        if meeting is not None and (peer.link.role != "worker" or peer.link.rank in meeting.waiting):
+        meeting, is_own = self._meetings.get(message.job), message.worker == peer.link.rank
+        is_waiting = meeting is not None and peer.link.rank in meeting.waiting
+        if peer.link.role == "worker" and is_own:
+            if is_waiting:  # it leaves when it has brought back what it had added
+                return
+            peer.note_done(message.job)
+        if meeting is not None and (peer.link.role != "worker" or is_own or is_waiting):
             meeting.lost.add(message.worker)
             self._conclude(message.job)
 
@@ -266,8 +298,8 @@ class ControlServer:
         strategy, windows = job.strategy, stats.windows
         return SwitchJobStatus(
             job=job.name, number=job.shape.number, workers=job.shape.workers, values=job.shape.values,
-            slots=job.shape.slots, ring=job.shape.ring, rows=job.shape.rows, strategy=strategy, low=stats.low,
-            high=stats.high,
+            slots=job.shape.slots, ring=job.shape.ring, rows=job.shape.rows, exponent=job.exponent, strategy=strategy,
+            low=stats.low, high=stats.high,
             window_old=windows.old, window_new=windows.new, effective=windows.effective, epoch=windows.epoch,
             members=members, refused=dict(stats.refused),
         )  # fmt: skip
@@ -286,6 +318,7 @@ class ControlServer:
                     _log.warning("Job %s goes on without rank %d: %s", job.name, peer.link.rank, error)
                 self._remove(job, peer.link.rank)
         peer.jobs.clear()
+        self._peers.discard(peer)
         for name, meeting in list(self._meetings.items()):
             if (asked := meeting.waiting.get(peer.link.rank)) is not None and asked[0] is peer:
                 del meeting.waiting[peer.link.rank]
@@ -312,10 +345,16 @@ class SwitchPeer:
     def __init__(self, server: ControlServer, link: PeerLink) -> None:
         self._server, self.link = server, link
         self.jobs: dict[str, SwitchJob] = {}  # that it takes part in
+        self.done: deque[str] = deque(maxlen=_DONE)  # jobs at which nobody is to wait for it, if they begin again
 
     def forget(self, job: SwitchJob) -> None:
         """Take no part in a job any more."""
         self.jobs.pop(job.name, None)
+
+    def note_done(self, job: str) -> None:
+        """Note that it takes no part in a job any more, whether the switch knows the job or not."""
+        if job not in self.done:
+            self.done.append(job)
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
         """Refuse: nothing that is said here has a body."""

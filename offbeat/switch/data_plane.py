@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from offbeat.errors import PlanError
+from offbeat.switch.packet import distance
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,6 +77,22 @@ class JobClocks(NamedTuple):
     until: Mapping[int, int]
 
 
+def lags(high: int, finished: Mapping[int, int], acked: Mapping[int, int]) -> dict[int, int]:
+    """Say by rank how far each worker is behind the furthest one: by steps, or by chunks if it is not by steps.
+
+    Args:
+        high: the newest step that any has finished.
+        finished, acked: by rank, the last step that is over, and the first chunk whose result the worker lacks.
+
+    >>> lags(0, {0: 0, 1: 0}, {0: 0x7FFFFFFF, 1: 0x90000000})
+    {0: 268435457, 1: 0}
+    """
+    return {
+        rank: max(0, distance(high, step)) or max(distance(other, acked[rank]) for other in acked.values())
+        for rank, step in finished.items()
+    }
+
+
 def no_room_for_table(rows: int, needed_bytes: int, most_bytes: int) -> PlanError:
     """Say that a table does not fit.
 
@@ -95,7 +112,11 @@ class DataPlane(Protocol):
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """Packets that were not looked at, by why."""
+        """Packets that were not taken in, by why; what is refused by a job's stream or table is none of them."""
+
+    @property
+    def most_slots(self) -> int:
+        """The most slots for which there is room now."""
 
     def create_job(
         self, shape: JobShape, strategy: Strategy, *, clock: int = 0, exponent: int = 0, windows: Windows | None = None

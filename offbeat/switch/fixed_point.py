@@ -20,8 +20,11 @@ from offbeat.errors import NumericsError
 from offbeat.switch.packet import ZERO_EXPONENT
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
+_INT32 = np.iinfo(np.int32)
 # Below it values are told apart no further; above it a float32 cannot be summed.
 LEAST_EXPONENT, MOST_EXPONENT = -90, 126
 
@@ -78,6 +81,17 @@ def to_floats(integers: NDArray[np.int32], exponent: NDArray[np.int8], workers: 
     floats: NDArray[np.float32] = integers.astype(np.float32)
     floats *= units(exponent, workers)[:, None]
     return floats
+
+
+def saturating_sum(values: NDArray[np.int32] | Sequence[int], addends: Sequence[int]) -> tuple[NDArray[np.int32], bool]:
+    """Add integers [V] within 32 bits; the sums [V], and whether one did not fit.
+
+    >>> saturating_sum([1, 1 << 30], [2, 1 << 30])
+    (array([         3, 2147483647], dtype=int32), True)
+    """
+    total = np.array(values, np.int64) + np.array(addends, np.int64)
+    found = np.clip(total, _INT32.min, _INT32.max)
+    return found.astype(np.int32), bool((found != total).any())
 
 
 def error_bound(exponent: int, workers: int) -> float:

@@ -30,14 +30,13 @@ HEADER = np.dtype(
     ]
 )  # fmt: skip
 assert HEADER.itemsize == HEADER_BYTES
-_BEGINNING = np.dtype(
-    "<u8"
-)  # of a header, up to `count`; and what of it says which job's and what kind of packet it is
+# The beginning of a header, up to `count`, and what of it says which job's and what kind of packet it is.
+_BEGINNING = np.dtype("<u8")
 _WHAT = np.uint64(0x0000_FFFF_FFF0_FFFF)
 
 
 class PacketBatch:
-    """Packets of one job, row by row.
+    """Packets, row by row: those of one job, or those that have come together, whosever they are.
 
     Args:
         packets: how many there is room for.
@@ -124,3 +123,8 @@ class PacketBatch:
             room = min(len(data), batch.rows.shape[1])
             batch.rows[row, :room] = np.frombuffer(data, np.uint8, room)
         return batch
+
+
+def join_packet(job: int, worker: int, cookie: int) -> PacketBatch:
+    """The packet, as a batch, by which a switch learns where a worker's packets come from."""
+    return PacketBatch.of([Packet(PacketKind.JOIN, job, worker, cookie=cookie)], 0)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from offbeat.wire.listener import Listener
 
 
+_LOOK_S = 0.005  # at the clocks of tables
+
+
 def check_trust(bind: str, *, trusted_network: bool) -> None:
     """Refuse to take packets from a network that nobody has vouched for.
 
@@ -58,9 +61,6 @@ def check_interfaces(target: str, interfaces: Sequence[str]) -> None:
         raise PlanError(
             f"Cannot use --interfaces with --target {target}: it takes packets by a socket. Leave them out."
         )
-
-
-_LOOK_S = 0.005  # at the clocks of tables
 
 
 def check_memory(table_mib: int) -> None:

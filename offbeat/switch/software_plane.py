@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offbeat.switch.data_plane import MIB, TABLE_MIB, JobClocks, JobStats, MemberStats, no_room_for_table
+from offbeat.switch.data_plane import MIB, TABLE_MIB, JobClocks, JobStats, MemberStats, lags, no_room_for_table
+from offbeat.switch.job_shape import MOST_SLOTS
 from offbeat.switch.job_state import JobState, Send
 from offbeat.switch.members import ALL, refusal
-from offbeat.switch.packet import MOST_WORKERS, PacketKind, Reason, decode, distance
+from offbeat.switch.packet import MOST_WORKERS, PacketKind, Reason, decode
 from offbeat.switch.packet_batch import PacketBatch
 from offbeat.switch.vector_stream import VectorStream
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from offbeat.protocol.switch_control import Strategy
     from offbeat.switch.clocks import Windows
     from offbeat.switch.job_shape import JobShape
-    from offbeat.switch.job_state import Send
 
     # Packets, the address that each goes to, and which packet goes there.
     SendBatch = Callable[[PacketBatch, NDArray[np.uint64], NDArray[np.int64]], None]
@@ -42,13 +42,25 @@ class _Job:
         self.state, self.stream = state, stream
         self.cookies = np.zeros(MOST_WORKERS, np.uint32)
         self.ports = np.full(MOST_WORKERS, _NO_PORT)
+        self.is_in = np.zeros(MOST_WORKERS, np.bool_)
 
     def note_members(self) -> None:
-        self.cookies[:], self.ports[:] = 0, _NO_PORT
+        self.cookies[:], self.ports[:], self.is_in[:] = 0, _NO_PORT, False
         for worker in self.state.members:
             member = self.state.members[worker]
-            self.cookies[worker] = member.cookie
+            self.cookies[worker], self.is_in[worker] = member.cookie, True
             self.ports[worker] = member.port if isinstance(member.port, int) else _NO_PORT
+
+    def senders(
+        self, header: NDArray[np.void], ports: NDArray[np.uint64]
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """[B] which packets come from where a member is known to be, and which are the `JOIN` by which one is."""
+        worker = header["worker"].astype(np.int64)
+        index = np.minimum(worker, MOST_WORKERS - 1)
+        is_its_own = (worker < MOST_WORKERS) & self.is_in[index] & (self.cookies[index] == header["cookie"])
+        known = self.ports[index]
+        binds = is_its_own & (known == _NO_PORT) & (header["kind"] == PacketKind.JOIN)
+        return is_its_own & (known == ports) & (ports != _NO_PORT), binds
 
 
 class SoftwarePlane:
@@ -59,15 +71,20 @@ class SoftwarePlane:
         table_mib: of all jobs' tables.
 
     Attributes:
-        dropped: packets that were not looked at, by why.
+        dropped: packets that were not taken in, by why.
     """
 
     def __init__(self, send: SendBatch, table_mib: int = TABLE_MIB) -> None:
         self._send, self._table_bytes = send, table_mib << MIB
         self._jobs: dict[int, _Job] = {}
         self.dropped = {"foreign": 0, "unknown job": 0, "refused": 0}
+        self._told = 0  # of this batch, why they are refused
 
     # -- control -------------------------------------------------------------------------------------------------
+
+    @property
+    def most_slots(self) -> int:
+        return MOST_SLOTS
 
     def create_job(
         self, shape: JobShape, strategy: Strategy, *, clock: int = 0, exponent: int = 0, windows: Windows | None = None
@@ -113,13 +130,16 @@ class SoftwarePlane:
 
     def stats(self, number: int, now_s: float) -> JobStats:
         state = self._jobs[number].state
-        members, clocks = {}, state.clocks
-        furthest = max((state.members[w].acked for w in state.members), default=0)
-        for worker in state.members:
-            one = state.members[worker]
-            lag = distance(clocks.high, one.finished) or distance(furthest, one.acked)
+        clocks, here = state.clocks, {worker: state.members[worker] for worker in state.members}
+        behind = lags(
+            clocks.high,
+            {rank: one.finished for rank, one in here.items()},
+            {rank: one.acked for rank, one in here.items()},
+        )
+        members = {}
+        for worker, one in here.items():
             silent_s = now_s - one.heard_s if one.port is not None else float("inf")
-            members[worker] = MemberStats(one.finished, lag, silent_s, dict(one.counts))
+            members[worker] = MemberStats(one.finished, behind[worker], silent_s, dict(one.counts))
         return JobStats(clocks.low, clocks.high, clocks.windows, members, dict(state.members.refused))
 
     # -- packets -------------------------------------------------------------------------------------------------
@@ -131,6 +151,7 @@ class SoftwarePlane:
             batch: packets; rows may be cut short by what they were received into.
             ports: [B] where each came from.
         """
+        self._told = 0
         numbers = batch.header["job"]
         known = np.zeros(len(batch), np.bool_)
         for number in np.unique(numbers):
@@ -141,40 +162,41 @@ class SoftwarePlane:
             self.dropped["foreign"] += int((numbers == number).sum() - ours.sum())
             if ours.any():
                 which = np.flatnonzero(ours)
-                self._handle_job(job, batch if len(which) == len(batch) else batch.among(which), ports[which], now_s)
+                left, where = batch if len(which) == len(batch) else batch.among(which), ports[which]
+                while len(left):
+                    taken = self._handle_job(job, left, where, now_s)
+                    left, where = left.behind(taken), where[taken:]
         if not known.all():
             self._refuse_strangers(batch.among(~known), ports[~known])
 
-    def _handle_job(self, job: _Job, batch: PacketBatch, ports: NDArray[np.uint64], now_s: float) -> None:
+    def _handle_job(self, job: _Job, batch: PacketBatch, ports: NDArray[np.uint64], now_s: float) -> int:
+        """Take in packets up to the first by which a worker joins or leaves; how many they are, with it."""
         header = batch.header
-        worker = header["worker"].astype(np.int64)
-        index = np.minimum(worker, MOST_WORKERS - 1)
-        is_member = (worker < MOST_WORKERS) & (job.ports[index] == ports) & (job.cookies[index] == header["cookie"])
-        is_member &= ports != _NO_PORT
+        is_member, binds = job.senders(header, ports)
         data = is_member & (header["kind"] == PacketKind.DATA)
         if data.all():
             self._sum(job, batch, now_s)
-            return
+            return len(batch)
+        turns = np.flatnonzero(binds | (is_member & (header["kind"] == PacketKind.LEAVE)))
+        end = int(turns[0]) + 1 if len(turns) else len(batch)
         # In the order in which they came: an update that comes before a clock is in before it.
-        cuts = np.flatnonzero(data[1:] != data[:-1]) + 1
-        told = 0
-        for start, end in zip([0, *cuts.tolist()], [*cuts.tolist(), len(batch)], strict=True):
-            some = np.arange(start, end)
+        cuts = np.flatnonzero(data[1:end] != data[: end - 1]) + 1
+        for start, stop in zip([0, *cuts.tolist()], [*cuts.tolist(), end], strict=True):
             if data[start]:
-                self._sum(job, batch.among(some), now_s)
+                self._sum(job, batch.among(np.arange(start, stop)), now_s)
                 continue
             sends: list[Send] = []
-            for i in some:
-                if not is_member[i] and header["kind"][i] != PacketKind.JOIN:
+            for i in range(start, stop):
+                if not is_member[i] and not binds[i]:
                     self.dropped["refused"] += 1
-                    told += 1
-                    if told > _TOLD:
+                    self._told += 1
+                    if self._told > _TOLD:
                         continue
-                packet = decode(batch.rows[i, : batch.sizes[i]].tobytes())
-                sends += job.state.handle(packet, int(ports[i]), now_s)
-                if packet.kind in (PacketKind.JOIN, PacketKind.LEAVE):
-                    job.note_members()
+                sends += job.state.handle(decode(batch.rows[i, : batch.sizes[i]].tobytes()), int(ports[i]), now_s)
             self._send_each(job, sends)
+        if len(turns):
+            job.note_members()
+        return end
 
     def _sum(self, job: _Job, batch: PacketBatch, now_s: float) -> None:
         workers, counts = np.unique(batch.header["worker"], return_counts=True)
@@ -208,7 +230,7 @@ class SoftwarePlane:
             ours |= batch.are_ours(int(number), from_workers=True)
         self.dropped["foreign"] += int((~ours).sum())
         self.dropped["unknown job"] += int(ours.sum())
-        which = np.flatnonzero(ours)[:_TOLD]
+        which = np.flatnonzero(ours)[: max(0, _TOLD - self._told)]
         if len(which):
             packets = [decode(batch.rows[i, : batch.sizes[i]].tobytes()) for i in which]
             refusals = [refusal(packet, Reason.UNKNOWN_JOB, packet.worker, packet.chunk) for packet in packets]

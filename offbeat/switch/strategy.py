@@ -20,8 +20,7 @@ from offbeat.sync import ASP, BSP, DSSP, SSP, KSync, LocalSGD
 if TYPE_CHECKING:
     from offbeat.sync import Policy
 
-NEAR = 8
-"""Steps ahead, under a policy without a bound, that a worker is let at a time."""
+NEAR = 8  # steps ahead, under a policy without a bound, that a worker is let at a time
 
 
 def compile_policy(policy: Policy) -> Strategy:

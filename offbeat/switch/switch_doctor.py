@@ -57,6 +57,9 @@ def examine_switch(
         address: "host:port" of its control.
         credentials: as for workers.
         tell: called with what is tested next.
+
+    Raises:
+        NetworkError: if the switch is lost meanwhile.
     """
     host = address.rpartition(":")[0].strip("[]")
     tell("looking for the switch's control")

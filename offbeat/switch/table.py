@@ -11,19 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from offbeat.switch.fixed_point import saturating_sum
 from offbeat.switch.members import Answer, Members, MemberState
 from offbeat.switch.packet import NO_FLAGS, Flag, Packet, PacketKind, Reason, distance, wrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
     from offbeat.switch.clocks import Clocks
     from offbeat.switch.job_shape import JobShape
-
-
-_INT32 = np.iinfo(np.int32)
 
 
 class Table:
@@ -61,7 +55,8 @@ class Table:
         if step <= 0 or has_added:
             member.counts["duplicates"] += 1
         else:
-            self._is_saturated[row] |= _add_to(self.values[row], packet.values)
+            self.values[row], did_not_fit = saturating_sum(self.values[row], packet.values)
+            self._is_saturated[row] |= did_not_fit
             self._has_added[row] |= np.uint64(1 << worker)
             self._added[row, worker] = packet.clock
         told = Packet(PacketKind.INC_OK, packet.job, worker, clock=packet.clock, chunk=row, flags=self._flags_of(row))
@@ -85,10 +80,3 @@ class Table:
 
     def _flags_of(self, row: int) -> Flag:
         return Flag.SATURATED if self._is_saturated[row] else NO_FLAGS
-
-
-def _add_to(values: NDArray[np.int32], addends: Sequence[int]) -> bool:
-    """Add in place, within 32 bits; whether a sum did not fit."""
-    total = values + np.array(addends, np.int64)
-    values[:] = np.clip(total, _INT32.min, _INT32.max)
-    return bool((values != total).any())

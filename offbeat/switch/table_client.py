@@ -137,6 +137,7 @@ class TableClient:
         self._has_halted = False
         self.clock = self.low = self.until = clock
         self.windows = Windows(0, 0, clock, 0)
+        self._knows_windows = False  # of this job at this switch
         self.phase: Phase = "computing"
         self.is_saturated = self.has_joined = False
         self.refusal: Reason | None = None
@@ -245,6 +246,7 @@ class TableClient:
         self._brought = _narrowed(self._added, self.exponent)
         self.shape, self.cookie, self.windows = shape, cookie, Windows(0, 0, self.clock, 0)
         self.has_joined, self.refusal, self.is_restored = False, None, False
+        self._knows_windows = False
         self._begin("restore")
         self._owed[:] = self._brought.any(axis=1)
         self._owed[0] = True
@@ -410,7 +412,8 @@ class TableClient:
         low, epoch = int(one["clock"]), int(one["epoch"])
         if is_newer(low, self.low):
             self.low = low
-        if (epoch - self.windows.epoch) % EPOCHS < EPOCHS // 2:
+        if not self._knows_windows or (epoch - self.windows.epoch) % EPOCHS < EPOCHS // 2:
+            self._knows_windows = True
             self.windows = Windows(int(one["window_old"]), int(one["window_new"]), int(one["bitmap"]), epoch)
         if one["worker"] == self.worker and is_newer(int(one["cookie"]), self.until):
             self.until = int(one["cookie"])

@@ -16,8 +16,8 @@ import numpy as np
 from offbeat.errors import NetworkError
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
-from offbeat.switch.packet import Packet, PacketKind
-from offbeat.switch.packet_batch import PacketBatch
+from offbeat.switch.packet import PacketKind
+from offbeat.switch.packet_batch import PacketBatch, join_packet
 from offbeat.switch.stream_client import StreamClient
 from offbeat.switch.udp_socket import UdpSocket
 
@@ -82,16 +82,20 @@ class TrialJob:
     ) -> None:
         self._patience_s = patience.total_seconds()
         self._name = f"doctor-{secrets.token_hex(4)}"
-        self.control = ControlClient(address, credentials=credentials, timeout=patience, patience=patience)
+        self._socket = UdpSocket()
+        try:
+            self.control = ControlClient(address, credentials=credentials, timeout=patience, patience=patience)
+        except BaseException:
+            self._socket.close()
+            raise
         try:
             shape, joined = self.control.join(self._name, JobShape(0, 1, values, _SLOTS, _RING))
             self.port = joined.port
-            self._socket = UdpSocket()
             self._switch = np.full(_SLOTS, self._socket.connect(self.control.host, joined.port), np.uint64)
             with self._own() as sock:  # what does not fit a frame is to be refused, not cut to pieces
                 sock.setsockopt(socket.IPPROTO_IP, _MTU_DISCOVER, _NEVER_IN_FRAGMENTS)
         except BaseException:
-            self.control.close()
+            self.close()
             raise
         self.client = StreamClient(shape, 0, joined.cookie, window=window, rto_s=_RTO_S)
         self._batch = PacketBatch(_SLOTS, values)
@@ -127,10 +131,10 @@ class TrialJob:
             NetworkError: if it refuses the worker, or this machine does not send the packet.
         """
         client = self.client
-        packet = Packet(PacketKind.JOIN, client.shape.number, 0, cookie=client.cookie)
+        packet = join_packet(client.shape.number, 0, client.cookie)
         end_s = time.monotonic() + self._patience_s
         while not client.has_joined and time.monotonic() < end_s:
-            self._socket.send(PacketBatch.of([packet], client.shape.values), self._switch[:1])
+            self._socket.send(packet, self._switch[:1])
             self._receive(time.monotonic() + _JOINS_S)
         return client.has_joined
 

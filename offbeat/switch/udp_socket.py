@@ -36,6 +36,8 @@ BUFFER_BYTES = 8 << 20  # that a socket asks for, in each direction; net.core.rm
 _SO_NO_CHECK = 11
 # Errors of datagrams that were sent before: nobody listens there, or a network on the way takes no such long ones.
 _OF_OTHERS = (errno.ECONNREFUSED, errno.EMSGSIZE, errno.EHOSTUNREACH, errno.ENETUNREACH)
+# Errors of a datagram itself at a socket without a peer: there is no way to where it goes, and the next goes elsewhere.
+_OF_ITSELF = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM, errno.EINVAL)
 
 
 class _Messages:
@@ -179,7 +181,8 @@ class UdpSocket:
                 sent += done
                 continue
             code = ctypes.get_errno()
-            if code == errno.EMSGSIZE:  # it may be this one's own
+            # Without a peer, what becomes of others is not told: it is this one's own. With one, its size may be.
+            if code == errno.EMSGSIZE or (self._peer is None and code in _OF_ITSELF):
                 sent, self.dropped = sent + 1, self.dropped + 1
                 continue
             if code == errno.ECONNREFUSED:  # of one that was sent before: it is told once

@@ -24,17 +24,17 @@ class UdpSwitch:
     """The data plane and its socket.
 
     Args:
-        host, port: to listen on; port 0 for one of the kernel's choice.
+        host: to listen on, on a port of the kernel's choice.
         table_mib: of all jobs' tables.
 
     Raises:
-        NetworkError: if they cannot be listened on.
+        NetworkError: if it cannot be listened on.
     """
 
     target = "udp"
 
-    def __init__(self, host: str, port: int = 0, *, table_mib: int = TABLE_MIB) -> None:
-        self._socket = UdpSocket(host, port)
+    def __init__(self, host: str, *, table_mib: int = TABLE_MIB) -> None:
+        self._socket = UdpSocket(host)
         self.plane = SoftwarePlane(self._socket.send, table_mib)
         self._batch = PacketBatch(_AT_ONCE, MOST_VALUES)
         self.port = self._socket.port

@@ -37,7 +37,7 @@ _ONE = np.uint64(1)
 
 
 class VectorStream:
-    """The slots of one job, as arrays.
+    """The slots of one job, as arrays: [S] of each of S slots, `values` [S, V] of V values in a packet.
 
     Args:
         shape, members: of the job.
@@ -75,8 +75,8 @@ class VectorStream:
         slots = np.flatnonzero(self.is_used & ~self.is_complete)
         self._answers = []
         # As in `chunk_stream`, those that settle an exchange do so before others of it are looked at.
-        for slot in slots:
-            self._complete(np.array([slot]), np.array([slot]))
+        for at, slot in enumerate(slots[np.argsort(self.flags[slots] & _FIRST == 0, kind="stable")]):
+            self._complete(np.array([at]), np.array([slot]))
         return self._as_packets(*self._collected())
 
     @staticmethod
@@ -92,7 +92,7 @@ class VectorStream:
             batch: `DATA` of members, each from its port and with its cookie.
 
         Returns:
-            To whom answers go, a worker or `ALL` each, and the answers.
+            [A] to whom answers go, a worker or `ALL` each, and the A answers.
         """
         self._answers = []
         header = batch.header

@@ -13,7 +13,7 @@ import offbeat
 from offbeat.audit import verify
 from offbeat.history import HistoryLog, StepGranted, write_log
 from tests.switch.killed_switch import KilledSwitch
-from tests.switch.served import served_switch
+from tests.switch.local_switch import served_switch
 from tests.workers import run_workers
 
 if TYPE_CHECKING:

@@ -137,7 +137,7 @@ def test_garbage_is_what_it_is_called() -> None:
 def test_a_wrong_sum_would_be_counted() -> None:
     all_of_them = [KnownVectors(rank, 3, 64) for rank in range(3)]
     total = np.sum([one.vector(7, is_last=rank == 1) for rank, one in enumerate(all_of_them)], axis=0)
-    assert total[0] == 1, "one hand is up"
+    assert total[0] == 1, "one worker wants no further exchange"
     assert all_of_them[0].wrong_chunks(7, total, 0b111) == 0
     assert all_of_them[0].wrong_chunks(8, total, 0b111) == CHUNKS, "of another exchange"
     assert all_of_them[0].wrong_chunks(7, total, 0b101) == CHUNKS, "a worker is missing"

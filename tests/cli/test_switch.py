@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from offbeat.cli.certs import make
+from offbeat.switch.control_client import ControlClient
+from offbeat.switch.job_shape import JobShape
 from tests.cli.commands import TRAIN, offbeat, script, start
+from tests.switch.local_switch import served_switch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,6 +39,20 @@ def test_a_switch_by_itself(tmp_path: Path) -> None:
             assert served.wait(10) == 0
         finally:
             served.kill()
+
+
+@pytest.mark.parametrize(
+    ("whom", "says"),
+    [("b:0", "this switch has no such job"), ("a:1", "its workers are 0"), ("a:70", "its workers are 0")],
+)
+def test_whoever_is_not_there_is_not_evicted(whom: str, says: str, tmp_path: Path) -> None:
+    with served_switch() as address:
+        client = ControlClient(address)
+        client.join("a", JobShape(0, 2))
+        code, output = offbeat("switch", "ctl", address, "--evict", whom, folder=tmp_path)
+        client.close()
+    assert code == 2
+    assert says in " ".join(output.split())
 
 
 def test_a_switch_with_certificates(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from offbeat.protocol.switch_control import Strategy
 from offbeat.switch.memory_switch import MemorySwitch
 from offbeat.testing import check_fabric
 from tests.late_copies import LateCopies
-from tests.switch.served import served_switch
+from tests.switch.local_switch import served_switch
 from tests.workers import run_workers
 
 

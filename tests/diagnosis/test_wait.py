@@ -83,3 +83,29 @@ def test_at_a_server_one_goes_on_waiting_when_another_worker_is_lost() -> None:
     with pytest.raises(WorkerLostError, match=r"Rank 1 died\."):
         waiter.wait(Late(told), WaitContext("push", step=3))
     assert not told
+
+
+class HeldUp(Late):
+    """An exchange at a switch that waits for a worker."""
+
+    trouble = "The switch waits for rank 2."
+
+
+class NotesServer(NullWitness):
+    """A witness that notes what is said to be wrong between the workers."""
+
+    def __init__(self) -> None:
+        self.noted: list[str] = []
+
+    def investigate(self, awaited: WaitContext, waited_s: float, server: str) -> StallReport | None:
+        self.noted.append(server)
+        return None
+
+
+def test_what_an_exchange_knows_of_its_switch_is_reported() -> None:
+    told: list[str] = []
+    witness = NotesServer()
+    waiter = BlockingWait(clock=WallClock(), timeout=timedelta(seconds=0.1), witness=witness, tell=told.append)
+    waiter.wait(HeldUp(told), WaitContext("all-reduce", step=3))
+    assert witness.noted == ["The switch waits for rank 2."]
+    assert "The switch waits for rank 2." in told[0]

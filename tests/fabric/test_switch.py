@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat.diagnosis.wait import TellsTrouble
 from offbeat.fabric import BoundSwitch, Switch
 from offbeat.fabric.in_memory import BoundInMemory, InMemoryGroup, InMemoryPending
 from offbeat.fabric.switch import SwitchStream
@@ -58,3 +59,15 @@ def sum_of(end: BoundSwitch, value: float) -> Total:
     total = pending.result()
     assert isinstance(total, Total)
     return total
+
+
+def test_a_sum_says_what_its_switch_waits_for() -> None:
+    switch, spec = MemorySwitch(), Switch("memory://", values=16)
+    stream = SwitchStream.in_memory(switch, spec, 0, 2)
+    end = BoundSwitch(BoundInMemory(InMemoryGroup(2), 0), stream)
+    pending = end.start(Sum(torch.ones(100), torch.ones(1)))
+    assert isinstance(pending, TellsTrouble)
+    stream._client.held_up_by = 1
+    stream._client.has_joined = True
+    assert "The switch waits for rank 1" in pending.trouble
+    end.close()

@@ -14,11 +14,13 @@ from offbeat.switch.job_shape import JobShape
 from offbeat.switch.job_state import JobState, Send
 from offbeat.switch.packet import decode, encode
 from offbeat.switch.packet_batch import PacketBatch
-from offbeat.switch.stream_client import StreamClient, StreamExchange
+from offbeat.switch.stream_client import StreamClient
 from offbeat.switch.vector_stream import VectorStream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from offbeat.switch.stream_exchange import StreamExchange
 
 VALUES = 16
 _MOST_TURNS = 30_000

@@ -65,8 +65,9 @@ def status() -> SwitchStatus:
     def job(name: str, number: int, values: int) -> SwitchJobStatus:
         members = tuple(SwitchMemberStatus(rank, 0, 0, None, {}) for rank in range(2))
         return SwitchJobStatus(
-            job=name, number=number, workers=2, values=values, slots=64, ring=64, rows=0, strategy=Strategy(), low=0,
-            high=0, window_old=0, window_new=0, effective=0, epoch=0, members=members, refused={},
+            job=name, number=number, workers=2, values=values, slots=64, ring=64, rows=0, exponent=-5,
+            strategy=Strategy(), low=0, high=0, window_old=0, window_new=0, effective=0, epoch=0,
+            members=members, refused={},
         )  # fmt: skip
 
     return SwitchStatus(1, "udp", (job("digits", 7, 32), job("wide\nreset_state", 8, 256)), {})

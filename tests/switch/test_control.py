@@ -36,10 +36,10 @@ from offbeat.switch.members import refusal
 from offbeat.switch.packet import Packet, PacketKind, Reason, decode, encode
 from offbeat.switch.serve import check_memory, check_trust
 from offbeat.switch.software_plane import SoftwarePlane
-from offbeat.switch.stream_client import StreamClient, StreamExchange
+from offbeat.switch.stream_client import StreamClient
 from offbeat.switch.udp_socket import UdpSocket
 from offbeat.wire.credentials import Token
-from tests.switch.served import served_switch
+from tests.switch.local_switch import served_switch
 from tests.switch.sums import integers, right_sums, sums_of
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from offbeat.switch.packet_batch import PacketBatch
+    from offbeat.switch.stream_exchange import StreamExchange
     from offbeat.wire.messages import Role
 
 SHORT = timedelta(seconds=2)
@@ -112,6 +113,18 @@ def test_another_shape_is_refused(address: str) -> None:
 def test_a_rank_beyond_the_job_is_refused(address: str, workers: int, says: str) -> None:
     with pytest.raises(PlanError, match=says):
         join(client(address, 3), 3, workers=workers)
+
+
+def test_who_is_refused_leaves_no_job_behind(address: str) -> None:
+    with pytest.raises(PlanError, match="room for 1 workers"):
+        join(client(address, 3), 3, workers=1)
+    join(client(address, 0), 0, workers=2)
+
+
+def test_a_table_is_shown_with_the_exponent_of_its_values(address: str) -> None:
+    client(address, 0).join("a", JobShape(0, 1, VALUES, 64, 8, 1), Strategy("table"), exponent=-5)
+    (job,) = client(address, role="operator").status().jobs
+    assert job.exponent == -5
 
 
 def test_nobody_joins_as_another(address: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,6 +15,11 @@ from offbeat.switch.fixed_point import LEAST_EXPONENT, MOST_EXPONENT, error_boun
 
 floats = st.floats(-(2.0**100), 2.0**100, width=32)
 chunks = st.lists(floats, min_size=1, max_size=16)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
 
 @given(st.integers(1, 64), st.lists(chunks, min_size=1, max_size=4))
@@ -60,4 +68,10 @@ def test_the_order_of_a_sum_does_not_matter() -> None:
     vectors = np.random.default_rng(1).normal(size=(8, 1, 256)).astype(np.float32)
     exponent = np.max([exponents(vector) for vector in vectors], axis=0)
     integers = [to_integers(vector, exponent, 8) for vector in vectors]
-    assert np.array_equal(np.sum(integers, axis=0), np.sum(integers[::-1], axis=0))
+
+    def added(some: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        return np.asarray(functools.reduce(np.add, some))
+
+    assert not np.array_equal(added(list(vectors)), added(list(vectors[::-1]))), "of floats it does not matter either"
+    forth, back = (to_floats(added(some), exponent, 8) for some in (integers, integers[::-1]))
+    assert np.array_equal(forth, back)

@@ -24,7 +24,7 @@ from offbeat.switch.packet_batch import PacketBatch
 from offbeat.switch.software_plane import SoftwarePlane
 from offbeat.switch.udp_socket import UdpSocket
 from tests.switch.kernel_replay import KernelReplay, NotedState, in_a_network_of_its_own, why_not
-from tests.switch.served import served_switch
+from tests.switch.local_switch import served_switch
 from tests.switch.sums import integers, right_sums, sums_of
 
 if TYPE_CHECKING:

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 
 from offbeat.errors import NetworkError, PlanError
+from offbeat.fabric import Switch
 from offbeat.protocol.switch_control import Strategy
+from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.kernel.kernel_switch import KernelSwitch
 from offbeat.switch.packet import Flag, Packet, PacketKind, decode, encode
 from tests.switch.kernel_replay import KernelReplay, NotedState, in_a_network_of_its_own, why_not
 from tests.switch.killed_switch import KilledSwitch
+from tests.switch.local_switch import served_switch
 from tests.switch.network import StreamPlay
-from tests.switch.served import served_switch
 from tests.switch.sums import integers, right_sums, sums_of
 from tests.switch.test_table import TablePlay
 
@@ -89,6 +91,66 @@ def test_who_says_good_bye_is_not_waited_for_any_more() -> None:
 
     told = in_a_network_of_its_own(play)
     assert told == [(PacketKind.NACK, 0), (PacketKind.LEAVE_OK, 0), (PacketKind.RESULT, 1)]
+
+
+def test_without_a_worker_all_chunks_are_completed_at_once_wherever_their_slots_are() -> None:
+    def play() -> int:
+        kernel = KernelReplay(2)
+        try:
+            state = NotedState(JobShape(7, 2, values=16, slots=4, ring=4), Strategy())
+            for worker in range(2):
+                state.admit(worker, worker, chunk=3)
+                state.members[worker].port = worker
+            for chunk, flags in ((3, Flag.FIRST | Flag.PRIME), (4, Flag.PRIME)):  # in the last slot, and in the first
+                state.handle(Packet(PacketKind.DATA, 7, 0, chunk=chunk, slot=chunk % 4, bitmap=3, flags=flags), 0)
+            assert len(state.evict(1)) == 2
+            return kernel.replay(state, "an eviction")
+        finally:
+            kernel.close()
+
+    assert in_a_network_of_its_own(play) == 2
+
+
+def test_an_update_is_added_once_though_its_worker_goes_on_while_a_repetition_is_looked_at() -> None:
+    def play() -> list[int]:
+        kernel, number = KernelReplay(1), 7
+        (sock,), plane = kernel.sockets, kernel.switch.plane
+        try:
+            plane.create_job(JobShape(number, 1, values=16, slots=4, ring=8, rows=1), Strategy("table", window=4))
+            plane.admit(number, 0, 100)
+            sock.send(encode(Packet(PacketKind.JOIN, number, 0, cookie=100)))
+            sock.recv(9000)
+            kept = plane._state[0]
+            for clock in (1, 2, 1):
+                if clock == 1:  # as one sees it who has looked before the second came
+                    plane._state[0] = kept
+                sock.send(encode(Packet(PacketKind.INC, number, 0, cookie=100, clock=clock, values=(1,) * 16)))
+                while decode(sock.recv(9000)).kind != PacketKind.INC_OK:
+                    pass
+            return [int(value) for value in plane._rows[0]["values"][:16]]
+        finally:
+            kernel.close()
+
+    assert in_a_network_of_its_own(play) == [2] * 16
+
+
+def test_a_job_gets_as_many_slots_as_there_are_if_it_can_do_with_fewer() -> None:
+    wanted, least = Switch().slots_for_late, Switch().slots
+
+    def play() -> list[int]:
+        with served_switch(interfaces=["lo"]) as address:
+            first, second = ControlClient(address, rank=0), ControlClient(address, rank=1)
+            try:
+                shape = JobShape(0, 2, slots=wanted)
+                with pytest.raises(PlanError, match="this switch has 4096 for all jobs"):
+                    first.join("job", shape)
+                shapes = [one.join("job", shape, least_slots=least)[0] for one in (first, second)]
+                return [one.slots for one in shapes]
+            finally:
+                first.close()
+                second.close()
+
+    assert in_a_network_of_its_own(play) == [4096, 4096]
 
 
 def test_fragments_of_others_go_their_way() -> None:

@@ -19,9 +19,9 @@ from offbeat.switch.p4 import p4runtime, rules
 from offbeat.switch.p4.rules import MulticastGroup, P4Job, create_job, place_jobs
 from offbeat.switch.p4.shown_rules import commands_for
 from offbeat.switch.packet import HEADER_BYTES, MAGIC, VERSION, ZERO_EXPONENT, Flag, PacketKind, Reason
+from tests.switch.local_switch import served_switch
 from tests.switch.p4_golden import DATA, GOLDEN, SHAPE, life, status, text_of
 from tests.switch.p4_program import PROGRAM, expanded, number_of, read_program
-from tests.switch.served import served_switch
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,9 +11,12 @@ import pytest
 from offbeat.errors import NetworkError, NumericsError
 from offbeat.protocol.group_progress import GroupProgress
 from offbeat.protocol.switch_control import Strategy
+from offbeat.switch.client_thread import ClientThread
+from offbeat.switch.clocks import Windows
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.job_state import JobState
-from offbeat.switch.packet import decode
+from offbeat.switch.memory_switch import MemorySwitch
+from offbeat.switch.packet import Packet, PacketKind, decode
 from offbeat.switch.packet_batch import PacketBatch
 from offbeat.switch.stream_client import StreamClient
 from offbeat.switch.table_client import TableClient
@@ -101,6 +105,41 @@ def test_who_is_lost_while_it_supplies_a_sum_is_named() -> None:
     state.members[0].port = 0
     with pytest.raises(NetworkError, match="rank 1 was lost"):
         play([client], state)
+
+
+def test_who_waits_for_a_sum_whose_supplier_is_lost_is_told() -> None:
+    shape, switch = JobShape(1, 2, values=VALUES, slots=8), MemorySwitch()
+    switch.plane.create_job(shape, Strategy())
+    switch.plane.admit(1, 0, 6)  # rank 1 has been evicted meanwhile
+    client = StreamClient(shape, 0, 5, window=4, keeps=True)
+    client.begin(np.ones(VALUES, np.float32))
+    client.begin_again(shape, 6, {0: GroupProgress(0), 1: GroupProgress(1)})
+    (exchange,) = client._exchanges
+    thread = ClientThread(client, switch.open_port(), 0)
+    try:
+        with pytest.raises(NetworkError, match="rank 1 was lost"):
+            thread.wait(lambda: exchange.is_done, timedelta(seconds=5))
+    finally:
+        thread.close()
+
+
+def test_a_sum_that_was_made_for_the_job_before_goes_to_the_one_that_is() -> None:
+    client = StreamClient(JobShape(1, 2, values=VALUES, slots=8), 0, 5, window=4, keeps=True)
+    exchange = client.next_exchange(np.ones(VALUES, np.float32))
+    client.begin_again(JobShape(2, 2, values=VALUES, slots=8), 5, {0: GroupProgress(0), 1: GroupProgress(0)})
+    client.enqueue(exchange)
+    assert set(client.packets(0.0).header["job"].tolist()) == {2}
+
+
+def test_whatever_has_changed_meanwhile_a_worker_believes_the_switch_that_comes_back() -> None:
+    client = TableClient(SHAPE, 0, 9, exponent=3, window=4)
+    client.begin_again(SHAPE, 9, 0, 0)
+    windows = Windows(2, 3, 7, 40_000)
+    state = JobState(SHAPE, Strategy("table", window=3), exponent=3, windows=windows)
+    state.admit(0, 9)
+    for _, answer in state.handle(Packet(PacketKind.JOIN, SHAPE.number, 0, cookie=9), 0):
+        client.receive(PacketBatch.of([answer], VALUES), 0.0)
+    assert client.windows == windows
 
 
 def test_what_another_lacks_and_nobody_keeps_is_told() -> None:

@@ -7,11 +7,13 @@ import pytest
 
 from offbeat.errors import NumericsError
 from offbeat.protocol.switch_control import Strategy
+from offbeat.switch.chunk_stream import ChunkStream
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.job_state import JobState
 from offbeat.switch.packet import Flag, Packet, PacketKind, Reason, decode
 from offbeat.switch.packet_batch import PacketBatch
 from offbeat.switch.stream_client import StreamClient
+from offbeat.switch.vector_stream import VectorStream
 from tests.switch.network import VALUES, StreamPlay
 
 
@@ -58,6 +60,20 @@ def test_who_lost_a_result_gets_it_again_and_nobody_else_does() -> None:
         state.handle(data(worker, 0), worker)
     ((port, packet),) = state.handle(data(1, 0), 1)
     assert (port, packet.kind, packet.contributors) == (1, PacketKind.RESULT, 0b11)
+
+
+@pytest.mark.parametrize("stream", [ChunkStream, VectorStream])
+def test_without_a_worker_all_chunks_are_completed_at_once_wherever_their_slots_are(
+    stream: type[ChunkStream | VectorStream],
+) -> None:
+    state = JobState(JobShape(7, 2, values=VALUES, slots=4), Strategy(), stream=stream)
+    for worker in range(2):
+        state.admit(worker, worker, chunk=3)
+        state.members[worker].port = worker
+    for chunk, flags in ((3, Flag.FIRST | Flag.PRIME), (4, Flag.PRIME)):  # in the last slot, and in the first
+        state.handle(Packet(PacketKind.DATA, 7, 0, chunk=chunk, slot=chunk % 4, bitmap=3, flags=flags), 0)
+    sends = state.evict(1)
+    assert [(packet.kind, packet.chunk) for _, packet in sends] == [(PacketKind.RESULT, 3), (PacketKind.RESULT, 4)]
 
 
 def test_a_slot_is_not_taken_over_while_a_member_lacks_its_result() -> None:

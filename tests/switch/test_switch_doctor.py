@@ -13,12 +13,12 @@ from offbeat.switch import switch_doctor
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.offloads import Offloads, interface_towards, offloads_of
 from offbeat.switch.packet import Reason
-from offbeat.switch.sending_rate import sending_rate
+from offbeat.switch.sending_rate import SendingRate, sending_rate
 from offbeat.switch.switch_doctor import SizeOutcome, examine_switch
 from offbeat.switch.trial_job import LossCount, TrialJob
 from offbeat.wire.credentials import Token
 from tests.cli.commands import offbeat
-from tests.switch.served import served_switch
+from tests.switch.local_switch import served_switch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -156,5 +156,7 @@ def test_the_interface() -> None:
 
 def test_sending_to_nobody() -> None:
     rate = sending_rate(64, seconds=0.05)
-    assert rate.packets > 1000
-    assert rate.per_second == rate.packets / rate.seconds
+    assert rate.packets > 0
+    assert rate.seconds > 0
+    assert rate.answer_seconds > 0
+    assert SendingRate(10, 2.0, 1.0).per_second == 5

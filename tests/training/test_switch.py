@@ -18,7 +18,7 @@ from offbeat.fabric import switch
 from offbeat.run.fabric_binding import FabricBinding
 from offbeat.wire.credentials import Token
 from tests.late_copies import LateCopies
-from tests.switch.served import served_switch
+from tests.switch.local_switch import served_switch
 from tests.workers import WorkerFailed, run_workers
 
 STEPS = 8

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import offbeat
-from tests.switch.served import served_switch
+from tests.switch.local_switch import served_switch
 from tests.workers import run_workers
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import offbeat
 from offbeat.audit import verify
 from offbeat.errors import PlanError
 from offbeat.history import HistoryLog, ParametersAfter
-from tests.switch.served import served_switch
+from tests.switch.local_switch import served_switch
 from tests.workers import WorkerFailed, run_workers
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import nn
 
 import offbeat
 from tests.switch.killed_switch import KilledSwitch
-from tests.switch.served import served_switch
+from tests.switch.local_switch import served_switch
 from tests.workers import WorkerFailed, run_workers
 
 if TYPE_CHECKING:

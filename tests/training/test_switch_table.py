@@ -24,7 +24,7 @@ from offbeat.audit import verify
 from offbeat.cli.status_client import JobOnlooker
 from offbeat.cli.top_view import TopView
 from offbeat.errors import NumericsError, PlanError
-from tests.switch.served import served_switch
+from tests.switch.local_switch import served_switch
 from tests.workers import run_workers
 
 if TYPE_CHECKING:

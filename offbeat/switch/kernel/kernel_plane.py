@@ -14,10 +14,10 @@ import numpy as np
 
 from offbeat.errors import PlanError
 from offbeat.switch.clocks import Windows, first_windows
-from offbeat.switch.data_plane import JobClocks, JobStats, MemberStats, no_room_for_table
+from offbeat.switch.data_plane import JobClocks, JobStats, MemberStats, lags, no_room_for_table
 from offbeat.switch.kernel.layout import COMMAND, EXCHANGE, JOB, MEMBER, row_of, slot_of
 from offbeat.switch.members import ALL
-from offbeat.switch.packet import MOST_WORKERS, VALUES_STEP, Flag, Packet, PacketKind, Reason, distance
+from offbeat.switch.packet import MOST_WORKERS, VALUES_STEP, Flag, Packet, PacketKind, Reason
 from offbeat.switch.packet_batch import PacketBatch
 from offbeat.switch.strategy import check_window
 
@@ -72,11 +72,18 @@ class KernelPlane:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Packets that were not looked at, by why."""
+        """Packets that were not taken in, by why; see `DataPlane`."""
         names = ("foreign", "unknown job", "refused", "fragments", "bundles")
         return dict(zip(names, self._program.counts("counters", len(names)), strict=True))
 
     # -- control -------------------------------------------------------------------------------------------------
+
+    @property
+    def most_slots(self) -> int:
+        most = start = 0
+        for first, slots in sorted((job.first_slot, job.shape.slots) for job in self._jobs.values()):
+            most, start = max(most, first - start), first + slots
+        return max(most, self._sizes["MOST_SLOTS"] - start)
 
     def create_job(
         self, shape: JobShape, strategy: Strategy, *, clock: int = 0, exponent: int = 0, windows: Windows | None = None
@@ -156,10 +163,15 @@ class KernelPlane:
         self._members[job.index * MOST_WORKERS + worker] = np.zeros((), MEMBER)
         if has_moved:
             self._tell_windows(job)
-        for index in range(job.shape.slots):
-            slot = self._slots[job.first_slot + index]
-            if slot["is_used"] and not slot["is_complete"] and self._do(job, _Operation.COMPLETE, number=index):
+        for index in self._waiting(job):
+            if self._do(job, _Operation.COMPLETE, number=index):
                 self._tell_result(job, index)
+
+    def _waiting(self, job: _KernelJob) -> list[int]:
+        """The slots without a result, those first that settle an exchange: they say who is to be in the others."""
+        slots = {index: self._slots[job.first_slot + index] for index in range(job.shape.slots)}
+        waiting = [index for index, slot in slots.items() if slot["is_used"] and not slot["is_complete"]]
+        return sorted(waiting, key=lambda index: not slots[index]["flags"] & Flag.FIRST)
 
     def leave(self, packet: Packet, port: int) -> None:
         """Go on without a member that says good-bye from its own port; from elsewhere it changes nothing.
@@ -205,15 +217,14 @@ class KernelPlane:
         job = self._jobs[number]
         state, members = self._state[job.index], {}
         here = _workers(int(state["members"]))
-        furthest = max((int(state["acked"][worker]) for worker in here), default=0)
+        finished, acked = ({worker: int(state[of][worker]) for worker in here} for of in ("finished", "acked"))
+        behind = lags(int(state["high"]), finished, acked)
         for worker in here:
             one = self._members[job.index * MOST_WORKERS + worker]
-            finished, acked = int(state["finished"][worker]), int(state["acked"][worker])
-            lag = distance(int(state["high"]), finished) or distance(furthest, acked)
             silent_s = now_s - int(one["heard_ns"]) / 1e9 if one["is_bound"] else float("inf")
             counts = {kind.name: int(one["packets"][kind]) for kind in PacketKind if one["packets"][kind]}
             members[worker] = MemberStats(
-                finished, lag, max(0.0, silent_s), counts | {"duplicates": int(one["duplicates"])}
+                finished[worker], behind[worker], max(0.0, silent_s), counts | {"duplicates": int(one["duplicates"])}
             )
         refused = {reason.name: int(state["refused"][reason]) for reason in Reason if state["refused"][reason]}
         return JobStats(int(state["low"]), int(state["high"]), _windows(state), members, refused)

@@ -10,7 +10,7 @@ import numpy as np
 
 from offbeat.errors import PeerError
 from offbeat.switch.data_plane import MIB, TABLE_MIB
-from offbeat.switch.kernel.compiled import compiled
+from offbeat.switch.kernel.compiler import compile_program
 from offbeat.switch.kernel.kernel_plane import KernelPlane
 from offbeat.switch.kernel.layout import SETTINGS
 from offbeat.switch.kernel.libbpf import KernelObject
@@ -32,7 +32,7 @@ class KernelSwitch:
     """The program, attached to ports, and the socket from which control sends.
 
     Args:
-        host, port: IPv4 address that packets are for; port 0 for one of the kernel's choice.
+        host: IPv4 address that packets are for, on a port of the kernel's choice.
         interfaces: at which they come in: where the workers' links end, such as the ports of a bridge.
         table_mib: of all jobs' tables, which the kernel sets aside at once.
         at_xdp: whether gradients are summed at the interfaces' XDP hooks already.
@@ -46,7 +46,6 @@ class KernelSwitch:
         host: str,
         interfaces: Sequence[str],
         *,
-        port: int = 0,
         table_mib: int = TABLE_MIB,
         at_xdp: bool = False,
     ) -> None:
@@ -60,8 +59,12 @@ class KernelSwitch:
             "MOST_JOBS": _JOBS,
             "HAS_XDP": int(at_xdp),
         }
-        self._socket = UdpSocket(host, port)
-        self._program = KernelObject(compiled(sizes))
+        self._program = KernelObject(compile_program(sizes))
+        try:
+            self._socket = UdpSocket(host)
+        except BaseException:
+            self._program.close()
+            raise
         try:
             self.port = self._socket.port
             setting = np.zeros((), SETTINGS)

@@ -733,7 +733,8 @@ static __always_inline int on_inc(
 		bpf_spin_unlock(&job->lock);
 	}
 	bpf_spin_lock(&row->lock);
-	is_duplicate = step <= 0 || (row->has_added & bit && row->added[worker] == h->clock);
+	/* Another CPU may have added the worker's next update since `step` was read: what is not newer than that is in. */
+	is_duplicate = step <= 0 || (row->has_added & bit && distance(h->clock, row->added[worker]) <= 0);
 	if (is_duplicate) {
 		plan(s, 0, 0, 0);
 	} else {

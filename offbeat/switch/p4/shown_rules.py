@@ -44,8 +44,9 @@ def commands_for(status: SwitchStatus) -> str:
     for (job, shape), (index, first_slot, first_row) in zip(taken, place_jobs(one for _, one in taken), strict=True):
         members = tuple(_member(job.number, one.worker, job.low) for one in job.members)
         p4_job = P4Job(
-            shape, job.strategy, index, first_slot, first_row, clock=job.low, epoch=job.epoch, members=members
-        )
+            shape, job.strategy, index, first_slot, first_row, clock=job.low, exponent=job.exponent, epoch=job.epoch,
+            members=members,
+        )  # fmt: skip
         lines += [f"# job {_name(job)}", *switch.commands(create_job(p4_job))]
     return "\n".join(lines) + "\n"
 

@@ -17,8 +17,8 @@ SOURCE = Path(__file__).with_name("switch.bpf.c")
 _SAID_BYTES = 2000
 
 
-def compiled(sizes: dict[str, int], cache: Path | None = None, source: Path = SOURCE) -> Path:
-    """The object file of the program for jobs of these sizes.
+def compile_program(sizes: dict[str, int], cache: Path | None = None, source: Path = SOURCE) -> Path:
+    """Compile the program for jobs of these sizes; its object file.
 
     Args:
         sizes: what is defined when it is compiled; see `switch.bpf.c`.
