@@ -85,8 +85,8 @@ def run(
 
     The exit code is that of the worker that was lost first; 2 if offbeat refused the model, the plan or the data, or
     the workers disagreed; 76 if a worker left while the others still needed it; 78 if several workers trained to the
-    end, and no model was prepared. With a parameter server, or on Elastic(), the others continue without a lost worker,
-    and the exit code is 0 if one of them ends well; but 2 if offbeat refused what a worker did.
+    end, and no model was prepared. With a parameter server, or on Elastic() or Switch(), the others continue without a
+    lost worker, and the exit code is 0 if one of them ends well; but 2 if offbeat refused what a worker did.
 
     Each of several workers gets its share of this machine's cores as torch threads, unless OMP_NUM_THREADS or
     MKL_NUM_THREADS is set, or the script calls torch.set_num_threads.

@@ -146,8 +146,8 @@ def ctl(
             job, _, rank = one.rpartition(":")
             if not job or not rank.isdecimal():
                 raise PlanError(f"Cannot evict {one!r}: name the job and the rank, as in 'JOB:2'.")
-            _check_member(client.status(job), job, int(rank))
-            client.evict(job, int(rank), "an operator wants it so")
+            for name in _jobs_to_leave(client.status(), job, int(rank)):
+                client.evict(name, int(rank), "an operator wants it so")
         if show_rules:
             from offbeat.switch.p4.shown_rules import commands_for
 
@@ -158,21 +158,23 @@ def ctl(
         client.close()
 
 
-def _check_member(status: SwitchStatus, name: str, rank: int) -> None:
-    """Check that a worker can be evicted.
+def _jobs_to_leave(status: SwitchStatus, name: str, rank: int) -> list[str]:
+    """Names of a job and of its tables, `JOB-0-0` and so on, in which a worker is.
 
     Raises:
         PlanError: if the switch has no such job, or the job no such worker.
     """
     from offbeat.errors import PlanError
 
-    members = [one.worker for job in status.jobs for one in job.members]
-    if not status.jobs:
+    jobs = [job for job in status.jobs if job.job == name or job.job.startswith(f"{name}-")]
+    members = sorted({one.worker for job in jobs for one in job.members})
+    if not jobs:
         raise PlanError(f"Cannot evict rank {rank} of {name!r}: this switch has no such job. See `offbeat switch ctl`.")
     if rank not in members:
         raise PlanError(
             f"Cannot evict rank {rank} of {name!r}: its workers are {', '.join(map(str, members))}. Name one of them."
         )
+    return [job.job for job in jobs if rank in (one.worker for one in job.members)]
 
 
 def _show(status: SwitchStatus) -> None:

@@ -55,6 +55,18 @@ def test_whoever_is_not_there_is_not_evicted(whom: str, says: str, tmp_path: Pat
     assert says in " ".join(output.split())
 
 
+def test_a_worker_is_evicted_from_the_tables_of_its_job_too(tmp_path: Path) -> None:
+    with served_switch() as address:
+        client = ControlClient(address)
+        for name in ("a", "a-0-0", "b"):
+            client.join(name, JobShape(0, 2))
+        code, output = offbeat("switch", "ctl", address, "--evict", "a:0", folder=tmp_path)
+        left = {job.job: len(job.members) for job in client.status().jobs}
+        client.close()
+    assert code == 0, output
+    assert left == {"b": 1}, "a job ends with its last worker"
+
+
 def test_a_switch_with_certificates(tmp_path: Path) -> None:
     make(tmp_path / "certs")
     path = script(tmp_path, WIDE + "print('norm', float(model.weight.norm()))\n")
