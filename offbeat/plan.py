@@ -143,8 +143,8 @@ class Plan:
             )
         if self.fabric.offers.holds == "switch" and innermost(self.codec) != Dense():
             raise PlanError(
-                f"Cannot use {self.codec!r} on {self.fabric!r}: a switch adds float32, and all else goes around it. Use "
-                "Dense() - at `plan.codec`."
+                f"Cannot use {self.codec!r} on {self.fabric!r}: a switch adds float32: use Dense(), since all "
+                "else would go around it - at `plan.codec`."
             )
         if isinstance(self.fabric, Served) and self.fabric.collocated and self._takes_single_turns:
             raise PlanError(

@@ -1,5 +1,5 @@
-"""The profile that a scheduler plans from, learnt in the first steps: when gradients are complete, when the next forward
-pass needs their parameters, and what the link carries.
+"""The profile that a scheduler plans from, learnt in the first steps: when gradients are complete, when the next
+forward pass needs their parameters, and what the link carries.
 
 All workers come to the same profile. Each tells what it has measured; of the times the latest counts, since the slowest
 worker is waited for, and of the links the slowest.

@@ -15,7 +15,7 @@ from offbeat import model_profiles
 from offbeat.errors import ScenarioError
 from offbeat.float_sum import add_up
 from offbeat.scenario import Replay
-from offbeat.sim import allreduce
+from offbeat.sim import allreduce, cross_iteration
 from offbeat.sim.compute_time import ComputeTimes
 from offbeat.sim.fault_cost import others_s
 from offbeat.sim.faults import Faults, check
@@ -179,6 +179,10 @@ def _played(
             batch=known.batch,
             faults=faults,
         ).play()
+    if plan is not None and plan.scheduling is not None and len(compute_times) > 1:
+        return cross_iteration.play(
+            scenario, plan.scheduling, compute_times, links, narrow=narrowing(plan), steps=steps, batch=known.batch
+        )
     return allreduce.play(
         compute_times,
         links,

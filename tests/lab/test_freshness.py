@@ -30,7 +30,7 @@ def replayed(waits: bool) -> str:
     model.check_freshness(world)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     if not waits:
-        CrossIterationReducer._before_module = NeverWaits._before_module  # type: ignore[method-assign]
+        CrossIterationReducer._before_module = NeverWaits._before_module  # type: ignore[method-assign, assignment]
     with offbeat.init(offbeat.Plan(scheduling=offbeat.Priority(slice_bytes=1024))) as run:
         replica, optimizer = run.prepare(model, optimizer)
         for step in range(14):
