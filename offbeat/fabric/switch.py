@@ -5,8 +5,9 @@ both directions. The switch adds integers (`offbeat.switch.fixed_point`), so tha
 has every run; they are not those of a float addition.
 
 Only what is large and float32 goes that way. All else stays with a companion, an elastic all-reduce among the workers:
-trailers, whose counts must be exact, small sums, other types, questions, broadcasts. The companion also finds out who
-is lost; the switch is told, and goes on without. A switch that is lost itself may be started again (`switch_session`).
+trailers, whose counts must be exact, small sums, other types, questions, broadcasts, and what says that it has to be
+exact (`Sum.exact`). The companion also finds out who is lost; the switch is told, and goes on without. A switch that is
+lost itself may be started again (`switch_session`).
 
 Where a sum is of the first k workers (`KSync`) nothing of a step may wait for all. Then trailers go through the switch,
 in chunks of their own behind the values, so that both are of the same workers, and so do small sums with a trailer:
@@ -254,7 +255,7 @@ class SwitchStream:
     def takes(self, payload: Sum) -> bool:
         """Whether a sum is made by the switch; the same on all workers."""
         tensor = payload.tensor
-        if tensor.dtype != torch.float32 or tensor.is_cuda:
+        if tensor.dtype != torch.float32 or tensor.is_cuda or payload.exact:
             return False
         return payload.tail is not None if self.has_quorum else tensor.numel() >= self.values
 

@@ -325,6 +325,34 @@ def test_a_job_may_begin_with_the_table() -> None:
     assert results[0][0][-1] == "SSP"
 
 
+def even_adam(plan: offbeat.Plan) -> tuple[str, float, float]:
+    """Train on gradients of 1 and 1e-5 side by side, and go over to `BSP`; the policy then, and second moments."""
+    run = offbeat.init(plan, timeout=timedelta(seconds=4))
+    model = nn.Linear(512, 1, bias=False)
+    prepared, optimizer = run.prepare(model, torch.optim.Adam(model.parameters()))
+    x = torch.ones(1, 512)
+    x[:, 1::2] = 1e-5
+    for step in range(12):
+        if run.rank == 0 and step == 4:
+            run.swap(sync=offbeat.BSP())
+        prepared(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    moments = optimizer.state[model.weight]["exp_avg_sq"][0, :2].tolist()
+    named = type(run.plan.sync).__name__
+    run.close()
+    return named, *moments
+
+
+@pytest.mark.parametrize("sync", [offbeat.SSP(1), offbeat.LocalSGD(2)])
+def test_optimizers_states_are_averaged_with_all_their_digits(sync: offbeat.SSP | offbeat.LocalSGD) -> None:
+    with served_switch() as address:
+        results = run_workers(2, even_adam, offbeat.Plan(sync=sync, fabric=offbeat.Switch(address)))
+    for named, large, small in results:
+        assert named == "BSP"
+        assert small == pytest.approx(large * 1e-10, rel=1e-3, abs=0.0)
+
+
 def to_a_server_and_back(plan: offbeat.Plan) -> tuple[list[tuple[str, bool]], list[str], float]:
     """Train, and have rank 0 swap the fabric twice; by which plan all went, and whether there was a server; what was
     said of that; and the sum of the parameters at the end.
