@@ -25,7 +25,7 @@ from offbeat.cli.status_client import JobOnlooker
 from offbeat.cli.top_view import TopView
 from offbeat.errors import NumericsError, PlanError
 from tests.switch.served import served_switch
-from tests.workers import run_workers
+from tests.workers import WorkerFailed, run_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -218,6 +218,23 @@ def test_what_a_table_cannot_do_is_refused(change: Callable[[offbeat.Plan], offb
     plan = offbeat.Plan(sync=offbeat.SSP(2), fabric=offbeat.Switch("127.0.0.1:1"))
     with pytest.raises(PlanError, match=says):
         change(plan)
+
+
+def prepare(plan: offbeat.Plan, size: int, value: float) -> None:
+    """Prepare a model of one parameter, and begin to train it."""
+    run = offbeat.init(plan, timeout=timedelta(seconds=4))
+    model = nn.Linear(size, 1, bias=False)
+    nn.init.constant_(model.weight, value)
+    prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    prepared(torch.ones(1, size)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(("size", "value", "says"), [(0, 0.0, "have no values"), (300, 1e38, "takes none of 2.123 or")])
+def test_models_for_which_there_is_no_table_are_refused(size: int, value: float, says: str) -> None:
+    with served_switch() as address, pytest.raises(WorkerFailed, match=says):
+        run_workers(2, prepare, offbeat.Plan(sync=offbeat.SSP(2), fabric=offbeat.Switch(address)), size, value)
 
 
 def swap(plan: offbeat.Plan, pace_s: float = 0.005) -> tuple[list[str], list[float], str]:
