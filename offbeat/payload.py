@@ -25,10 +25,13 @@ class Sum:
             may overwrite it with the total.
         tail: [T] a few numbers of the same dtype that are added along with it (the engine's bookkeeping), or None. It
             is of the same workers as the total; a sum without one is of all, whatever the policy.
+        exact: whether it has to be a sum of floats, of all workers, also over a fabric whose others are not (see
+            `Offers.exact`): small numbers beside large ones keep their digits.
     """
 
     tensor: torch.Tensor
     tail: torch.Tensor | None = None
+    exact: bool = False
 
     @property
     def size_bytes(self) -> int:

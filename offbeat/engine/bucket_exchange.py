@@ -6,6 +6,7 @@ of its own beside integers, and beside what is not added at all.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,9 +49,8 @@ class BucketExchange:
         self._communicator = communicator
         self._generator = codec.exchange(values, state)
         self.payload = payload = next(self._generator)
-        tensor = payload.tensor if isinstance(payload, Sum) else None
-        self._carrier = tensor if tensor is not None and tensor.dtype in EXACT_UP_TO else None
-        self.trailer_dtype = values.dtype if self._carrier is None else self._carrier.dtype
+        self._carrier = payload if isinstance(payload, Sum) and payload.tensor.dtype in EXACT_UP_TO else None
+        self.trailer_dtype = values.dtype if self._carrier is None else self._carrier.tensor.dtype
         self.issued_s = 0.0
         self.done_s: float | None = None
         self._pending: Pending
@@ -65,7 +65,7 @@ class BucketExchange:
         """
         self.issued_s = self._communicator.now_s()
         if self._carrier is not None:
-            self._pending = self._communicator.start(Sum(self._carrier, trailer))
+            self._pending = self._communicator.start(replace(self._carrier, tail=trailer))
         else:
             self._pending = self._communicator.start(self.payload)
             self._trailer_pending = self._communicator.start(Sum(trailer))

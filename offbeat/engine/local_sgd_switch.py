@@ -28,6 +28,7 @@ from offbeat.fabric import HoldsTables
 from offbeat.layout import arrange
 from offbeat.payload import Total
 from offbeat.protocol.switch_control import Strategy
+from offbeat.switch.fixed_point import MOST_EXPONENT
 from offbeat.switch.strategy import compile_policy
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class SwitchAverager:
         policy: who may go on when.
 
     Raises:
-        ModelError: if the parameters are not float32 on CPUs.
+        ModelError: if the parameters are not float32 on CPUs, or have no values.
     """
 
     def __init__(
@@ -75,6 +76,11 @@ class SwitchAverager:
             raise ModelError(
                 f"Cannot train this model with {policy!r} on a switch: its table adds float32 on CPUs. Use BSP(), or "
                 "fabric=ParameterServer()."
+            )
+        if not any(bucket.numel for bucket in buckets):
+            raise ModelError(
+                f"Cannot train this model with {policy!r} on a switch: its parameters have no values, nor would "
+                "its table. Use BSP()."
             )
         self._anchors = [Anchor(bucket, model.parameters) for bucket in buckets]
         self._ends = np.cumsum([bucket.numel for bucket in buckets])
@@ -100,6 +106,11 @@ class SwitchAverager:
             raise ModelError(f"Cannot train with {self.policy!r} on this fabric: it holds no table.")
         largest = float(np.abs(self._base).max())
         exponent = max(_LEAST_EXPONENT, int(np.frexp(largest)[1]) + _HEADROOM)
+        if exponent > MOST_EXPONENT:
+            raise ModelError(
+                f"Cannot train this model with {self.policy!r} on a switch: its largest parameter is {largest:.3g}, "
+                f"and a table takes none of 2^{MOST_EXPONENT - _HEADROOM} or more. Scale the model, or use BSP()."
+            )
         strategy = compile_policy(self.policy)
         number, size = self._model.number, len(self._base)
         self._table = self._context.waiter.call(

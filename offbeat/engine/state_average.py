@@ -50,9 +50,9 @@ def average_states(
         like = parameter.detach() if tensor is None else tensor
         total = like.new_zeros(tuple(shapes[place])) if tensor is None else tensor.detach().clone()
         total = total.to(parameter.device)  # a step count may be kept elsewhere, where the fabric does not come
-        reply = communicator.wait(
-            communicator.start(Sum(total.reshape(-1))), "averaging of the optimizers' states", name
-        )
+        # Exact: an optimizer divides by second moments, and in fixed point small ones are 0 beside large ones.
+        pending = communicator.start(Sum(total.reshape(-1), exact=True))
+        reply = communicator.wait(pending, "averaging of the optimizers' states", name)
         assert isinstance(reply, Total)
         mean = (reply.tensor / (communicator.world * reply.weight)).reshape(total.shape)
         if tensor is None:

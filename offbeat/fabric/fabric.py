@@ -40,7 +40,7 @@ class Offers:
     Args:
         carries: kinds of payload.
         ordered: exchanges match by order of issue, so every rank must issue the same ones in the same order.
-        exact: a sum of two workers has the bits of a float addition.
+        exact: a sum of two workers has the bits of a float addition; if not, only one that says so (`Sum.exact`).
         holds: who holds what all have in common. "workers" hold the parameters themselves, and each applies the same
             update. A "server" holds parameters and optimizer: workers push contributions and pull parameters, so that
             any policy runs. A "switch" holds sums, and the workers hold the rest: of gradients, made on the way, so

@@ -11,6 +11,7 @@ were begun, whatever is copied first: on every worker the same.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -106,7 +107,8 @@ class StagedFabric:
             return self._begin(payload.tensors, hosts, event, lambda: self._fabric.start(gather), sent_bytes)
         tensors = (payload.tensor,) if payload.tail is None else (payload.tensor, payload.tail)
         hosts, event = self._copies.take(tensors)
-        return self._begin(tensors, hosts, event, lambda: self._fabric.start(Sum(*hosts)), sent_bytes)
+        staged = replace(payload, tensor=hosts[0], tail=None if payload.tail is None else hosts[1])
+        return self._begin(tensors, hosts, event, lambda: self._fabric.start(staged), sent_bytes)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> StagedPending:
         hosts, event = self._copies.take((tensor,))

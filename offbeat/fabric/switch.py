@@ -5,8 +5,9 @@ both directions. The switch adds integers (`offbeat.switch.fixed_point`), so tha
 has every run; they are not those of a float addition.
 
 Only what is large and float32 goes that way. All else stays with a companion, an elastic all-reduce among the workers:
-trailers, whose counts must be exact, small sums, other types, questions, broadcasts. The companion also finds out who
-is lost; the switch is told, and goes on without. A switch that is lost itself may be started again (`switch_session`).
+trailers, whose counts must be exact, small sums, other types, questions, broadcasts, and what says that it has to be
+exact (`Sum.exact`). The companion also finds out who is lost; the switch is told, and goes on without. A switch that is
+lost itself may be started again (`switch_session`).
 
 Where a sum is of the first k workers (`KSync`) nothing of a step may wait for all. Then trailers go through the switch,
 in chunks of their own behind the values, so that both are of the same workers, and so do small sums with a trailer:
@@ -20,6 +21,7 @@ exact, and fractions to 2^(L - 31), with 2^L workers. What has no trailer is of 
 from __future__ import annotations
 
 import itertools
+import re
 import secrets
 import time
 from dataclasses import dataclass, replace
@@ -40,7 +42,7 @@ from offbeat.payload import Gather, Sum, Total
 from offbeat.protocol.switch_control import SetSwitchStrategy, Strategy, SwitchReturn
 from offbeat.switch.client_thread import ClientThread, client_thread_of, socket_to
 from offbeat.switch.control_client import ControlClient
-from offbeat.switch.job_shape import MOST_SLOTS, JobShape
+from offbeat.switch.job_shape import MOST_SLOTS, RING, JobShape
 from offbeat.switch.memory_switch import MemorySwitch
 from offbeat.switch.strategy import compile_policy
 from offbeat.switch.stream_client import StreamClient
@@ -63,7 +65,6 @@ MEMORY = "memory://"
 _OFFERS = Offers(exact=False, holds="switch", partial=True, elastic=True)
 _POLL = timedelta(milliseconds=20)
 _RTO_S = 0.01
-_RING = 64
 _LEAST_SLOTS = 4  # of a job that sums no stream
 _QUORUM_BYTES = 8 << 20  # of the sums that are kept for workers that come too late for them
 _TEXT_BYTES = 16
@@ -93,11 +94,10 @@ class Switch:
     slots: int = 512
 
     def __post_init__(self) -> None:
-        host, _, port = self.address.rpartition(":") if isinstance(self.address, str) else ("", "", "")
-        if self.address not in ("", MEMORY) and (not host or not port.isdecimal()):
+        if self.address not in ("", MEMORY) and not _is_address(self.address):
             raise PlanError(
                 f"Cannot reach a switch at {self.address!r}: name its control as host:port, as `offbeat switch serve` "
-                "says it - at `plan.fabric.address`."
+                "says it, with a port from 1 to 65535 - at `plan.fabric.address`."
             )
         for name in ("values", "window", "slots"):
             if type(value := getattr(self, name)) is not int or value < 1:
@@ -182,7 +182,7 @@ class Switch:
         strategy = _strategy_of(context.sync)
         try:
             slots = self.slots if strategy.quorum is None else self.slots_for_late
-            wanted = JobShape(0, context.world, self.values, slots, _RING)
+            wanted = JobShape(0, context.world, self.values, slots, RING)
             shape, joined = session.control.join(job, wanted, strategy, least_slots=self.slots)
             client = StreamClient(shape, context.rank, joined.cookie, window=self.window, rto_s=_RTO_S, keeps=True)
             thread = client_thread_of(client, session.control, joined, patience)
@@ -230,7 +230,7 @@ class SwitchStream:
                 "Cannot have workers go on at their own pace on memory://: it is for one that is alone. Use BSP(), or "
                 "start a switch with `offbeat switch serve` - at `plan.sync`."
             )
-        wanted = JobShape(0, shape.workers, shape.values, _LEAST_SLOTS, _RING, -(-size // shape.values))
+        wanted = JobShape(0, shape.workers, shape.values, _LEAST_SLOTS, RING, -(-size // shape.values))
         client = TableClient(wanted, self._client.worker, 0, exponent=exponent, window=window, rto_s=_RTO_S)
         return SwitchTable(client, strategy, self.session, f"{self.job}-{number}-{next(self._openings)}")
 
@@ -239,7 +239,7 @@ class SwitchStream:
         cls, switch: MemorySwitch, spec: Switch, worker: int, workers: int, strategy: Strategy | None = None
     ) -> SwitchStream:
         """Join a switch within this process; rank 0 first, and all before the first sum."""
-        shape = JobShape(1, workers, spec.values, spec.slots, _RING)
+        shape = JobShape(1, workers, spec.values, spec.slots, RING)
         with switch.lock:
             if not worker:
                 switch.plane.create_job(shape, strategy or Strategy())
@@ -257,7 +257,7 @@ class SwitchStream:
         sums may be of some workers, what has no tail.
         """
         tensor = payload.tensor
-        if tensor.dtype != torch.float32 or tensor.is_cuda:
+        if tensor.dtype != torch.float32 or tensor.is_cuda or payload.exact:
             return False
         return payload.tail is not None if self.has_quorum else tensor.numel() >= self._client.shape.values
 
@@ -459,6 +459,12 @@ class PartialPending:
         payload.tail.copy_(torch.from_numpy(whole.astype(np.float64) + rest))
         weight = who.bit_count() / self._fabric.world
         return Total(payload.tensor, weight, payload.tail, bool(who >> self._fabric.rank & 1))
+
+
+def _is_address(address: object) -> bool:
+    """Whether this can be a "host:port"."""
+    found = re.fullmatch(r"\S+:([0-9]{1,5})", address) if isinstance(address, str) else None
+    return found is not None and 1 <= int(found[1]) <= 65535
 
 
 def _strategy_of(sync: Policy | None) -> Strategy:

@@ -38,6 +38,7 @@ _Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _Worker = Annotated[int, msgspec.Meta(ge=0, lt=64)]
 _Window = Annotated[int, msgspec.Meta(ge=0, lt=128)]
 _Exponent = Annotated[int, msgspec.Meta(ge=-90, le=126)]
+_Epoch = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 _JobName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
@@ -85,7 +86,7 @@ class SwitchReturn(msgspec.Struct, frozen=True, kw_only=True):
     progress: GroupProgress = GroupProgress(0)
     clock: _Number | None = None
     settled: Count = 0
-    windows: tuple[_Window, _Window, _Number, _Number] | None = None
+    windows: tuple[_Window, _Window, _Number, _Epoch] | None = None
     plan: Text = ""
 
 

@@ -42,7 +42,7 @@ from offbeat.switch.clock_watch import ClockWatch
 from offbeat.switch.clocks import Windows
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.rejoin_meeting import RejoinMeeting
-from offbeat.switch.strategy import watched
+from offbeat.switch.strategy import check_window, watched
 
 if TYPE_CHECKING:
     from offbeat.switch.data_plane import DataPlane
@@ -67,7 +67,7 @@ class SwitchJob:
     def __init__(self, name: str, shape: JobShape, strategy: Strategy, exponent: int) -> None:
         self.name, self.shape, self.strategy, self.exponent = name, shape, strategy, exponent
         self.plan, self.reason, self.windows = "", "", Windows()  # of the last change
-        self.watch = ClockWatch()
+        self.watch, self.is_in_trouble = ClockWatch(), False
         self.peers: dict[int, SwitchPeer] = {}  # by rank, those that have joined
         self.met: dict[int, int] = {}  # by rank, the request of those that wait to meet all others
 
@@ -154,6 +154,8 @@ class ControlServer:
             )
         while any(shape.number == other.shape.number for other in self._jobs.values()):
             shape = dataclasses.replace(shape, number=secrets.randbits(16))
+        if windows is not None:
+            check_window(Strategy("table", max(windows.old, windows.new)), shape.ring)
         self._plane.create_job(
             shape, watched(strategy, shape.ring), clock=clock, exponent=message.exponent, windows=windows
         )
@@ -276,9 +278,17 @@ class ControlServer:
         """Look at the clocks of all tables, and let those go on who may go further by name."""
         for job in self._jobs.values():
             if job.strategy.path == "table":
-                clocks = self._plane.clocks(job.shape.number)
-                for worker, until in job.watch.look(clocks, job.strategy, job.shape.ring, time.monotonic()).items():
-                    self._plane.allow(job.shape.number, worker, until)
+                try:
+                    self._look_at(job)
+                except Exception:  # one job's trouble is none of the others'
+                    if not job.is_in_trouble:
+                        _log.exception("Cannot let the workers of job %s go further by name; the others can.", job.name)
+                    job.is_in_trouble = True
+
+    def _look_at(self, job: SwitchJob) -> None:
+        clocks = self._plane.clocks(job.shape.number)
+        for worker, until in job.watch.look(clocks, job.strategy, job.shape.ring, time.monotonic()).items():
+            self._plane.allow(job.shape.number, worker, until)
 
     def status(self, message: GetSwitchStatus) -> FromSwitch:
         """Tell what is known of all jobs, or of one."""

@@ -8,6 +8,7 @@ from offbeat.errors import PlanError
 from offbeat.switch.packet import MOST_VALUES, MOST_WORKERS, VALUES_STEP
 
 MOST_SLOTS, _MOST_RING, _MOST_ROWS = 1 << 16, 128, 1 << 20
+RING = 64  # clocks that a switch keeps track of for a job that trains
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class JobShape:
     workers: int
     values: int = 256
     slots: int = 512
-    ring: int = 64
+    ring: int = RING
     rows: int = 0
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from offbeat.errors import PlanError
 from offbeat.protocol.switch_control import Strategy
+from offbeat.switch.job_shape import RING
 from offbeat.sync import ASP, BSP, DSSP, SSP, KSync, LocalSGD
 
 if TYPE_CHECKING:
@@ -32,6 +33,12 @@ def compile_policy(policy: Policy) -> Strategy:
     >>> compile_policy(SSP(bound=8)) == Strategy(path="table", window=8, quorum=None, keeps_late=False, most=None)
     True
     """
+    strategy = _compiled(policy)
+    check_window(strategy, RING)
+    return strategy
+
+
+def _compiled(policy: Policy) -> Strategy:
     match policy:
         case BSP() | LocalSGD():
             return Strategy()

@@ -121,12 +121,13 @@ class _Checker:
         """Every worker ends with the same bits; with two workers, those of a float addition."""
         generators = [torch.Generator().manual_seed(rank) for rank in range(self._world)]
         parts = [torch.randn(10_007, generator=generator) for generator in generators]
-        total = self._total(self._fabric.start(Sum(parts[self._rank].clone()))).tensor
-        reply = self._wait(self._fabric.start(Gather((total,))))
-        assert isinstance(reply, list)
-        assert all(torch.equal(c.tensors[0], total) for c in reply), "the workers' sums differ in their bits"
-        if self._world == 2 and self._fabric.offers.exact:
-            assert torch.equal(total, parts[0] + parts[1]), "the sum of two is not that of a float addition"
+        for exact in (False, True):
+            total = self._total(self._fabric.start(Sum(parts[self._rank].clone(), exact=exact))).tensor
+            reply = self._wait(self._fabric.start(Gather((total,))))
+            assert isinstance(reply, list)
+            assert all(torch.equal(c.tensors[0], total) for c in reply), "the workers' sums differ in their bits"
+            if self._world == 2 and (exact or self._fabric.offers.exact):
+                assert torch.equal(total, parts[0] + parts[1]), "the sum of two is not that of a float addition"
 
     def kinds_do_not_mix(self) -> None:
         gather = self._fabric.start(Gather((torch.tensor([self._rank]),)))

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -31,6 +32,7 @@ from offbeat.protocol.switch_control import (
 from offbeat.protocol.switch_control import SwitchJobJoined as Joined
 from offbeat.switch.client_thread import ClientThread
 from offbeat.switch.control_client import ControlClient
+from offbeat.switch.control_server import ControlServer
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.members import refusal
 from offbeat.switch.packet import Packet, PacketKind, Reason, decode, encode
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from offbeat.switch.data_plane import JobClocks
     from offbeat.switch.packet_batch import PacketBatch
     from offbeat.switch.stream_exchange import StreamExchange
     from offbeat.wire.messages import Role
@@ -338,6 +341,52 @@ def test_no_more_memory_is_promised_than_there_is() -> None:
     check_memory(1)
     with pytest.raises(PlanError, match=r"Cannot keep 999,999,999 MiB of tables: this machine has [\d,]+ MiB"):
         check_memory(999_999_999)
+
+
+@pytest.mark.parametrize(("windows", "says"), [((2, 2, 0, 70_000), "is lost"), ((7, 2, 0, 1), "at most 6 fit")])
+def test_no_job_begins_again_with_windows_that_a_switch_cannot_have(
+    address: str, windows: tuple[int, int, int, int], says: str
+) -> None:
+    one, again = client(address, 0), SwitchReturn(members=(0,), clock=3, windows=windows)
+    with pytest.raises((PlanError, NetworkError), match=says):
+        one.join("full", JobShape(0, 3, VALUES, 64, 8, 1), Strategy("table", 2), again=again)
+
+
+class TroubledPlane(SoftwarePlane):
+    """A data plane that cannot tell the clocks of its first job."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *_: None)
+        self.first, self.looked_at = -1, set[int]()
+
+    def create_job(self, shape: JobShape, *arguments: Any, **known: Any) -> None:
+        """Note which was the first."""
+        super().create_job(shape, *arguments, **known)
+        self.first = shape.number if self.first < 0 else self.first
+
+    def clocks(self, number: int) -> JobClocks:
+        """Tell clocks, but not those."""
+        if number == self.first:
+            raise ValueError("no such clock")
+        self.looked_at.add(number)
+        return super().clocks(number)
+
+
+def test_one_job_in_trouble_leaves_the_others_watched(caplog: pytest.LogCaptureFixture) -> None:
+    plane = TroubledPlane()
+    control = ControlServer(plane, target="memory", port=1)
+    link = mock.Mock(role="worker", rank=0)
+    for number, name in enumerate(("a", "b")):
+        message = JoinSwitchJob(
+            request=number, job=name, worker=0, workers=1, values=16, slots=4, ring=8, strategy=Strategy("table", 2)
+        )
+        control.join(control.accept(link), message)
+    control.look()
+    control.look()
+    assert len(plane.looked_at - {plane.first}) == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "Cannot let the workers of job a go further by name; the others can."
+    ]
 
 
 class DamagingSocket(UdpSocket):

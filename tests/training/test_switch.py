@@ -104,10 +104,22 @@ def test_a_wrong_token_is_refused() -> None:
     ("make", "says"),
     [
         (lambda: offbeat.Switch("nowhere"), "host:port"),
+        *(
+            (lambda address=address: offbeat.Switch(address), "port from 1 to 65535")
+            for address in ("a:99999", "a:0", "a:\u0663", "a b:1", "\n:1", "a:1\n", ":1", None)
+        ),
         (lambda: offbeat.Switch("127.0.0.1:1", values=100), "multiple of 16"),
         (lambda: offbeat.Switch("127.0.0.1:1", slots=100), "power of two"),
         (lambda: offbeat.Switch("127.0.0.1:1", window=300), "twice as many"),
         (lambda: offbeat.Plan(sync=offbeat.RoundRobin(), fabric=offbeat.Switch("127.0.0.1:1")), "gives no turns"),
+        *(
+            (lambda sync=sync: offbeat.Plan(sync=sync, fabric=offbeat.Switch("127.0.0.1:1")), "at most 62 fit")
+            for sync in (offbeat.SSP(63), offbeat.SSP(200), offbeat.DSSP(2, 200))
+        ),
+        (
+            lambda: offbeat.Plan(fabric=offbeat.Switch("127.0.0.1:1")).swapped('[sync]\nkind = "SSP"\nbound = 200'),
+            "at most 62 fit",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_when_the_plan_is_made(make: object, says: str) -> None:

@@ -25,7 +25,7 @@ from offbeat.cli.status_client import JobOnlooker
 from offbeat.cli.top_view import TopView
 from offbeat.errors import NumericsError, PlanError
 from tests.switch.local_switch import served_switch
-from tests.workers import run_workers
+from tests.workers import WorkerFailed, run_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -220,6 +220,23 @@ def test_what_a_table_cannot_do_is_refused(change: Callable[[offbeat.Plan], offb
         change(plan)
 
 
+def prepare(plan: offbeat.Plan, size: int, value: float) -> None:
+    """Prepare a model of one parameter, and begin to train it."""
+    run = offbeat.init(plan, timeout=timedelta(seconds=4))
+    model = nn.Linear(size, 1, bias=False)
+    nn.init.constant_(model.weight, value)
+    prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    prepared(torch.ones(1, size)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(("size", "value", "says"), [(0, 0.0, "have no values"), (300, 1e38, "takes none of 2.123 or")])
+def test_models_for_which_there_is_no_table_are_refused(size: int, value: float, says: str) -> None:
+    with served_switch() as address, pytest.raises(WorkerFailed, match=says):
+        run_workers(2, prepare, offbeat.Plan(sync=offbeat.SSP(2), fabric=offbeat.Switch(address)), size, value)
+
+
 def swap(plan: offbeat.Plan, pace_s: float = 0.005) -> tuple[list[str], list[float], str]:
     """Train, and have rank 1 swap the policy in the middle; each step's policy, and when each step ended.
 
@@ -323,6 +340,34 @@ def test_a_job_may_begin_with_the_table() -> None:
     assert len({tuple(digests) for _, digests, *_ in results}) == 1
     assert list(dict.fromkeys(results[0][0])) == ["SSP", "LocalSGD"]
     assert results[0][0][-1] == "SSP"
+
+
+def even_adam(plan: offbeat.Plan) -> tuple[str, float, float]:
+    """Train on gradients of 1 and 1e-5 side by side, and go over to `BSP`; the policy then, and second moments."""
+    run = offbeat.init(plan, timeout=timedelta(seconds=4))
+    model = nn.Linear(512, 1, bias=False)
+    prepared, optimizer = run.prepare(model, torch.optim.Adam(model.parameters()))
+    x = torch.ones(1, 512)
+    x[:, 1::2] = 1e-5
+    for step in range(12):
+        if run.rank == 0 and step == 4:
+            run.swap(sync=offbeat.BSP())
+        prepared(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    moments = optimizer.state[model.weight]["exp_avg_sq"][0, :2].tolist()
+    named = type(run.plan.sync).__name__
+    run.close()
+    return named, *moments
+
+
+@pytest.mark.parametrize("sync", [offbeat.SSP(1), offbeat.LocalSGD(2)])
+def test_optimizers_states_are_averaged_with_all_their_digits(sync: offbeat.SSP | offbeat.LocalSGD) -> None:
+    with served_switch() as address:
+        results = run_workers(2, even_adam, offbeat.Plan(sync=sync, fabric=offbeat.Switch(address)))
+    for named, large, small in results:
+        assert named == "BSP"
+        assert small == pytest.approx(large * 1e-10, rel=1e-3, abs=0.0)
 
 
 def to_a_server_and_back(plan: offbeat.Plan) -> tuple[list[tuple[str, bool]], list[str], float]:
