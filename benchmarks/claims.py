@@ -235,6 +235,10 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim(TIME, "threshold", "asp", at_most=1.1),
         *(Claim(TIME, "threshold, turns", row, at_most=1.0) for row in ("bsp", "ssp(4)", "asp", "round-robin")),
     ),
+    "schedule_resnet50": tuple(
+        Claim(TIME, "Prophet", row, at_most=0.8)
+        for row in ("ddp, 0.5 MB", "ddp, 1 MB", "ddp, 2 MB", "ddp, 4 MB", "ddp, 8 MB")
+    ),
     "innetwork": (Claim(SPEED, "switch", "ddp", at_least=1.3),),
     "innetwork_eight": (Claim(SPEED, "switch", "ddp", at_least=1.5),),
     "innetwork_stragglers": (

@@ -88,7 +88,7 @@ class TellsTrouble(Protocol):
 
     @property
     def trouble(self) -> str:
-        """What does, in sentences; "" if nothing is known to."""
+        """The trouble that does, in sentences; "" if nothing is known to."""
 
 
 class StallReport(Protocol):
@@ -273,7 +273,7 @@ class BlockingWait:
             self._clock.sleep(0.1)
 
     def _trouble_between(self, pending: Pending, awaited: WaitContext) -> str:
-        """What holds it up at a server or a switch that stands between the workers."""
+        """The trouble that a server or a switch has which stands between the workers."""
         if awaited.through_server:
             return self.ask_server()
         return pending.trouble if isinstance(pending, TellsTrouble) else ""

@@ -280,7 +280,7 @@ class SwitchStream:
 
     @property
     def trouble(self) -> str:
-        """What keeps sums from being made, in a sentence; "" if nothing is known to."""
+        """The trouble that keeps sums from being made, in a sentence; "" if none is known."""
         return self._thread.trouble
 
     def evict(self, worker: int, why: str) -> None:

@@ -131,7 +131,7 @@ class SwitchTable:
 
     @property
     def trouble(self) -> str:
-        """What keeps this worker from going on, in a sentence; "" if nothing is known to."""
+        """The trouble that keeps this worker from going on, in a sentence; "" if none is known."""
         return "" if self._thread is None else self._thread.trouble
 
     def is_done(self) -> bool:

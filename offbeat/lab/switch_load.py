@@ -233,7 +233,7 @@ class ClockCount:
             self._ended_s = now_s
 
     def error(self, now_s: float) -> str:
-        """Why it cannot go on; "" if it can."""
+        """The reason why it cannot go on; "" if it can."""
         if self._client.refusal is not None:
             return f"the switch refuses this worker: {self._client.refusal.text}"
         if now_s - self._stepped_s > _STALLED.total_seconds():
@@ -242,7 +242,7 @@ class ClockCount:
 
     @property
     def result(self) -> LoadResult:
-        """What was counted since it was warm."""
+        """The counts since it was warm."""
         began_s, steps, sent, resent = self._before or (self._ended_s, self.steps, self.sent, self._client.resent)
         return LoadResult(
             done=self.steps - steps,
