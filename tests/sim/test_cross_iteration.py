@@ -18,7 +18,7 @@ TEXT = Path("benchmarks/scenarios/schedule_resnet50.toml").read_text()
 
 
 def step_s(scenario: Scenario, plan: Plan | None) -> float:
-    return predict(scenario, scenario.row[0 if plan is None else 5], plan, Known.of(scenario)).seconds_per_step
+    return predict(scenario, scenario.row[0 if plan is None else 6], plan, Known.of(scenario)).seconds_per_step
 
 
 def test_the_order_is_what_pays() -> None:
