@@ -35,6 +35,7 @@ from offbeat.protocol.switch_control import (
     SwitchRefused,
     SwitchStatus,
     SwitchStrategySet,
+    ToSwitch,
     pack,
     to_switch_of,
 )
@@ -372,7 +373,13 @@ class SwitchPeer:
 
     def received(self, metadata: bytes, body: memoryview) -> None:
         """Answer a request."""
-        message = to_switch_of(metadata)
+        try:
+            self._take_in(to_switch_of(metadata))
+        except PeerError as error:
+            self.answer(SwitchRefused(0, str(error)))  # else it would take the switch for lost, and say it again
+            raise
+
+    def _take_in(self, message: ToSwitch) -> None:
         if not isinstance(message, SAYS[self.link.role]):
             raise PeerError(f"it sent {type(message).__name__}, which is not for a {self.link.role} to send")
         answer: FromSwitch | None = None
