@@ -59,7 +59,7 @@ def serve(
         typer.Option("--trusted-network", help="Packets are neither secret nor signed: only workers can send here."),
     ] = False,
     timeout: Annotated[
-        float, typer.Option(callback=check_timeout, help="A worker that is silent for so many seconds is gone.")
+        float, typer.Option(callback=check_timeout, help="A connection that is silent for so many seconds has ended.")
     ] = 5.0,
     target: Annotated[
         SwitchTargetName,

@@ -49,7 +49,7 @@ from offbeat.switch.stream_client import StreamClient
 from offbeat.switch.table_client import TableClient
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from numpy.typing import NDArray
 
@@ -283,10 +283,11 @@ class SwitchStream:
         """The trouble that keeps sums from being made, in a sentence; "" if none is known."""
         return self._thread.trouble
 
-    def evict(self, worker: int, why: str) -> None:
-        """Have the switch go on without a worker."""
+    def evict(self, worker: int, tables: Iterable[str] = ()) -> None:
+        """Have the switch go on without a worker that is lost, at these tables, too."""
         if self.session is not None:
-            self.session.evict(self.job, worker, why)
+            for job in (self.job, *tables):
+                self.session.evict(job, worker, "the other workers have gone on without it")
 
     def close(self) -> None:
         """Leave the switch."""
@@ -300,13 +301,18 @@ class SwitchStream:
         self._thread.pause()
 
     def join_again(self, control: ControlClient, others: OtherWorkers) -> None:
-        if self.has_quorum:
-            raise NetworkError("with KSync() nobody knows whose part was in a sum that is lost.")
         client, members = self._client, others.members
-        again = SwitchReturn(members=members, progress=client.progress)
+        again = SwitchReturn(members=members, cookie=client.cookie, progress=client.progress)
         shape, joined = control.join(
-            self.job, client.shape, again=again, while_waiting=lambda: others.evict_lost(control, self.job, members)
+            self.job,
+            client.shape,
+            self._strategy,
+            again=again,
+            while_waiting=lambda: others.evict_lost(control, self.job, members),
         )
+        if (shape.number, joined.cookie) == (client.shape.number, client.cookie):
+            self._thread.resume()
+            return
         self._thread.do(lambda: client.begin_again(shape, joined.cookie, joined.progress))
         self._thread.go_on(*socket_to(control, joined))
 
@@ -345,6 +351,7 @@ class BoundSwitch:
     def open_table(self, number: int, size: int, strategy: Strategy, exponent: int) -> SwitchTable:
         """Join one model's table; see `HoldsTables`."""
         table = self._stream.open_table(number, size, strategy, exponent)
+        table.while_held_up = self.evict_lost
         self._tables.append(table)
         return table
 
@@ -357,10 +364,11 @@ class BoundSwitch:
         if self._group is None:
             return
         gone = set(self._members) - set(self._group.members)
-        if self._stream.has_quorum:  # they need not meet for long
+        self._tables = [table for table in self._tables if not table.has_left]
+        if self._stream.has_quorum or self._tables:  # they need not meet for long
             gone |= set(self._group.lost_members(self._members))
         for rank in gone:
-            self._stream.evict(rank, "the other workers have gone on without it")
+            self._stream.evict(rank, (table.job for table in self._tables))
         self._members = tuple(rank for rank in self._members if rank not in gone)
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """One worker's place at a switch: its link to control, and the jobs that it takes part in, also after a restart.
 
-A switch that is killed and started again knows nothing. Its workers notice that the link has ended, on a thread of
+A link ends when the switch stands still, or the worker does: then the worker dials again and goes on where it was. A
+switch that is killed and started again knows nothing. Its workers notice that the link has ended, on a thread of
 their own, whatever they are doing; they dial again, and have each of their jobs joined again (`RejoinsSwitch`). There
 they wait for each other: for all that are not known to be gone.
 """
@@ -175,7 +176,7 @@ class SwitchSession:
         threading.Thread(target=self._come_back, name="offbeat-switch-again", daemon=True).start()
 
     def _come_back(self) -> None:
-        _log.warning("The switch is lost; this worker waits for it to be started again.")
+        _log.warning("The switch is lost; this worker dials it again.")
         try:
             while not self._is_closed and not self._is_back():
                 self._join_again()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -34,12 +35,14 @@ if TYPE_CHECKING:
     from offbeat.errors import OffbeatError
     from offbeat.fabric.switch_session import OtherWorkers, SwitchSession
     from offbeat.payload import Reply
-    from offbeat.protocol.switch_control import Strategy, SwitchJobStatus
+    from offbeat.protocol.switch_control import Strategy, SwitchJobJoined, SwitchJobStatus
     from offbeat.switch.control_client import ControlClient
+    from offbeat.switch.job_shape import JobShape
     from offbeat.switch.table_client import StepGrant, TableClient
 
 T = TypeVar("T")
 _LOOK = timedelta(milliseconds=200)  # while other workers are waited for
+_LONG_S = 1.0  # of a wait, which may be for somebody who is lost
 
 
 class SwitchTable:
@@ -51,6 +54,9 @@ class SwitchTable:
         session: of this worker at the switch.
         job: the table's name there.
 
+    Attributes:
+        has_left: whether the others go on without this worker.
+
     Raises:
         PlanError: if the switch has no room.
         NetworkError: if it is lost for good.
@@ -59,10 +65,12 @@ class SwitchTable:
     def __init__(self, client: TableClient, strategy: Strategy, session: SwitchSession, job: str) -> None:
         self._client, self._session, self.job = client, session, job
         self._thread: ClientThread | None = None
-        self._has_left = False
+        self.has_left = False
         self._epoch = 0  # of the policy that this worker's plan has
         self._set_epoch = 0  # of the last one that it has set
+        self._is_restored = True  # whether the table has all that this worker had added, and all others know
         self.while_waiting: Callable[[], None] = lambda: None  # called now and then in waits, on the thread that waits
+        self.while_held_up: Callable[[], None] = lambda: None  # likewise, in those that take long
         windows = first_windows(watched(strategy, client.shape.ring), client.shape.ring, client.clock)
         self._known = _KnownPolicy(strategy, "", windows)
         session.join(self)
@@ -150,8 +158,8 @@ class SwitchTable:
 
     def leave(self) -> None:
         """Have the others go on without this worker, and what it has added; again does nothing."""
-        if not self._has_left:
-            self._has_left = True
+        if not self.has_left:
+            self.has_left = True
             self._say_it_has_left()
 
     def close(self) -> None:
@@ -185,7 +193,8 @@ class SwitchTable:
 
         again = SwitchReturn(
             members=members,
-            clock=None if self._has_left else client.added_by,
+            cookie=None if self._thread is None else client.cookie,
+            clock=None if self.has_left else client.added_by,
             settled=client.settled,
             windows=known.windows,
             plan=known.plan,
@@ -194,24 +203,38 @@ class SwitchTable:
             self.job, client.shape, known.strategy, exponent=client.exponent, again=again, while_waiting=evict_lost
         )
 
-        def begin_again() -> None:
-            client.begin_again(shape, joined.cookie, joined.clock, joined.settled, has_left=self._has_left)
-
-        if self._thread is None or self._has_left:
-            begin_again()
-            self._thread = client_thread_of(client, control, joined, self._session.timeout)
+        if self._thread is not None and (shape.number, joined.cookie) == (client.shape.number, client.cookie):
+            self._thread.resume()
+            if self._is_restored:
+                return
         else:
-            self._thread.do(begin_again)
-            self._thread.go_on(*socket_to(control, joined))
+            self._begin_again(control, shape, joined)
+        assert self._thread is not None
         while not self._thread.wait(lambda: client.is_restored, _LOOK):
             evict_lost()
             if control.is_lost:
                 raise NetworkError("The switch is lost.")
         control.ask(lambda number: MeetAtSwitch(number, self.job), evict_lost)
-        if self._has_left:
+        self._is_restored = True
+        if self.has_left:
             self._say_it_has_left()
         else:
             self._thread.do(client.go_on)
+
+    def _begin_again(self, control: ControlClient, shape: JobShape, joined: SwitchJobJoined) -> None:
+        """Begin to bring back all that this worker has added."""
+        client = self._client
+
+        def begin_again() -> None:
+            self._is_restored = False
+            client.begin_again(shape, joined.cookie, joined.clock, joined.settled, has_left=self.has_left)
+
+        if self._thread is None or self.has_left:
+            begin_again()
+            self._thread = client_thread_of(client, control, joined, self._session.timeout)
+        else:
+            self._thread.do(begin_again)
+            self._thread.go_on(*socket_to(control, joined))
 
     def fail(self, error: OffbeatError) -> None:
         assert self._thread is not None
@@ -306,11 +329,13 @@ class TablePending:
     """
 
     def __init__(self, table: SwitchTable, size: int) -> None:
-        self._table, self._size = table, size
+        self._table, self._size, self._began_s = table, size, time.monotonic()
         self.sent_bytes = 4 * size
 
     def wait(self, timeout: timedelta) -> bool:
         self._table.while_waiting()
+        if time.monotonic() - self._began_s > _LONG_S:
+            self._table.while_held_up()
         return self._table.wait(timeout)
 
     def done(self) -> bool:

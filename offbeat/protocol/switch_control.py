@@ -14,8 +14,11 @@ worker or operator                             switch
   | <----- SwitchStatus(jobs) ------------------ |
   | <----- SwitchRefused(reason) --------------- |   instead of any of these answers
 
-Each request has a number, which its answer repeats. A worker whose link has ended is evicted; a job ends with its last
-worker.
+Each request has a number from 1, which its answer repeats; number 0 is refused when the link ends for what it has said.
+A worker that says good-bye, or whose process is gone, is evicted; a job ends with its last worker.
+
+A worker whose link ended otherwise, since it or the switch stood still, comes back as the member that it is, by its
+cookie (`SwitchReturn`). Until then it is waited for: the others say if it is lost.
 
 A switch that was started again knows no job. Its workers join again and say how far they are (`SwitchReturn`); they are
 answered once all are there whom none of them takes for lost, and each is told how far the others are.
@@ -75,6 +78,7 @@ class SwitchReturn(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         members: the ranks that are still there, as far as it knows.
+        cookie: that it has in the job, if the switch knows that after all; None if it has none yet.
         progress: its exchanges (stream).
         clock: its own (table); None if it has left, and only brings back what it had added.
         settled: how often all have read the same table.
@@ -83,6 +87,7 @@ class SwitchReturn(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     members: Annotated[tuple[_Worker, ...], msgspec.Meta(min_length=1, max_length=64)]
+    cookie: _Number | None = None
     progress: GroupProgress = GroupProgress(0)
     clock: _Number | None = None
     settled: Count = 0

@@ -149,6 +149,12 @@ class ClientThread:
         with self._changed:
             self._is_paused = True
 
+    def resume(self) -> None:
+        """Go on with the same switch, which has forgotten nothing."""
+        with self._changed:
+            self._is_paused, self._refused_s = False, -math.inf
+            self._wake_up()
+
     def go_on(self, sock: PacketSocket, switch: int) -> None:
         """Go on with another switch, over a socket of its own; see the constructor."""
         with self._changed:

@@ -115,6 +115,7 @@ class ControlClient:
 
         Raises:
             PlanError: if the switch refuses it.
+            PeerError: if it ends the link, since it does not take what this end says.
             NetworkError: if it is lost, or does not answer.
         """
         number, patience_s = next(self._requests), (patience or self._timeout).total_seconds()
@@ -221,7 +222,7 @@ class ControlClient:
             self._error = NetworkError("it was closed")
             self._loop.run(self._link.close())
         self._loop.close()
-        self._give_up()
+        self._give_up(NetworkError(f"The switch at {self._address} is lost: {self._error}"))
 
     # -- on the event loop ---------------------------------------------------------------------------------------
 
@@ -239,6 +240,9 @@ class ControlClient:
     def received(self, metadata: bytes, body: memoryview) -> None:
         """Hand an answer to whoever waits for it."""
         message = from_switch_of(metadata)
+        if isinstance(message, SwitchRefused) and not message.request:
+            self._give_up(PeerError(f"The switch at {self._address} ends the link: {message.reason}"))
+            return
         answer = self._answers.get(message.request)
         if answer is not None and not answer.done():
             answer.set_result(message)
@@ -246,12 +250,12 @@ class ControlClient:
     def lost(self, error: OffbeatError | None) -> None:
         """Let nobody wait for answers any more."""
         self._error = error or NetworkError("it has said good-bye")
-        self._give_up()
+        self._give_up(NetworkError(f"The switch at {self._address} is lost: {self._error}"))
         if not self._is_closed:
             self._on_lost()
 
-    def _give_up(self) -> None:
+    def _give_up(self, error: OffbeatError) -> None:
         """Have whoever waits for an answer learn that none comes."""
         for answer in list(self._answers.values()):
             if not answer.done():
-                answer.set_exception(NetworkError(f"The switch at {self._address} is lost: {self._error}"))
+                answer.set_exception(error)

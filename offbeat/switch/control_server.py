@@ -1,8 +1,10 @@
 """The control plane of a switch: who takes part in which job, and by which policy; over authenticated links.
 
 A worker speaks for itself: it joins with the rank that its link has. Whoever has joined a job, or is an operator, may
-evict another from it and change its policy. A worker whose link ends is evicted, and a job ends with its last worker.
-A job that is not known is begun again by its workers, when they meet (`rejoin_meeting`).
+evict another from it and change its policy. A worker that says good-bye, or hangs up as a killed one does, is evicted,
+and a job ends with its last worker. One whose link ends otherwise stands still, or thinks that the switch does; it may
+come back as long as nobody says that it is lost, and so may all for `_DESERTED_S`. A job that is not known is begun
+again by its workers, when they meet (`rejoin_meeting`).
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ from offbeat.protocol.switch_control import (
     SwitchMemberStatus,
     SwitchPlan,
     SwitchRefused,
+    SwitchReturn,
     SwitchStatus,
     SwitchStrategySet,
+    ToSwitch,
     pack,
     to_switch_of,
 )
@@ -51,6 +55,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("offbeat")
 _MOST_JOBS = 1024
 _DONE = 64  # jobs of one link
+_DESERTED_S = 15.0  # for which a job is kept that has no link to any of its workers
 _MOST_SLOT_BYTES = 256 << 20  # of one job's streams
 
 
@@ -69,7 +74,20 @@ class SwitchJob:
         self.plan, self.reason, self.windows = "", "", Windows()  # of the last change
         self.watch, self.is_in_trouble = ClockWatch(), False
         self.peers: dict[int, SwitchPeer] = {}  # by rank, those that have joined
+        self.cookies: dict[int, int] = {}  # likewise
         self.met: dict[int, int] = {}  # by rank, the request of those that wait to meet all others
+        self.have_met = False
+        self.deserted_s: float | None = None  # since when there is no link to any of its workers
+
+    def take(self, peer: SwitchPeer) -> None:
+        """Have a link be that of its rank."""
+        self.peers[peer.link.rank] = peer
+        self.deserted_s, peer.jobs[self.name] = None, self
+
+    def note_link_lost(self) -> None:
+        """Note if there is no link to any of its workers any more."""
+        if self.deserted_s is None and not any(peer.link.is_open for peer in self.peers.values()):
+            self.deserted_s = time.monotonic()
 
 
 def _shape(message: JoinSwitchJob, number: int) -> JobShape:
@@ -117,7 +135,7 @@ class ControlServer:
             why = f"Cannot join {message.job!r} as rank {message.worker}: it has room for {message.workers} workers."
             return SwitchRefused(message.request, why)
         if message.again is not None:
-            return self._join_again(peer, message)
+            return self._join_again(peer, message, message.again)
         try:
             job = self._jobs.get(message.job) or self._create(message, message.strategy)
             return self._admit(job, peer, message)
@@ -137,8 +155,8 @@ class ControlServer:
             before.forget(job)
         cookie = secrets.randbits(32)
         self._plane.admit(shape.number, message.worker, cookie)
-        job.peers[message.worker] = peer
-        peer.jobs[job.name] = job
+        job.cookies[message.worker] = cookie
+        job.take(peer)
         return SwitchJobJoined(message.request, shape.number, cookie, self._port, shape.slots)
 
     def _create(
@@ -170,11 +188,15 @@ class ControlServer:
             shape = dataclasses.replace(shape, slots=shape.slots // 2)
         return shape
 
-    def _join_again(self, peer: SwitchPeer, message: JoinSwitchJob) -> FromSwitch | None:
+    def _join_again(self, peer: SwitchPeer, message: JoinSwitchJob, again: SwitchReturn) -> FromSwitch | None:
         rank = message.worker
-        if message.job in self._jobs:
+        if (job := self._jobs.get(message.job)) is not None:
+            if job.cookies.get(rank, -1) == again.cookie:
+                return self._resume(job, peer, message.request, again)
             why = f"Cannot join {message.job!r} again: the others have gone on without rank {rank}."
             return SwitchRefused(message.request, why)
+        if message.strategy.quorum is not None:
+            return SwitchRefused(message.request, "with KSync() nobody knows whose part was in a sum that is lost.")
         if message.job not in self._meetings and len(self._meetings) >= _MOST_JOBS:
             why = f"Cannot join {message.job!r} again: the workers of {_MOST_JOBS} other jobs wait for each other."
             return SwitchRefused(message.request, why)
@@ -186,6 +208,17 @@ class ControlServer:
         meeting.lost |= {other.link.rank for other in self._peers if message.job in other.done}
         self._conclude(message.job)
         return None
+
+    def _resume(self, job: SwitchJob, peer: SwitchPeer, request: int, again: SwitchReturn) -> SwitchJobJoined:
+        """Give a worker that was never evicted its place back."""
+        rank = peer.link.rank
+        if (before := job.peers[rank]) is not peer:
+            before.forget(job)
+        job.take(peer)
+        for other in job.peers.keys() - set(again.members) - {rank}:  # whose loss could not be told meanwhile
+            job.peers[other].forget(job)
+            self._remove(job, other)
+        return SwitchJobJoined(request, job.shape.number, job.cookies[rank], self._port, job.shape.slots)
 
     def _conclude(self, name: str) -> None:
         """Begin a job again if all are here."""
@@ -215,6 +248,8 @@ class ControlServer:
         """Let a worker wait for all others of its job."""
         if (job := peer.jobs.get(message.job)) is None:
             return SwitchRefused(message.request, f"Cannot meet the others of {message.job!r}: there is no such job.")
+        if job.have_met:  # it did not hear of it
+            return MetAtSwitch(message.request)
         job.met[peer.link.rank] = message.request
         self._tell_met(job)
         return None
@@ -222,6 +257,7 @@ class ControlServer:
     @staticmethod
     def _tell_met(job: SwitchJob) -> None:
         if job.peers.keys() <= job.met.keys():
+            job.have_met = True
             for rank, peer in job.peers.items():
                 peer.answer(MetAtSwitch(job.met[rank]))
             job.met.clear()
@@ -275,8 +311,13 @@ class ControlServer:
         )
 
     def look(self) -> None:
-        """Look at the clocks of all tables, and let those go on who may go further by name."""
-        for job in self._jobs.values():
+        """Look at the clocks of all tables, and let those go on who may go further by name; end deserted jobs."""
+        now_s = time.monotonic()
+        for job in list(self._jobs.values()):
+            if job.deserted_s is not None and now_s - job.deserted_s > _DESERTED_S:
+                _log.warning("Job %s has ended: none of its workers has come back.", job.name)
+                self._end(job)
+                continue
             if job.strategy.path == "table":
                 try:
                     self._look_at(job)
@@ -317,13 +358,20 @@ class ControlServer:
     # -- ends ----------------------------------------------------------------------------------------------------
 
     def leave(self, peer: SwitchPeer, error: OffbeatError | None) -> None:
-        """Go on without a worker whose link has ended.
+        """Go on without a worker whose link has ended, or wait for it.
 
         Args:
             error: why; None if it has said good-bye.
         """
         for job in list(peer.jobs.values()):
             if job.peers.get(peer.link.rank) is peer:
+                if error is not None and not peer.link.has_hung_up:
+                    _log.warning(
+                        "Job %s waits for rank %d, unless another worker says that it is lost: %s",
+                        job.name, peer.link.rank, error,
+                    )  # fmt: skip
+                    job.note_link_lost()
+                    continue
                 if error is not None:
                     _log.warning("Job %s goes on without rank %d: %s", job.name, peer.link.rank, error)
                 self._remove(job, peer.link.rank)
@@ -336,14 +384,20 @@ class ControlServer:
                 self._conclude(name)
 
     def _remove(self, job: SwitchJob, worker: int) -> None:
-        del job.peers[worker]
+        del job.peers[worker], job.cookies[worker]
         self._plane.evict(job.shape.number, worker)
         job.met.pop(worker, None)
         if not job.peers:
-            self._plane.destroy_job(job.shape.number)
-            del self._jobs[job.name]
+            self._end(job)
         else:
+            job.note_link_lost()
             self._tell_met(job)
+
+    def _end(self, job: SwitchJob) -> None:
+        for peer in job.peers.values():
+            peer.forget(job)
+        self._plane.destroy_job(job.shape.number)
+        del self._jobs[job.name]
 
     def _known(self, peer: SwitchPeer, name: str) -> SwitchJob | None:
         return peer.jobs.get(name) if peer.link.role == "worker" else self._jobs.get(name)
@@ -372,7 +426,13 @@ class SwitchPeer:
 
     def received(self, metadata: bytes, body: memoryview) -> None:
         """Answer a request."""
-        message = to_switch_of(metadata)
+        try:
+            self._take_in(to_switch_of(metadata))
+        except PeerError as error:
+            self.answer(SwitchRefused(0, str(error)))  # else it would take the switch for lost, and say it again
+            raise
+
+    def _take_in(self, message: ToSwitch) -> None:
         if not isinstance(message, SAYS[self.link.role]):
             raise PeerError(f"it sent {type(message).__name__}, which is not for a {self.link.role} to send")
         answer: FromSwitch | None = None

@@ -121,6 +121,11 @@ class PeerLink:
         return self._session.counters
 
     @property
+    def has_hung_up(self) -> bool:
+        """Whether the other side closed its connection and is not back, as the kernel does for a killed process."""
+        return self._session.has_hung_up
+
+    @property
     def is_open(self) -> bool:
         """Whether something can be sent."""
         return not self._closing and not self.ended.done()

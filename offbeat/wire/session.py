@@ -383,6 +383,11 @@ class Session:
         """The other side ended the connection; it is waited for, but not for long."""
         self._gone_s = 0.0
 
+    @property
+    def has_hung_up(self) -> bool:
+        """Whether the other side ended the connection, and is waited for."""
+        return self._gone_s is not None
+
     def forget(self) -> None:
         """The session has ended: let go of all bodies."""
         self.broke()

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,13 +22,15 @@ class KilledSwitch:
 
     Args:
         interfaces: of the kernel's switch; none for one in software.
+        timeout_s: for which a link may be silent.
     """
 
-    def __init__(self, interfaces: Sequence[str] = ()) -> None:
+    def __init__(self, interfaces: Sequence[str] = (), timeout_s: float = 5.0) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.address = f"127.0.0.1:{port}"
         self._command = [sys.executable, "-m", "offbeat", "switch", "serve", "--port", str(port)]
+        self._command += ["--timeout", str(timeout_s)]
         if interfaces:
             self._command += ["--target", "ebpf", "--interfaces", ",".join(interfaces)]
 
@@ -41,6 +44,12 @@ class KilledSwitch:
     def kill(self) -> None:
         """Kill it as the kernel does when memory is short."""
         self._end(signal.SIGKILL)
+
+    def stand_still(self, seconds: float) -> None:
+        """Stop it for some time."""
+        self.process.send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        self.process.send_signal(signal.SIGCONT)
 
     def restart(self) -> None:
         """Kill it, and start it again."""

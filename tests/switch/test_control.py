@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 from offbeat.errors import NetworkError, PeerError, PlanError
+from offbeat.fabric.switch_session import OtherWorkers, SwitchSession
 from offbeat.protocol.group_progress import GroupProgress
 from offbeat.protocol.switch_control import (
     EvictFromSwitchJob,
     GetSwitchPlan,
+    GetSwitchStatus,
     JoinSwitchJob,
     MeetAtSwitch,
     MetAtSwitch,
@@ -26,10 +28,12 @@ from offbeat.protocol.switch_control import (
     Strategy,
     SwitchPlan,
     SwitchReturn,
+    SwitchStatus,
     pack,
     to_switch_of,
 )
 from offbeat.protocol.switch_control import SwitchJobJoined as Joined
+from offbeat.switch import control_server
 from offbeat.switch.client_thread import ClientThread
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.control_server import ControlServer
@@ -45,13 +49,14 @@ from tests.switch.local_switch import served_switch
 from tests.switch.sums import integers, right_sums, sums_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
     from offbeat.switch.data_plane import JobClocks
     from offbeat.switch.packet_batch import PacketBatch
     from offbeat.switch.stream_exchange import StreamExchange
+    from offbeat.wire.link import PeerLink
     from offbeat.wire.messages import Role
 
 SHORT = timedelta(seconds=2)
@@ -131,7 +136,7 @@ def test_a_table_is_shown_with_the_exponent_of_its_values(address: str) -> None:
 
 
 def test_nobody_joins_as_another(address: str) -> None:
-    with pytest.raises(NetworkError, match="joins as rank 1"):
+    with pytest.raises(PeerError, match="ends the link: rank 0 joins as rank 1"):
         join(client(address, 0), 1)
 
 
@@ -150,7 +155,7 @@ def test_an_operator_evicts_and_changes_the_policy(address: str) -> None:
 
 def test_an_onlooker_changes_nothing(address: str) -> None:
     onlooker = client(address, role="onlooker")
-    with pytest.raises(NetworkError, match="is lost"):
+    with pytest.raises(PeerError, match="SetSwitchStrategy, which is not for a onlooker to send"):
         onlooker.ask(lambda number: SetSwitchStrategy(number, "a", Strategy()))
 
 
@@ -316,6 +321,95 @@ def test_whose_link_ends_meanwhile_is_not_waited_for(address: str) -> None:
         assert isinstance(met.result(5), MetAtSwitch)
 
 
+def test_what_a_switch_cannot_read_is_not_said_again(address: str) -> None:
+    dialled: list[ControlClient] = []
+
+    def dial(on_lost: Callable[[], None]) -> ControlClient:
+        dialled.append(ControlClient(address, timeout=SHORT, patience=SHORT, on_lost=on_lost))
+        return dialled[-1]
+
+    session = SwitchSession(dial, OtherWorkers(0, None), SHORT)
+    with pytest.raises(PeerError, match=r"ends the link: Cannot understand .*`\$\.strategy\.window`"):
+        session.ask(lambda number: SetSwitchStrategy(number, "a", Strategy("table", window=200)))
+    until(lambda: len(dialled) == 2)
+    told = session.ask(lambda number: GetSwitchStatus(number))
+    assert isinstance(told, SwitchStatus), "the next request is as good as any"
+    session.close()
+
+
+def give_up(control: ControlClient) -> None:
+    """End a link as one does that takes the switch for lost, while its process goes on."""
+    control._loop.run(_end(control._link))
+
+
+async def _end(link: PeerLink) -> None:
+    link.fail(NetworkError("it has been silent for 2 s"))
+
+
+def back(address: str, rank: int, cookie: int, members: tuple[int, ...] = (0, 1)) -> tuple[JobShape, Joined]:
+    """Come back to the job "a" over another link."""
+    again = SwitchReturn(members=members, cookie=cookie)
+    return client(address, rank).join("a", JobShape(0, 2, VALUES, 64, 8), again=again, while_waiting=lambda: None)
+
+
+def members_of(looks: ControlClient) -> list[list[int]]:
+    return [[one.worker for one in job.members] for job in looks.status().jobs]
+
+
+def test_who_stood_still_comes_back_as_the_member_that_it_is(address: str) -> None:
+    looks, first, second = client(address, role="onlooker"), client(address, 0), client(address, 1)
+    joined = join(first, 0), join(second, 1)
+    give_up(second)
+    with pytest.raises(PlanError, match="without rank 1"):
+        back(address, 1, joined[1].cookie ^ 1)
+    shape, told = back(address, 1, joined[1].cookie)
+    assert (shape.number, told.cookie) == (joined[1].number, joined[1].cookie)
+    assert members_of(looks) == [[0, 1]]
+    give_up(first)
+    back(address, 0, joined[0].cookie, members=(0,))
+    assert members_of(looks) == [[0]], "of whom the others have gone on without the switch did not hear"
+
+
+def test_who_stood_still_and_is_lost_by_what_the_others_say_does_not_come_back(address: str) -> None:
+    looks, first, second = client(address, role="onlooker"), client(address, 0), client(address, 1)
+    joined = join(first, 0), join(second, 1)
+    give_up(second)
+    first.evict("a", 1, "it is dead")
+    until(lambda: members_of(looks) == [[0]])
+    with pytest.raises(PlanError, match="without rank 1"):
+        back(address, 1, joined[1].cookie)
+
+
+def test_a_job_to_which_nobody_comes_back_ends(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, first, second = client(address, role="onlooker"), client(address, 0), client(address, 1)
+    join(first, 0), join(second, 1)
+    give_up(first)
+    give_up(second)
+    time.sleep(0.2)
+    assert members_of(looks) == [[0, 1]]
+    monkeypatch.setattr(control_server, "_DESERTED_S", 0.3)
+    until(lambda: members_of(looks) == [])
+
+
+def test_who_did_not_hear_that_all_have_met_hears_it_when_it_asks_again(address: str) -> None:
+    first, second = client(address, 0), client(address, 1)
+    join(first, 0)
+    cookie = join(second, 1).cookie
+    with ThreadPoolExecutor() as pool:
+        met = pool.submit(first.ask, lambda number: MeetAtSwitch(number, "a"), lambda: None)
+        assert isinstance(second.ask(lambda number: MeetAtSwitch(number, "a")), MetAtSwitch)
+        assert isinstance(met.result(5), MetAtSwitch)
+    give_up(second)
+    again = client(address, 1)
+    again.join("a", JobShape(0, 2, VALUES, 64, 8), again=SwitchReturn(members=(0, 1), cookie=cookie))
+    assert isinstance(again.ask(lambda number: MeetAtSwitch(number, "a")), MetAtSwitch)
+
+
+def test_a_job_with_a_quorum_does_not_begin_again(address: str) -> None:
+    with pytest.raises(PlanError, match=r"KSync\(\) nobody knows"):
+        client(address).join("a", JobShape(0, 2, VALUES, 64, 8), Strategy(quorum=1), again=SwitchReturn(members=(0,)))
+
+
 def test_a_worker_hears_its_switch_alone(workers: list[Worker], stranger: socket.socket) -> None:
     summed(workers, 100)
     joined = workers[0].joined
@@ -343,12 +437,12 @@ def test_no_more_memory_is_promised_than_there_is() -> None:
         check_memory(999_999_999)
 
 
-@pytest.mark.parametrize(("windows", "says"), [((2, 2, 0, 70_000), "is lost"), ((7, 2, 0, 1), "at most 6 fit")])
+@pytest.mark.parametrize(("windows", "says"), [((2, 2, 0, 70_000), "<= 65535"), ((7, 2, 0, 1), "at most 6 fit")])
 def test_no_job_begins_again_with_windows_that_a_switch_cannot_have(
     address: str, windows: tuple[int, int, int, int], says: str
 ) -> None:
     one, again = client(address, 0), SwitchReturn(members=(0,), clock=3, windows=windows)
-    with pytest.raises((PlanError, NetworkError), match=says):
+    with pytest.raises((PlanError, PeerError), match=says):
         one.join("full", JobShape(0, 3, VALUES, 64, 8, 1), Strategy("table", 2), again=again)
 
 
