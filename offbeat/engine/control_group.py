@@ -43,6 +43,7 @@ class ControlGroup:
     Attributes:
         newcomer_check: called by `check_equal` instead of asking all workers: this one is not among them yet.
         checks_made: what was compared so far: the thing, the text, the advice.
+        before_question: called before each question: nothing else of this worker's is to be under way then.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class ControlGroup:
         self.rank, self.world = fabric.rank, fabric.world
         self.newcomer_check: EqualityCheck | None = None
         self.checks_made: list[tuple[str, str, str]] = []
+        self.before_question: list[Callable[[], None]] = []
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -78,6 +80,8 @@ class ControlGroup:
             DisagreementError: if the workers ask different questions.
         """
         assert len(numbers) <= _NUMBERS
+        for settle in self.before_question:
+            settle()
         number = zlib.crc32(question.encode()) % _QUESTIONS
         vector = torch.zeros(2 + _NUMBERS, dtype=torch.float64)
         vector[:2] = torch.tensor([number, number**2], dtype=torch.float64)

@@ -31,16 +31,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat.diagnosis.wait import BlockingWait, WaitContext
-from offbeat.engine import state_checks, worker_questions
+from offbeat.engine import worker_questions
 from offbeat.engine.communication_thread import BlockInFlight, BroadcastInFlight, CommunicationThread
 from offbeat.engine.communicator import Communicator
 from offbeat.engine.partial_optimizer import PartialOptimizer
 from offbeat.engine.pending_gradient import PendingGradient, pending
 from offbeat.engine.reducer import Reducer
 from offbeat.engine.schedule_learner import ScheduleLearner
-from offbeat.errors import ModelError
+from offbeat.engine.schedule_state import checked_schedule, schedule_state
 from offbeat.layout import Bucket, Layout, Slot
-from offbeat.scheduling import GradientSlice, Schedule, ScheduledBlock
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     from offbeat.engine.prepared_model import PreparedModel
     from offbeat.engine.worker_context import WorkerContext
     from offbeat.plan import Plan
+    from offbeat.scheduling import Schedule
 
 _log = logging.getLogger("offbeat")
 _NEVER = timedelta(days=365)
@@ -109,8 +109,7 @@ class CrossIterationReducer(Reducer):
         # The thread's own way to the fabric; what it waits for is explained by whoever waits for the thread.
         silent = dataclasses.replace(context, waiter=BlockingWait(clock=context.clock, timeout=_NEVER))
         self._carrier = Communicator(model.fabric, silent, model.number)
-        if self.communicator.world > 1:
-            self._learn_anew(is_known=False)
+        self._learn_anew()
 
     @property
     def is_ahead(self) -> bool:
@@ -127,15 +126,14 @@ class CrossIterationReducer(Reducer):
 
     def on_backward(self) -> None:
         """Begin to exchange, once all of the step before is done; raises as that of a `Reducer`."""
-        self.synchronize()
         if self._learner is not None and self.sync:
             self._learner.backward_begins()
         super().on_backward()
 
     def before_step(self) -> None:
         """Take part now if that is due; `_take_gradients` comes next."""
-        super().before_step()
         self._step_all()  # of an earlier call
+        super().before_step()
         self._used_steps = self._used_steps + 1 if self._is_used else 0
         self._is_used = False
 
@@ -184,30 +182,30 @@ class CrossIterationReducer(Reducer):
         state = super().state_dict()
         if self.schedule is None:
             return state
-        saved = {
-            "names": self._names,
-            "blocks": [[[one.gradient, one.start, one.stop] for one in block.slices] for block in self.schedule.blocks],
-            "after": list(self.schedule.after),
-        }
-        return {**state, "layout": {**state["layout"], "order": self._order}, "schedule": saved}
+        layout = {**state["layout"], "order": self._order}
+        return {**state, "layout": layout, "schedule": schedule_state(self._names, self.schedule)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned; its schedule is gone by from the next step on.
+        """Take over what `state_dict` returned; its schedule is gone by from the next step but one on.
 
         Raises:
             ModelError: if it is damaged, or of another model.
         """
         self._land_ahead()
+        self._results.clear()
         super().load_state_dict(state)
-        saved = state.get("schedule")
-        if saved is None or self.communicator.world == 1:
-            return
-        names = state_checks.texts(saved["names"], "names of a schedule")
-        if set(names) != self._entries.keys() or len(names) != len(self._entries):
-            return  # other parameters are trained now
-        sizes = [self._entries[name].parameter.numel() for name in names]
-        self._adopt_schedule(names, checked_schedule(saved, sizes))
-        self._learn_anew(is_known=True)
+        sizes = {name: entry.parameter.numel() for name, entry in self._entries.items()}
+        found = checked_schedule(state.get("schedule"), sizes)
+        if found is not None and self.communicator.world > 1:
+            self._adopt_schedule(*found)
+        self._learn_anew()
+
+    def even_out(self) -> None:
+        """Wait behind backward, and learn the schedule anew: newcomers have to as well. On all at the same place."""
+        if self.is_ahead:
+            self._return_to_barrier()
+        self._results.clear()  # which newcomers lack
+        self._learn_anew()
 
     # -- ahead ---------------------------------------------------------------------------------------------------
 
@@ -220,8 +218,8 @@ class CrossIterationReducer(Reducer):
             return
         control, scheduler = self._context.control, self.plan.scheduling
         assert scheduler is not None
-        if why := self._told_why_not(learner):
-            self._tell(self.step, "scheduling", f"step {self.step}: gradients are waited for behind backward: {why}.")
+        if why := self._first_told("whether steps can be hidden behind the next one", self._objection(learner)):
+            self._tell_barrier(why)
             return
         profile = learner.agree(self.communicator, control)
         schedule = scheduler.schedule(profile)
@@ -250,14 +248,17 @@ class CrossIterationReducer(Reducer):
         self._thread = CommunicationThread((*ahead, *(n and n + len(ahead) for n in schedule.after)))
         self._build(self.layout)
         self._hook_optimizer_and_states()
+        self._context.control.before_question.append(self.synchronize)
         _log.info("step %d: gradients are sent in %d blocks.", self.step, len(schedule.blocks))
 
-    def _learn_anew(self, *, is_known: bool) -> None:
+    def _learn_anew(self) -> None:
         """Watch the next steps; one is enough if the schedule is known."""
         if self._learner is not None:
             self._learner.close()
-        model, now_s = self._model, self._context.metrics.now_s
-        self._learner = ScheduleLearner(model.model, model.parameters, now_s, is_known=is_known)
+            self._learner = None
+        if self.communicator.world > 1:
+            model, now_s, is_known = self._model, self._context.metrics.now_s, self.schedule is not None
+            self._learner = ScheduleLearner(model.model, model.parameters, now_s, is_known=is_known)
 
     def _build(self, layout: Layout) -> None:
         super()._build(layout)
@@ -286,20 +287,21 @@ class CrossIterationReducer(Reducer):
         if not self.is_ahead:
             return
         mine = "gradients are used before each step of the optimizer, as by clipping" if self.wants_vote else ""
-        told = self._context.control.texts("whether steps are hidden behind the next one", mine)
-        if why := next((f"rank {rank}: {text}" for rank, text in told.items() if text), ""):
-            self._fall_back(why)
+        if why := self._first_told("whether steps are hidden behind the next one", mine):
+            self._return_to_barrier()
+            self._tell_barrier(why)
 
-    def _fall_back(self, why: str) -> None:
+    def _return_to_barrier(self) -> None:
         """Wait behind backward from here on; on all workers at the same step."""
         self.synchronize()
         self._land_ahead()
-        self.schedule = None
-        self._tell(self.step, "scheduling", f"step {self.step}: gradients are waited for behind backward: {why}.")
         self._build(self._arranged(self._order, self.layout.version + 1))
 
     def _land_ahead(self) -> None:
-        """End what was begun to be ahead."""
+        """End what was begun to be ahead, and forget the schedule."""
+        if self.synchronize in (questions := self._context.control.before_question):
+            questions.remove(self.synchronize)
+        self.schedule = None
         if self._thread is not None:
             self._thread.close()
             self._thread = None
@@ -307,17 +309,21 @@ class CrossIterationReducer(Reducer):
             hook.remove()
         self._watch_hooks.clear()
 
-    def _told_why_not(self, learner: ScheduleLearner) -> str:
-        """The reason of some worker why it has to stay a barrier; "" if none has one. Collective."""
-        mine = ""
+    def _objection(self, learner: ScheduleLearner) -> str:
+        """The reason why it has to stay a barrier, as far as this worker knows; "" if there is none."""
         if objection := self._optimizer.objection:
-            mine = objection
-        elif self.layout.sparse:
-            mine = f"the gradient of {self.layout.sparse[0]} is sparse"
-        elif learner.lacking:
-            mine = f"{worker_questions.some(learner.lacking)} had no gradient in some step"
-        told = self._context.control.texts("whether steps can be hidden behind the next one", mine)
+            return objection
+        if self.layout.sparse:
+            return f"the gradient of {self.layout.sparse[0]} is sparse"
+        return f"{worker_questions.some(learner.lacking)} had no gradient in some step" if learner.lacking else ""
+
+    def _first_told(self, question: str, mine: str) -> str:
+        """The words of the first worker that says anything, and its rank; "" if none does. Collective."""
+        told = self._context.control.texts(question, mine)
         return next((f"rank {rank}: {text}" for rank, text in told.items() if text), "")
+
+    def _tell_barrier(self, why: str) -> None:
+        self._tell(self.step, "scheduling", f"step {self.step}: gradients are waited for behind backward: {why}.")
 
     def _scheduled(self, names: Sequence[str], schedule: Schedule) -> Layout:
         """The layout in which each block of a schedule of these gradients is a bucket."""
@@ -367,6 +373,7 @@ class CrossIterationReducer(Reducer):
             self._thread.issue(self._broadcast)
 
     def _reset_counts(self) -> None:
+        self.synchronize()  # an exchange begins: it takes the memory of the one before
         super()._reset_counts()
         self._blocks = []
 
@@ -401,10 +408,6 @@ class CrossIterationReducer(Reducer):
         is_whole = accounting.weight > 0 and accounting.absent is None and all(e.used for e in self._entries.values())
         if not is_whole:
             self._land_all(hands_out=True)
-        self._close_books()
-
-    def _close_books(self) -> None:
-        """Count the exchange, and have the next backward find everything as it is to."""
         spans, self._spans = tuple(self._spans), []
         self._count_exchange(spans, dropped=False)
 
@@ -482,29 +485,3 @@ class CrossIterationReducer(Reducer):
         gradients = [(self._entries[name].parameter, self._gradients.pop(name)) for name in names]
         with torch.inference_mode(mode=False):  # an evaluation may be the first to need it
             self._optimizer.step([(p, g.plain if isinstance(g, PendingGradient) else g) for p, g in gradients])
-
-
-def checked_schedule(saved: Mapping[str, Any], sizes: Sequence[int]) -> Schedule:
-    """A schedule out of a checkpoint.
-
-    Args:
-        sizes: elements of each gradient.
-
-    Raises:
-        ModelError: if an element of one is in no block, or in several, or what a block waits for is not before it.
-    """
-    blocks = []
-    for block in saved["blocks"]:
-        slices = [[state_checks.whole(number, "slice of a schedule") for number in one] for one in block]
-        if not slices or any(len(one) != 3 or one[0] >= len(sizes) for one in slices):
-            raise ModelError("Cannot go by the schedule of this checkpoint: it is damaged.")
-        blocks.append(ScheduledBlock(tuple(GradientSlice(*one) for one in slices)))
-    ends = [0] * len(sizes)
-    for one in sorted((one for block in blocks for one in block.slices), key=lambda one: (one.gradient, one.start)):
-        if one.start != ends[one.gradient] or one.stop < one.start:
-            raise ModelError("Cannot go by the schedule of this checkpoint: a gradient is not in it whole, and once.")
-        ends[one.gradient] = one.stop
-    after = tuple(state_checks.whole(number, "order of a schedule") for number in saved["after"])
-    if ends != list(sizes) or len(after) != len(blocks) or any(n > i for i, n in enumerate(after)):
-        raise ModelError("Cannot go by the schedule of this checkpoint: it is of another model, or damaged.")
-    return Schedule(tuple(blocks), after)

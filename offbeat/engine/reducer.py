@@ -224,6 +224,9 @@ class Reducer:
     def vote(self) -> None:
         """Do nothing: there is nothing to decide."""
 
+    def even_out(self) -> None:
+        """Do nothing: whoever joins has all that it takes to go on."""
+
     def settle(self) -> None:
         """Give all workers the buffers of the first, if they have come apart; all else is equal after every step."""
         if self.plan.has_quorum and self._buffers is not None:

@@ -277,6 +277,9 @@ class ServerSync:
     def vote(self) -> None:
         """Do nothing: there is nothing to decide."""
 
+    def even_out(self) -> None:
+        """Do nothing: whoever joins has all that it takes to go on."""
+
     def settle(self) -> None:
         """Do nothing: every step pushes what it has."""
 

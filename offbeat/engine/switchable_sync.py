@@ -317,6 +317,7 @@ class SwitchableSync:
         self.synchronize()
         if self._local is not None and not self._local.is_even:
             self.settle()
+        self._gradients.even_out()
         self._unreported = self._gradients.pending_result = None
 
     def hand_over(self) -> dict[str, Any]:

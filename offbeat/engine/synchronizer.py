@@ -117,6 +117,9 @@ class GradientSync(Synchronizer, Protocol):
     def vote(self) -> None:
         """Decide it, if there is something. Collective."""
 
+    def even_out(self) -> None:
+        """Be where a newcomer can begin, too; on all workers at the same place."""
+
     def detach(self, *, has_own_optimizer: bool) -> None:
         """Let another one go on with the model, whose parameters and optimizer are whole here then.
 

@@ -147,8 +147,6 @@ class StepHooks:
         """Have another plan hold, and expect newcomers, if that is wanted. Collective, behind a step of all."""
         session = self._session
         for one in session.models.synchronizers:
-            one.synchronize()
-        for one in session.models.synchronizers:
             one.vote()
         session.plans.hold_vote()
         if session.membership is not None:

@@ -31,6 +31,7 @@ from tests.workers import listen, run_workers
 
 if TYPE_CHECKING:
     from offbeat.batching import Keeps
+    from offbeat.scheduling import Scheduler
     from offbeat.sync import Policy
 
 SAMPLES, EPOCHS = 1600, 2
@@ -72,7 +73,13 @@ def rank_here() -> int:
 
 
 def train(
-    folder: str, starts: dict[int, int], kills: dict[int, int], keeps: Keeps, num_workers: int, sync: Policy | None
+    folder: str,
+    starts: dict[int, int],
+    kills: dict[int, int],
+    keeps: Keeps,
+    num_workers: int,
+    sync: Policy | None,
+    scheduling: Scheduler | None = None,
 ) -> Trained:
     """Train to the end of the epochs; behind each step all ask each other for more, and evaluate now and then.
 
@@ -83,7 +90,7 @@ def train(
     said, here = listen(), Path(folder)
     if rank_here() in starts:
         wait_for(here / f"step-{starts[rank_here()]}")
-    plan = offbeat.Plan(sync=sync or offbeat.BSP(), fabric=offbeat.Elastic(), keeps=keeps)
+    plan = offbeat.Plan(sync=sync or offbeat.BSP(), fabric=offbeat.Elastic(), keeps=keeps, scheduling=scheduling)
     run = offbeat.init(plan, timeout=TIMEOUT)
     torch.manual_seed(run.rank)
     model = nn.Sequential(nn.Linear(1, 20), nn.BatchNorm1d(20), nn.Linear(20, 1))
@@ -105,6 +112,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             longest_s = max(longest_s, time.monotonic() - began_s)
+            run.synchronize()
             trained.digests[run.step] = digest(model)
             (here / f"step-{run.step}").touch()
             if kills.get(run.rank) == run.step:
@@ -157,6 +165,16 @@ def test_who_joins_is_equal_to_the_bit_and_takes_its_share(keeps: Keeps, num_wor
     assert "5 workers take part; " in told
     assert ("each keeps its batch" if keeps == "local_batch" else "add up to the same") in told
     assert "learning rate" in told
+
+
+@pytest.mark.parametrize("start", [3, pytest.param(12, marks=pytest.mark.slow)])
+def test_who_joins_learns_the_schedule_with_the_others(start: int, tmp_path: Path) -> None:
+    """While the others learn it, and when they go by it."""
+    results = run_workers(
+        3, train, str(tmp_path), {3: start}, {}, "local_batch", 0, None, offbeat.Priority(slice_bytes=100), newcomers=1
+    )
+    check(results, tmp_path, {})
+    assert start < min(results[3].digests) < max(results[3].digests) - 15
 
 
 @pytest.mark.slow
