@@ -57,6 +57,11 @@ class InFlight(ABC):
     def done(self) -> bool:
         return self._landed.is_set()
 
+    @property
+    def has_landed(self) -> bool:
+        """Whether it has come to a good end."""
+        return self._landed.is_set() and self.failure is None
+
     def wait(self, timeout: timedelta) -> bool:
         """Wait until it has landed; raises what has kept it from that."""
         if not self._landed.wait(timeout.total_seconds()):

@@ -58,13 +58,13 @@ _NEVER = timedelta(days=365)
 _MOST_USED = 8  # steps in a row in which gradients are used before the optimizer's step: each is a barrier by itself
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Flight:
     """One step's blocks, on their way.
 
     Args:
         step: whose.
-        blocks: in order.
+        blocks: in order, in which they also land.
         weight, stamp: of this worker's batches in it.
     """
 
@@ -72,6 +72,14 @@ class Flight:
     blocks: Sequence[BlockInFlight]
     weight: float
     stamp: int
+    _landed: int = 0
+
+    @property
+    def landed(self) -> int:
+        """So many of the first blocks have landed."""
+        while self._landed < len(self.blocks) and self.blocks[self._landed].has_landed:
+            self._landed += 1
+        return self._landed
 
 
 class CrossIterationReducer(Reducer):
@@ -103,6 +111,7 @@ class CrossIterationReducer(Reducer):
         self._names: list[str] = []  # of the gradients that the schedule counts
         self.schedule: Schedule | None = None
         self._order: list[str] = []  # in which gradients are complete
+        self._last_block: dict[str, int] = {}  # of each gradient
         self._is_used = False  # a gradient was waited for before the optimizer's step
         self._used_steps = 0  # in a row
         super().__init__(model, plan, context, buffers=buffers, accounting=accounting)
@@ -264,6 +273,7 @@ class CrossIterationReducer(Reducer):
         super()._build(layout)
         for entry in self._entries.values() if self.is_ahead else ():
             assert entry.view is not None, "it was in a bucket at the beginning"
+            self._last_block[entry.name] = max(buffer.bucket.index for buffer in entry.buffers)
             entry.view = pending(entry.view, functools.partial(self._use, entry))
 
     def _hook_optimizer_and_states(self) -> None:
@@ -392,10 +402,9 @@ class CrossIterationReducer(Reducer):
 
     def _fence(self) -> None:
         if self._thread is None or not self._any_fired:
-            has_fired = self._any_fired
+            if self._learner is not None and self._any_fired:
+                self._learner.backward_ends()  # before what is waited for
             super()._fence()
-            if self._learner is not None and has_fired:
-                self._learner.backward_ends()
             return
         self._context.metrics.compute_done()
         self._queue.flush()
@@ -419,7 +428,7 @@ class CrossIterationReducer(Reducer):
             self._wait_for(flight, flight.blocks[buffer.bucket.index])
 
     def _wait_for(self, flight: Flight, block: BlockInFlight) -> None:
-        if block.done() and block.failure is None:
+        if block.has_landed:
             return
         bucket = block.buffer.bucket
         context = WaitContext(
@@ -469,17 +478,13 @@ class CrossIterationReducer(Reducer):
             return
         for name in due:
             self._land(name)
-        flight = self._flight
-        landed = [name for name in self._gradients if flight is None or self._has_landed(flight, name)]
-        self._step(landed)
+        landed = len(self._buckets) if self._flight is None else self._flight.landed
+        self._step([name for name in self._gradients if self._last_block[name] < landed])
 
     def _step_all(self) -> None:
         if self._gradients:
             self._land_all()
             self._step(list(self._gradients))
-
-    def _has_landed(self, flight: Flight, name: str) -> bool:
-        return all(flight.blocks[b.bucket.index].done() for b in self._entries[name].buffers)
 
     def _step(self, names: Collection[str]) -> None:
         gradients = [(self._entries[name].parameter, self._gradients.pop(name)) for name in names]

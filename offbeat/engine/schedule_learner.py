@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 _SKIPPED = 2  # steps: buckets are arranged anew behind the first, and memory is still being found
 _WATCHED = 5
-_SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 20)  # bytes of the exchanges by which the link is measured
+_SIZES = (1 << 16, 1 << 18, 1 << 20)  # bytes of the exchanges by which the link is measured
+_SMALL = 1 << 14  # bytes of those of which only the number counts
 _REPEATS = 3
+_ROW = 8  # small exchanges, two of them under way
 _LEAST_BANDWIDTH = 1.0
 
 
@@ -39,6 +41,7 @@ class Measured(msgspec.Struct, frozen=True):
         needed_s: [G] when the forward pass needs each parameter, since it began.
         forward_s, backward_s: how long the passes take.
         exchanges_s: of each size that was tried, how long its exchange takes.
+        gap_s: what each small exchange takes, where two are under way.
     """
 
     ready_s: list[float]
@@ -46,6 +49,7 @@ class Measured(msgspec.Struct, frozen=True):
     forward_s: float
     backward_s: float
     exchanges_s: list[float]
+    gap_s: float
 
 
 class ScheduleLearner:
@@ -123,13 +127,13 @@ class ScheduleLearner:
         Raises:
             DisagreementError: if another worker has other gradients.
         """
-        exchanges_s = [self._exchange_s(communicator, size) for size in _SIZES]
         mine = Measured(
             ready_s=[statistics.median(times) for times in self._ready.values()],
             needed_s=[statistics.median(times) for times in self._needed.values()],
             forward_s=statistics.median(self._forward_s),
             backward_s=statistics.median(self._backward_s),
-            exchanges_s=exchanges_s,
+            exchanges_s=[self._exchange_s(communicator, size) for size in _SIZES],
+            gap_s=self._gap_s(communicator),
         )
         told = control.texts("what the steps so far have taken", msgspec.json.encode(mine).decode())
         return self.profile([msgspec.json.decode(text, type=Measured) for text in told.values()])
@@ -167,20 +171,36 @@ class ScheduleLearner:
             backward_s=max(one.backward_s for one in measured),
             latency_s=latency_s,
             bandwidth=bandwidth,
+            gap_s=max(one.gap_s for one in measured),
         )
 
     def _exchange_s(self, communicator: Communicator, size_bytes: int) -> float:
         """The time that the exchange of so many bytes takes. Collective."""
-        device = next(iter(self._parameters.values())).device
-        tensor = torch.zeros(size_bytes // 4, device=device)
-        taken = []
-        for _ in range(_REPEATS):
-            began_s = self._now_s()
-            communicator.wait(communicator.start(Sum(tensor)), "measuring the link")
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            taken.append(self._now_s() - began_s)
-        return statistics.median(taken)
+        tensor = torch.zeros(size_bytes // 4, device=self._device)
+        return statistics.median(self._taken_s(communicator, [tensor]) for _ in range(_REPEATS))
+
+    def _gap_s(self, communicator: Communicator) -> float:
+        """The time that each of several small exchanges takes, two of them under way. Collective."""
+        tensors = [torch.zeros(_SMALL // 4, device=self._device) for _ in range(_ROW)]
+        return statistics.median(self._taken_s(communicator, tensors) for _ in range(_REPEATS)) / _ROW
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._parameters.values())).device
+
+    def _taken_s(self, communicator: Communicator, tensors: Sequence[torch.Tensor]) -> float:
+        """The time that the exchange of these takes, with two of them under way. Collective."""
+        began_s, before = self._now_s(), None
+        for tensor in tensors:
+            started = communicator.start(Sum(tensor))
+            if before is not None:
+                communicator.wait(before, "measuring the link")
+            before = started
+        assert before is not None
+        communicator.wait(before, "measuring the link")
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._now_s() - began_s
 
 
 def fitted(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:

@@ -44,12 +44,12 @@ class MergedGradient:
 
 
 def _merges(profile: BackwardProfile, bucket: list[int], i: int, done_s: float) -> bool:
-    """Whether a gradient is complete before what is open could be sent, or less than a latency behind."""
+    """Whether a gradient is complete before what is open could be sent, or less behind than one more costs."""
     start_s = max(done_s, max(profile.gradients[j].ready_s for j in bucket))
-    return profile.gradients[i].ready_s < start_s + profile.latency_s
+    return profile.gradients[i].ready_s < start_s + max(profile.latency_s, profile.gap_s)
 
 
 def _done_s(profile: BackwardProfile, bucket: list[int], done_s: float) -> float:
     """The time at which a bucket is done, if all before it are by `done_s`."""
     start_s = max(done_s, max(profile.gradients[j].ready_s for j in bucket))
-    return start_s + profile.latency_s + sum(profile.gradients[j].size_bytes for j in bucket) / profile.bandwidth
+    return start_s + profile.latency_s + profile.takes_s(sum(profile.gradients[j].size_bytes for j in bucket))

@@ -40,14 +40,21 @@ class BackwardProfile:
     Args:
         gradients: in the order in which the forward pass needs their parameters, the most urgent first.
         backward_s: how long backward takes.
-        latency_s: what an exchange of no bytes takes.
+        latency_s: what an exchange takes beyond its bytes while no other is under way.
         bandwidth: bytes of gradients that are exchanged in a second while nothing else is.
+        gap_s: the least time that an exchange takes of the link, however small it is: the gap of LogGP (Alexandrov et
+            al., 1995).
     """
 
     gradients: tuple[GradientTimes, ...]
     backward_s: float
     latency_s: float
     bandwidth: float
+    gap_s: float = 0.0
+
+    def takes_s(self, size_bytes: int) -> float:
+        """The time that the exchange of so many bytes takes of the link."""
+        return max(self.gap_s, size_bytes / self.bandwidth)
 
     @property
     def size_bytes(self) -> int:

@@ -48,7 +48,7 @@ class Prophet:
     def schedule(self, profile: BackwardProfile) -> Schedule:
         """Make the schedule of a profile."""
         # What is shorter than a latency leaves the link idle, with two blocks under way.
-        floor = profile.latency_s * profile.bandwidth
+        floor = max(profile.latency_s, profile.gap_s) * profile.bandwidth
         least = max(self.least_bytes, int(floor), profile.size_bytes // _MOST_BLOCKS)
         sizes = itertools.takewhile(lambda size: size < 2 * profile.size_bytes, (least << i for i in range(64)))
         plans = [Schedule.of_blocks_under_way(_blocks(profile, least, size), _UNDER_WAY) for size in (least, *sizes)]
@@ -66,9 +66,11 @@ def _blocks(profile: BackwardProfile, least: int, tail_bytes: int) -> list[Sched
         begins_s = max(profile.gradients[burst[-1]].ready_s + profile.latency_s, link_s)
         # The next burst's first block has its own latency before it needs the link.
         room = (profile.gradients[following[-1]].ready_s + profile.latency_s - begins_s) * profile.bandwidth
-        for block in pending.take(room) if room >= least else ():
+        # A short pause is used, too: a link that idles costs more than what is urgent loses to one block so small.
+        most_blocks = None if room >= least else int(room > 0)
+        for block in itertools.islice(pending.take(max(room, least)), most_blocks):
             blocks.append(block)
-            link_s = begins_s = begins_s + block.size_bytes(profile) / profile.bandwidth
+            link_s = begins_s = begins_s + profile.takes_s(block.size_bytes(profile))
     pending.add(bursts[-1])
     while pending.size_bytes:
         most = max(least, min(tail_bytes, pending.size_bytes // _LAST_PART))

@@ -4,7 +4,7 @@ The model: the link carries one block after the other; what is issued while it i
 is its turn. A parameter is stepped when all slices of its gradient are back.
 
     issued[i] = max(ready[i], issued[i - 1], done[after[i] - 1])
-    done[i]   = max(issued[i] + latency, done[i - 1]) + size[i] / bandwidth
+    done[i]   = max(issued[i] + latency, done[i - 1]) + max(gap, size[i] / bandwidth)
     begins[g] = max(begins[g - 1] + forward[g - 1], done of the last block of g), from the end of backward on
 """
 
@@ -44,7 +44,7 @@ def play(profile: BackwardProfile, schedule: Schedule) -> StepTimeline:
         now_s = max(now_s, *(profile.gradients[one.gradient].ready_s for one in block.slices))
         now_s = max(now_s, done[after - 1] if after else 0.0)
         issued.append(now_s)
-        done.append(max(now_s + profile.latency_s, done[-1] if done else 0.0) + size / profile.bandwidth)
+        done.append(max(now_s + profile.latency_s, done[-1] if done else 0.0) + profile.takes_s(size))
         for one in block.slices:
             fresh_s[one.gradient] = max(fresh_s[one.gradient], done[-1])
     begins, at_s = [], profile.backward_s

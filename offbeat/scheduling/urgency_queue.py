@@ -38,7 +38,7 @@ def sent_order(profile: BackwardProfile, slices: Sequence[GradientSlice], window
             if not under_way or size + size_bytes <= window_bytes:
                 heapq.heappop(complete)
                 order.append(one)
-                link_s = max(now_s + profile.latency_s, link_s) + size_bytes / profile.bandwidth
+                link_s = max(now_s + profile.latency_s, link_s) + profile.takes_s(size_bytes)
                 heapq.heappush(under_way, (link_s, size_bytes))
                 size += size_bytes
                 continue

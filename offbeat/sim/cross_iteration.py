@@ -7,6 +7,7 @@ they are steps to warm up. What a worker loses to bad luck, which comes behind i
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from offbeat.errors import ScenarioError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from offbeat.sim.links import Links
 
 _BLOCK_S = 0.0002  # that a block takes beyond its latency and its bytes: Python, on both threads
+_PHASE_S = 0.0006  # of each of a ring's phases, however small what is sent: measured, two workers to a core
 _STEP_S = 0.002  # of a step beyond what is computed and sent, as in `allreduce`
 
 
@@ -93,7 +95,8 @@ def profile_of(workload: Replay, world: int, links: Links, narrow: float = 1.0) 
     empty_s = ring_s(0.0, world, links.slowest, links.to_worker_s)
     byte_s = (ring_s(1e6 * narrow, world, links.slowest, links.to_worker_s) - empty_s) / 1e6
     bandwidth = 1 / byte_s if byte_s else float("inf")
-    return BackwardProfile(tuple(gradients), backward_s, empty_s + _BLOCK_S, bandwidth)
+    gap_s = 2 * (world - 1) * _PHASE_S
+    return BackwardProfile(tuple(gradients), backward_s, empty_s + _BLOCK_S, bandwidth, gap_s)
 
 
 def scaled(profile: BackwardProfile, factor: float) -> BackwardProfile:
@@ -102,4 +105,4 @@ def scaled(profile: BackwardProfile, factor: float) -> BackwardProfile:
         GradientTimes(one.name, one.numel, one.itemsize, one.kind, factor * one.ready_s, factor * one.forward_s)
         for one in profile.gradients
     )
-    return BackwardProfile(gradients, factor * profile.backward_s, profile.latency_s, profile.bandwidth)
+    return dataclasses.replace(profile, gradients=gradients, backward_s=factor * profile.backward_s)

@@ -93,7 +93,9 @@ def present(folder: Path) -> dict[int, int]:
     code, output = offbeat("top", "--job", "job", "--once", "--json", folder=folder)
     if code:
         return {}
-    (scene,) = json.loads(output)["scenes"]
+    if not (scenes := json.loads(output)["scenes"]):
+        return {}  # the server is up, and no worker has come yet
+    (scene,) = scenes
     return {one["worker"]: one["applied"] for one in scene["workers"] if one["phase"] != "gone" and scene["started"]}
 
 
