@@ -34,7 +34,8 @@ def sent_order(profile: BackwardProfile, slices: Sequence[GradientSlice], window
             size -= heapq.heappop(under_way)[1]
         if complete:
             one = slices[complete[0]]
-            size_bytes = one.numel * profile.gradients[one.gradient].itemsize
+            # An empty one takes its turn, too.
+            size_bytes = max(1, one.numel * profile.gradients[one.gradient].itemsize)
             if not under_way or size + size_bytes <= window_bytes:
                 heapq.heappop(complete)
                 order.append(one)

@@ -49,7 +49,8 @@ def random_profile(chance: random.Random) -> BackwardProfile:
             GradientTimes(f"layer{index}", numel, 8 if kind == "float64 cpu" else 4, kind, ready_s, forward_s)
         )
     latency_s, bandwidth = chance.choice([0.0, 1e-4, 0.003]), chance.choice([1e6, 2e7, 1e9])
-    return BackwardProfile(tuple(reversed(gradients)), ready_s, latency_s, bandwidth)
+    gap_s = chance.choice([0.0, 0.0, 0.004])
+    return BackwardProfile(tuple(reversed(gradients)), ready_s, latency_s, bandwidth, gap_s)
 
 
 def _check_whole(profile: BackwardProfile, schedule: Schedule, where: str) -> None:

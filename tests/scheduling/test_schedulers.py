@@ -70,14 +70,14 @@ def test_what_breaks_a_promise_is_found(scheduler: Scheduler, why: str) -> None:
 
 
 def bursts(
-    sizes: list[int], ready_s: list[float], *, latency_s: float = 0.0, bandwidth: float = 1e6
+    sizes: list[int], ready_s: list[float], *, latency_s: float = 0.0, bandwidth: float = 1e6, gap_s: float = 0.0
 ) -> BackwardProfile:
     """Gradients of these sizes in kB, complete at these times, of which each layer takes 10 ms forward."""
     gradients = tuple(
         GradientTimes(f"g{i}", 250 * size, 4, "float32 cpu", at_s, 0.01)
         for i, (size, at_s) in enumerate(zip(sizes, ready_s, strict=True))
     )
-    return BackwardProfile(gradients, max(ready_s), latency_s, bandwidth)
+    return BackwardProfile(gradients, max(ready_s), latency_s, bandwidth, gap_s)
 
 
 def test_a_block_fits_the_pause_and_the_rest_comes_behind_what_is_more_urgent() -> None:
@@ -107,3 +107,17 @@ def test_slices_that_wait_for_each_other_pay_each_latency() -> None:
     profile = bursts([100] * 8, [0.1 * i for i in reversed(range(8))], latency_s=0.05)
     slow, fast = (play(profile, one.schedule(profile)).step_s for one in (Priority(20_000), Prophet()))
     assert fast < 0.6 * slow
+
+
+def test_slices_smaller_than_the_link_can_take_are_not_sent() -> None:
+    """A ring has phases, however small what goes around: where slices are too small, these are all there is."""
+    profile = bursts([100] * 8, [0.1 * i for i in reversed(range(8))], gap_s=0.05)
+    slow, fast = (play(profile, one.schedule(profile)).step_s for one in (Credit(20_000, 80_000), Prophet()))
+    assert fast < 0.7 * slow
+    assert fast < 1.1 * lower_bound_s(profile)
+
+
+def test_the_link_does_not_idle_where_pauses_are_shorter_than_the_least_block() -> None:
+    profile = bursts([40] * 40, [0.03 * i for i in reversed(range(40))])
+    step_s = play(profile, Prophet(least_bytes=80_000).schedule(profile)).step_s
+    assert step_s < 1.08 * lower_bound_s(profile)
