@@ -111,7 +111,9 @@ class Clocks:
         if (member := self._members.get(worker)) is None or not self.is_in_effect:
             return []
         most = wrapped(self.low + self.strategy.slack_in(self._shape.ring) + 1)
-        member.until = most if is_newer(until, most) else until
+        until = most if is_newer(until, most) else until
+        if is_newer(until, member.until):  # what was allowed before is not taken back: the worker knows of it
+            member.until = until
         return [self.to_one(worker)]
 
     def evict(self, worker: int) -> list[Answer]:

@@ -291,6 +291,19 @@ def test_one_worker_may_be_allowed_more() -> None:
     assert [send.packet.kind for send in state.handle(clock, 0)] == [PacketKind.GRANT]
 
 
+def test_what_one_worker_was_allowed_is_not_taken_back_by_less() -> None:
+    """It knows of it: so a change of the windows must not come into effect before."""
+    state = JobState(JobShape(7, 2, values=VALUES, ring=16), Strategy("table", window=1, most=8))
+    for worker in (0, 1):
+        state.admit(worker, worker)
+        state.members[worker].port = worker
+    state.allow(0, 7)
+    ((_, grant),) = state.allow(0, 3)
+    assert grant.cookie == 7
+    state.set_strategy(Strategy("table", window=0))
+    assert state.clocks.windows.effective == 7
+
+
 def test_a_table_without_rows_is_a_barrier() -> None:
     shape = JobShape(7, 2, values=VALUES, ring=32)
     state = JobState(shape, Strategy("table", window=0))
