@@ -1089,7 +1089,11 @@ int take_command(struct __sk_buff *skb)
 		} else {
 			__u32 most = job->low + c.slack + 1;
 
-			job->until[worker] = distance(c.number, most) > 0 ? most : c.number;
+			if (distance(c.number, most) > 0)
+				c.number = most;
+			/* What was allowed before is not taken back: the worker knows of it. */
+			if (distance(c.number, job->until[worker]) > 0)
+				job->until[worker] = c.number;
 		}
 		bpf_spin_unlock(&job->lock);
 	} else {

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from offbeat.errors import PlanError
+from offbeat.switch.packet import is_newer
 from offbeat.switch.strategy import check_window
 
 if TYPE_CHECKING:
@@ -233,5 +234,8 @@ def set_strategy(job: P4Job, strategy: Strategy) -> tuple[P4Job, list[Rule]]:
 
 def allow(job: P4Job, worker: int, until: int) -> tuple[P4Job, list[Rule]]:
     """Let one worker begin steps before clock `until`; the caller sees to it that the strategy allows that."""
-    members = tuple(replace(one, until=until) if one.worker == worker else one for one in job.members)
+    # What was allowed before is not taken back: the worker knows of it.
+    members = tuple(
+        replace(one, until=until) if one.worker == worker and is_newer(until, one.until) else one for one in job.members
+    )
     return replace(job, members=members), [Rule("modify", job.member(one)) for one in members if one.worker == worker]
