@@ -234,8 +234,8 @@ class _Overwrites(InMemoryPending):
 class Overwrites(BoundInMemory):
     """Scribbles over what is gathered."""
 
-    def _bring(self, payload: Payload, source: int) -> InMemoryPending:
-        arrival = super()._bring(payload, source)
+    def bring(self, payload: Payload, source: int) -> InMemoryPending:
+        arrival = super().bring(payload, source)
         arrival.__class__ = _Overwrites
         return arrival
 

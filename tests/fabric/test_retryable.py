@@ -9,7 +9,8 @@ import torch
 from torch._C._distributed_c10d import FileStore
 
 from offbeat.fabric import BindContext, Elastic, ElasticGroup
-from offbeat.fabric.retryable import RetryableAllReduce, SpareMemory
+from offbeat.fabric.retryable import RetryableAllReduce
+from offbeat.fabric.spare_memory import SpareMemory
 from offbeat.payload import Sum
 from tests.workers import run_workers
 
