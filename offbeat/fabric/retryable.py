@@ -1,4 +1,4 @@
-"""The operations of an elastic fabric: an all-reduce, in one round or in two, an all-gather, a broadcast, each tried until
+"""The operations of an elastic fabric: an all-reduce, also in two rounds, an all-gather, a broadcast; each is tried until
 one try comes to its end.
 
 A try works in memory of its own, so that what was brought stays as it is for the next one, and what it came to stays

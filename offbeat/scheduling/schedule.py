@@ -89,7 +89,7 @@ class Schedule:
 
     @classmethod
     def of_two_rounds(cls, blocks: Sequence[ScheduledBlock]) -> Schedule:
-        """A schedule that reduces blocks in order, and gathers each in the order in which the forward pass needs them."""
+        """A schedule that reduces blocks in order, and gathers them in the order of the forward pass."""
         gathers = sorted(range(len(blocks)), key=lambda i: min(one.gradient for one in blocks[i].slices))
         return cls(tuple(blocks), (*(0 for _ in blocks), *(i + 1 for i in gathers)), tuple(gathers))
 

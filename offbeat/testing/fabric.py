@@ -173,7 +173,9 @@ class _Checker:
             assert total.tail.tolist() == [float(self._world)] * 2, "the tail of a sum in two rounds is wrong"
             reply = self._wait(self._fabric.start(Gather((total.tensor.clone(),))))
             assert isinstance(reply, list)
-            assert all(torch.equal(c.tensors[0], total.tensor) for c in reply), "sums in two rounds differ in their bits"
+            assert all(torch.equal(c.tensors[0], total.tensor) for c in reply), (
+                "sums in two rounds differ in their bits"
+            )
             if self._world == 2:
                 assert torch.equal(total.tensor, parts[n][0] + parts[n][1]), "the sum of two is not a float addition's"
 

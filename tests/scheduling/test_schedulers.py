@@ -16,6 +16,7 @@ from offbeat.scheduling import (
     MergedGradient,
     Priority,
     Prophet,
+    ReduceScatterGather,
     Schedule,
     ScheduledBlock,
     lower_bound_s,
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     from offbeat.scheduling import Scheduler
 
 BY_URGENCY = [Prophet(), Prophet(least_bytes=1), Priority(), Priority(50_000), Credit(), Credit(50_000, 200_000)]
-AS_COMPLETE = [FIFO(), FIFO(1), MergedGradient()]
+AS_COMPLETE = [
+    FIFO(), FIFO(1), MergedGradient(), ReduceScatterGather(), ReduceScatterGather(1), ReduceScatterGather(25 << 20)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("scheduler", [*BY_URGENCY, *AS_COMPLETE], ids=repr)
