@@ -3,8 +3,8 @@
 It does one thing after the other, in the order in which it is told, which is the schedule's on all workers: so whatever
 it begins, later rounds of an exchange too, is begun in the same order everywhere, and nothing else may be begun on the
 fabric while it has something to do. Before a block is issued it brings as many of those under way to their end as the
-schedule says. Where a schedule has two rounds, each of a block's two is a thing of its own: first all blocks are reduced,
-then all are gathered.
+schedule says. Where a schedule has two rounds, each of a block's two is a thing of its own: first all blocks are
+reduced, then all are gathered.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The operations of an elastic fabric: an all-reduce, also in two rounds, an all-gather, a broadcast; each is tried until
-one try comes to its end.
+"""The operations of an elastic fabric: an all-reduce, also in two rounds, an all-gather, a broadcast; each is tried
+until one try comes to its end.
 
 A try works in memory of its own, so that what was brought stays as it is for the next one, and what it came to stays
 for those that lack it. As bytes, for them: a length, a header as JSON, the elements.

@@ -7,6 +7,7 @@
 * `slices` - gradients cut into slices; `urgency_queue` - the order in which a queue by urgency would send slices
 * `fifo`, `priority`, `credit`, `merged_gradient`, `prophet` - one scheduler each
 * `reduce_scatter_gather` - one whose blocks are reduced in backward, and gathered in the next forward pass
+* `credit_tuner` - the search for the two numbers of `Credit`
 """
 
 from offbeat.scheduling.credit import Credit

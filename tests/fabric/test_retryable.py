@@ -44,8 +44,8 @@ class Watched(SpareMemory):
         super().__init__()
         self.addresses: set[int] = set()
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        memory = super().take(numel, dtype)
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+        memory = super().take(numel, dtype, device)
         self.addresses.add(memory.data_ptr())
         return memory
 
