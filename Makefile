@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 
 SCENARIOS ?= $(sort $(basename $(notdir $(wildcard benchmarks/scenarios/*.toml))))
 
-.PHONY: demo test test-slow test-random lint mutants docs faults growth threads windows results results-page predictions limits clean
+.PHONY: demo test test-slow test-random lint mutants docs faults growth threads windows schedules results results-page predictions limits clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { echo "offbeat needs Python 3.11, 3.12 or 3.13: install one, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -68,6 +68,10 @@ threads: $(STAMP)  ## what it brings that workers share the cores (a quiet machi
 
 windows: $(STAMP)  ## what it saves to let workers be ahead where steps are late now and then, simulated (minutes)
 	$(BIN)/python -m benchmarks.windows
+	$(BIN)/python -m benchmarks.page
+
+schedules: $(STAMP)  ## what the order of gradients is worth on the model alone, simulated (a minute)
+	$(BIN)/python -m benchmarks.schedules
 	$(BIN)/python -m benchmarks.page
 
 results-page: $(STAMP)  ## write the page of results, and the picture of README.md's first screen

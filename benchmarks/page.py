@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from benchmarks import growth, switch_page, threads, windows
+from benchmarks import growth, schedules, switch_page, threads, windows
 from benchmarks.claims import CLAIMS, DIFFERENCES, EXPLAINED, FAR_OFF, Claim, ratio
 from offbeat.lab import results
 from offbeat.lab.predictions import errors
@@ -65,7 +65,18 @@ def page() -> str:
     last = f"\nNot measured yet: {', '.join(missing)}.\n" if missing else ""
     sections = [section(results.read(RESULTS / f"{name}.json")) for name in measured()]
     return "".join(
-        [_HEAD, *sections, wire(RESULTS / "wire.json"), switches(), shared_cores(), simulator(), slack(), grown(), last]
+        [
+            _HEAD,
+            *sections,
+            wire(RESULTS / "wire.json"),
+            switches(),
+            shared_cores(),
+            simulator(),
+            slack(),
+            orders(),
+            grown(),
+            last,
+        ]
     )
 
 
@@ -209,6 +220,30 @@ def slack() -> str:
         "With the network: [four workers](#innetwork_stragglers), [eight](#innetwork_stragglers_eight).\n\n"
         f"{_lines(headings, windows.rows(found))}\n`{found.command}`, the same on every machine. "
         "[Raw records](windows.json).\n"
+    )
+
+
+def orders() -> str:
+    """What schedules of gradients come to on the timeline; nothing before that was simulated."""
+    if not schedules.RESULT.exists():
+        return ""
+    found = schedules.read()
+    told = "".join(
+        f"* {words}. Simulated: **{value}** ({'met' if is_met else 'missed'}).\n"
+        for words, value, is_met in schedules.claims(found)
+    )
+    table = _lines(["latency, line rate", *schedules.COLUMNS], schedules.rows(found))
+    columns = "".join(f"* {column}: {what}\n" for column, what in schedules.COLUMNS.items())
+    return (
+        "\n### Schedules on the timeline\n\nMilliseconds from the beginning of backward to the end of the next forward "
+        "pass on the timeline that schedulers plan from, of which nothing is measured: "
+        f"{found.size_mb:.0f} MB of ResNet-50's gradients, complete in the bursts and pauses of the program released "
+        f"with Prophet; backward takes {found.backward_ms:g} ms, forward {found.forward_ms:g} ms; gradients have half "
+        "the line rate. An exchange has a latency beyond its bytes, which is hidden while others have the link. Where "
+        "it has a gap, too, it keeps the link for that time at least, however small it is; without one it costs "
+        "nothing to send each gradient by itself, as `Credit()` does. With the network of a real ring: "
+        f"[schedule_resnet50](#schedule_resnet50).\n\n{told}\n{table}\n"
+        f"{columns}\n`{found.command}`, the same on every machine. [Raw records](schedules.json).\n"
     )
 
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from offbeat.run.checkpoints import Checkpoints
     from offbeat.run.replica import Replica
     from offbeat.run.run import Run, init
-    from offbeat.scheduling import FIFO, Credit, MergedGradient, Priority, Prophet
+    from offbeat.scheduling import FIFO, Credit, MergedGradient, Priority, Prophet, ReduceScatterGather
     from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, OuterSGD, RoundRobin
 
 _HOMES = {
@@ -73,6 +73,7 @@ _HOMES = {
     "Priority": "offbeat.scheduling",
     "ProcessGroup": "offbeat.fabric",
     "Prophet": "offbeat.scheduling",
+    "ReduceScatterGather": "offbeat.scheduling",
     "Replica": "offbeat.run.replica",
     "RoundRobin": "offbeat.sync",
     "Run": "offbeat.run.run",
@@ -108,6 +109,7 @@ __all__ = [
     "Priority",
     "ProcessGroup",
     "Prophet",
+    "ReduceScatterGather",
     "Replica",
     "RoundRobin",
     "Run",

@@ -42,7 +42,7 @@ from offbeat.codec import Cast, Codec, Dense, ErrorFeedback, innermost
 from offbeat.control import AdaptQuorum, ByProgress, Controller, WaitThreshold
 from offbeat.errors import PlanError, brief
 from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup, Served, Switch, check_spec
-from offbeat.scheduling import FIFO, Credit, MergedGradient, Priority, Prophet, Scheduler
+from offbeat.scheduling import FIFO, Credit, MergedGradient, Priority, Prophet, ReduceScatterGather, Scheduler
 from offbeat.switch.strategy import compile_policy
 from offbeat.sync import (
     ASP,
@@ -216,6 +216,10 @@ class Plan:
             (
                 not isinstance(self.codec, ErrorFeedback),
                 "a gradient that is cut has no residual: use Dense() or Cast()",
+            ),
+            (
+                self.fabric.offers.reduce_scatter or not getattr(scheduling, "needs_reduce_scatter", False),
+                f"{self.fabric!r} cannot reduce and gather apart: use ProcessGroup() or Elastic(), or Prophet()",
             ),
         )
         if why := next((text for is_met, text in lacking if not is_met), None):
@@ -556,5 +560,6 @@ _KINDS: dict[str, dict[str, Any]] = {
         "MergedGradient": MergedGradient,
         "Priority": Priority,
         "Prophet": Prophet,
+        "ReduceScatterGather": ReduceScatterGather,
     },
 }

@@ -44,6 +44,7 @@ NAMES = {
     "Priority",
     "ProcessGroup",
     "Prophet",
+    "ReduceScatterGather",
     "Replica",
     "RoundRobin",
     "Run",

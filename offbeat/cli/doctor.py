@@ -208,6 +208,7 @@ def check_packages(find: Callable[[str], Any]) -> Iterator[Finding]:
     for package, extra, what in (
         ("pyroute2", "lab", "offbeat lab builds no networks"),
         ("matplotlib", "plot", "reports have no plots"),
+        ("optuna", "tune", "Credit(trials=...) cannot be tuned"),
         ("sklearn", "examples", "the examples have no data"),
     ):
         if find(package) is None:

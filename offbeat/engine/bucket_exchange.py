@@ -2,6 +2,8 @@
 
 A trailer of a few numbers is added up along with it: in the same operation where the payload's dtype can count, in one
 of its own beside integers, and beside what is not added at all.
+
+A codec's one sum may be made in two rounds, a reduce-scatter and an all-gather, with other exchanges between them.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from offbeat.payload import Reply, Sum, Total
 if TYPE_CHECKING:
     from offbeat.codec import Codec, Exchanged, State
     from offbeat.engine.communicator import Communicator
+    from offbeat.fabric import Scattered
     from offbeat.layout import Bucket
     from offbeat.pending import Pending
 
@@ -26,12 +29,15 @@ EXACT_UP_TO = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24,
 class BucketExchange:
     """Exchanges one bucket. Call order: `issue`, `poll` any number of times, `wait`, `finish`.
 
+    In two rounds `gather` may come between `issue` and `wait`, when others have their turn; else `wait` does it.
+
     Args:
         bucket: what lies in `values`.
         values: [D] what this worker brings, multiplied by its share; consumed, and the mean in the end.
         codec: what turns it into payloads.
         state: the codec's, of the bucket's parameters.
         communicator: to the other workers.
+        in_two_rounds: whether the codec's sum is made by a reduce-scatter and an all-gather.
 
     Attributes:
         payload: of the first round.
@@ -39,18 +45,22 @@ class BucketExchange:
         issued_s, done_s: when the first round was issued and seen to be done, in clock seconds.
     """
 
-    __slots__ = ("_carrier", "_communicator", "_generator", "_pending", "_reply", "_trailer_pending", "bucket",
-                 "done_s", "issued_s", "payload", "trailer_dtype", "values")  # fmt: skip
+    __slots__ = ("_carrier", "_communicator", "_generator", "_in_two_rounds", "_is_reduced", "_pending", "_reply",
+                 "_scattered", "_trailer_pending", "bucket", "done_s", "issued_s", "payload", "trailer_dtype",
+                 "values")  # fmt: skip
 
     def __init__(
-        self, bucket: Bucket, values: torch.Tensor, codec: Codec, state: State, communicator: Communicator
-    ) -> None:
+        self, bucket: Bucket, values: torch.Tensor, codec: Codec, state: State, communicator: Communicator,
+        *, in_two_rounds: bool = False,
+    ) -> None:  # fmt: skip
         self.bucket, self.values = bucket, values
         self._communicator = communicator
         self._generator = codec.exchange(values, state)
         self.payload = payload = next(self._generator)
         self._carrier = payload if isinstance(payload, Sum) and payload.tensor.dtype in EXACT_UP_TO else None
         self.trailer_dtype = values.dtype if self._carrier is None else self._carrier.tensor.dtype
+        self._in_two_rounds, self._is_reduced = in_two_rounds, False
+        self._scattered: Scattered | None = None
         self.issued_s = 0.0
         self.done_s: float | None = None
         self._pending: Pending
@@ -64,20 +74,38 @@ class BucketExchange:
             trailer: [T] what this worker says along with it.
         """
         self.issued_s = self._communicator.now_s()
-        if self._carrier is not None:
+        if self._in_two_rounds:
+            assert self._carrier is not None, "of codecs a scheduler may go with those that add floats"
+            self._scattered = self._communicator.reduce_scatter(replace(self._carrier, tail=trailer))
+        elif self._carrier is not None:
             self._pending = self._communicator.start(replace(self._carrier, tail=trailer))
         else:
             self._pending = self._communicator.start(self.payload)
             self._trailer_pending = self._communicator.start(Sum(trailer))
 
+    def reduce(self) -> None:
+        """Wait for the reduce-scatter of a sum in two rounds."""
+        assert self._scattered is not None
+        if not self._is_reduced:
+            self._communicator.wait_for_bucket(self._scattered, self.bucket)
+            self._is_reduced = True
+
+    def gather(self) -> None:
+        """Begin the all-gather of a sum in two rounds."""
+        self.reduce()
+        assert self._scattered is not None
+        self._pending, self._scattered = self._communicator.all_gather(self._scattered), None
+
     def poll(self) -> bool:
-        """Whether the first round is done; note the time if it is."""
-        if self.done_s is None and self._pending.done():
+        """Whether the sum is there; note the time if it is."""
+        if self.done_s is None and self._scattered is None and self._pending.done():
             self.done_s = self._communicator.now_s()
         return self.done_s is not None
 
     def wait(self) -> tuple[torch.Tensor, float]:
-        """Wait for the first round; return the trailers' sum [T], and the part of the workers that is in it."""
+        """Wait for the sum; return the trailers' sum [T], and the part of the workers that is in it."""
+        if self._scattered is not None:
+            self.gather()
         total = self._reply = self._communicator.wait_for_bucket(self._pending, self.bucket)
         self.poll()
         if self._trailer_pending is not None:

@@ -3,7 +3,8 @@
 It does one thing after the other, in the order in which it is told, which is the schedule's on all workers: so whatever
 it begins, later rounds of an exchange too, is begun in the same order everywhere, and nothing else may be begun on the
 fabric while it has something to do. Before a block is issued it brings as many of those under way to their end as the
-schedule says.
+schedule says. Where a schedule has two rounds, each of a block's two is a thing of its own: first all blocks are
+reduced, then all are gathered.
 """
 
 from __future__ import annotations
@@ -97,6 +98,30 @@ class BlockInFlight(InFlight):
         self.trailer = self.buffer.read_trailer(total, part)
         self.exchange.finish(self.trailer.weight or 1.0)  # nobody had data: the sum is zero, and so is the mean
         self.buffer.unpack()
+
+
+class ReduceInFlight(InFlight):
+    """The reduce-scatter of a block whose sum is made in two rounds."""
+
+    def __init__(self, buffer: BucketBuffer, exchange: BucketExchange) -> None:
+        super().__init__()
+        self._buffer, self._exchange = buffer, exchange
+
+    def issue(self) -> None:
+        """Begin it."""
+        self._exchange.issue(self._buffer.trailer)
+
+    def finish(self) -> None:
+        """Wait for it."""
+        self._exchange.reduce()
+
+
+class GatherInFlight(BlockInFlight):
+    """A block whose sum is made in two rounds, from the second on; the first is a `ReduceInFlight`."""
+
+    def issue(self) -> None:
+        """Begin its all-gather."""
+        self.exchange.gather()
 
 
 class BroadcastInFlight(InFlight):

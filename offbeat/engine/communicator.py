@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offbeat.diagnosis.wait import WaitContext
+from offbeat.fabric import ReduceScatters
 
 if TYPE_CHECKING:
     import torch
 
     from offbeat.engine.worker_context import WorkerContext
-    from offbeat.fabric import Fabric
+    from offbeat.fabric import Fabric, Scattered
     from offbeat.layout import Bucket
-    from offbeat.payload import Payload, Reply
+    from offbeat.payload import Payload, Reply, Sum
     from offbeat.pending import Pending
 
 
@@ -36,6 +37,17 @@ class Communicator:
     def start(self, payload: Payload) -> Pending:
         """Begin an exchange; in the same order on every rank."""
         return self._count(self._fabric.start(payload))
+
+    def reduce_scatter(self, payload: Sum) -> Scattered:
+        """Begin the first round of a sum in two; `all_gather` begins its second. In the same order on every rank."""
+        assert isinstance(self._fabric, ReduceScatters), "the plan is refused where a fabric cannot do that"
+        scattered = self._fabric.reduce_scatter(payload)
+        self._count(scattered)
+        return scattered
+
+    def all_gather(self, scattered: Scattered) -> Pending:
+        """Begin the second round of a sum; in the same order on every rank."""
+        return self._count(scattered.all_gather())
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Pending:
         """Begin to overwrite `tensor` with that of rank `source`; in the same order on every rank."""

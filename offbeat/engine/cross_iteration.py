@@ -17,6 +17,8 @@ in its order by a thread (`communication_thread`). Rules:
 * Where a worker lacks a gradient or has no data the step is a barrier, there alone: what is sent, and its order, is the
   same.
 * What the workers have said along with a step's gradients counts one step later, on all of them.
+* Where a schedule has two rounds the thread reduces all blocks in the order of backward, and then gathers them in that
+  of the next forward pass. A gradient has landed when it is gathered, and so has what the workers have said.
 """
 
 from __future__ import annotations
@@ -32,13 +34,20 @@ import torch
 
 from offbeat.diagnosis.wait import BlockingWait, WaitContext
 from offbeat.engine import worker_questions
-from offbeat.engine.communication_thread import BlockInFlight, BroadcastInFlight, CommunicationThread
+from offbeat.engine.communication_thread import (
+    BlockInFlight,
+    BroadcastInFlight,
+    CommunicationThread,
+    GatherInFlight,
+    ReduceInFlight,
+)
 from offbeat.engine.communicator import Communicator
 from offbeat.engine.partial_optimizer import PartialOptimizer
 from offbeat.engine.pending_gradient import PendingGradient, pending
 from offbeat.engine.reducer import Reducer
 from offbeat.engine.schedule_learner import ScheduleLearner
 from offbeat.engine.schedule_state import checked_schedule, schedule_state
+from offbeat.errors import PlanError
 from offbeat.layout import Bucket, Layout, Slot
 
 if TYPE_CHECKING:
@@ -64,7 +73,7 @@ class Flight:
 
     Args:
         step: whose.
-        blocks: in order, in which they also land.
+        blocks: in the order in which they land.
         weight, stamp: of this worker's batches in it.
     """
 
@@ -111,7 +120,8 @@ class CrossIterationReducer(Reducer):
         self._names: list[str] = []  # of the gradients that the schedule counts
         self.schedule: Schedule | None = None
         self._order: list[str] = []  # in which gradients are complete
-        self._last_block: dict[str, int] = {}  # of each gradient
+        self._landing: dict[int, int] = {}  # of each block: how many land before it
+        self._last_landing: dict[str, int] = {}  # of each gradient's blocks
         self._is_used = False  # a gradient was waited for before the optimizer's step
         self._used_steps = 0  # in a row
         super().__init__(model, plan, context, buffers=buffers, accounting=accounting)
@@ -119,6 +129,11 @@ class CrossIterationReducer(Reducer):
         silent = dataclasses.replace(context, waiter=BlockingWait(clock=context.clock, timeout=_NEVER))
         self._carrier = Communicator(model.fabric, silent, model.number)
         self._learn_anew()
+
+    @property
+    def in_two_rounds(self) -> bool:  # type: ignore[override]
+        """Whether sums are made by a reduce-scatter and an all-gather: as the schedule says, at barriers too."""
+        return self.schedule is not None and bool(self.schedule.gathers)
 
     @property
     def is_ahead(self) -> bool:
@@ -205,7 +220,7 @@ class CrossIterationReducer(Reducer):
         super().load_state_dict(state)
         sizes = {name: entry.parameter.numel() for name, entry in self._entries.items()}
         found = checked_schedule(state.get("schedule"), sizes)
-        if found is not None and self.communicator.world > 1:
+        if found is not None and self.communicator.world > 1 and self._can_go_by(found[1]):
             self._adopt_schedule(*found)
         self._learn_anew()
 
@@ -232,14 +247,24 @@ class CrossIterationReducer(Reducer):
             return
         profile = learner.agree(self.communicator, control)
         schedule = scheduler.schedule(profile)
+        if not self._can_go_by(schedule):
+            raise PlanError(
+                f"Cannot schedule with {scheduler!r} over {self.plan.fabric!r}: its schedule has two rounds, and that "
+                "fabric cannot reduce and gather apart. Use ProcessGroup() or Elastic() - at `plan.fabric`."
+            )
         control.check_equal_now("schedule of gradients", schedule.describe(profile), "Start all with the same plan.")
         self._adopt_schedule([one.name for one in profile.gradients], schedule)
         self._begin_ahead(learner, schedule)
+
+    def _can_go_by(self, schedule: Schedule) -> bool:
+        """Whether the fabric carries what a schedule has."""
+        return not schedule.gathers or self._model.fabric.offers.reduce_scatter
 
     def _adopt_schedule(self, names: Sequence[str], schedule: Schedule) -> None:
         """Have each block be a bucket from here on."""
         self._order = [*self.layout.names, *self.layout.sparse]
         self._names, self.schedule = list(names), schedule
+        self._landing = {index: before for before, index in enumerate(schedule.landing)}
         self._build(self._scheduled(self._names, schedule))
 
     def _begin_ahead(self, learner: ScheduleLearner, schedule: Schedule) -> None:
@@ -273,7 +298,7 @@ class CrossIterationReducer(Reducer):
         super()._build(layout)
         for entry in self._entries.values() if self.is_ahead else ():
             assert entry.view is not None, "it was in a bucket at the beginning"
-            self._last_block[entry.name] = max(buffer.bucket.index for buffer in entry.buffers)
+            self._last_landing[entry.name] = max(self._landing[buffer.bucket.index] for buffer in entry.buffers)
             entry.view = pending(entry.view, functools.partial(self._use, entry))
 
     def _hook_optimizer_and_states(self) -> None:
@@ -393,10 +418,10 @@ class CrossIterationReducer(Reducer):
             return
         with torch._C.DisableTorchFunctionSubclass():
             buffer, exchange = self._prepared(index, self._carrier)
-        block = BlockInFlight(buffer, exchange)
+        block = GatherInFlight(buffer, exchange) if self.in_two_rounds else BlockInFlight(buffer, exchange)
         self._blocks.append(block)
         self._under_way.append((buffer, exchange))
-        self._thread.issue(block)
+        self._thread.issue(ReduceInFlight(buffer, exchange) if self.in_two_rounds else block)
 
     # -- at its end ----------------------------------------------------------------------------------------------
 
@@ -408,12 +433,15 @@ class CrossIterationReducer(Reducer):
             return
         self._context.metrics.compute_done()
         self._queue.flush()
+        blocks = [self._blocks[index] for index in self._landing]
+        for block in blocks if self.in_two_rounds else ():
+            self._thread.issue(block)
         self._thread.finish()
         if self._broadcast is not None:
             self._context.waiter.wait(self._broadcast, WaitContext("broadcast of the buffers", self.step))
             self._broadcast.take_over()
         accounting = self.accounting
-        self._flight = Flight(self.step, tuple(self._blocks), accounting.weight, accounting.stamp)
+        self._flight = Flight(self.step, blocks, accounting.weight, accounting.stamp)
         is_whole = accounting.weight > 0 and accounting.absent is None and all(e.used for e in self._entries.values())
         if not is_whole:
             self._land_all(hands_out=True)
@@ -425,7 +453,7 @@ class CrossIterationReducer(Reducer):
         if (flight := self._flight) is None:
             return
         for buffer in self._entries[name].buffers:
-            self._wait_for(flight, flight.blocks[buffer.bucket.index])
+            self._wait_for(flight, flight.blocks[self._landing[buffer.bucket.index]])
 
     def _wait_for(self, flight: Flight, block: BlockInFlight) -> None:
         if block.has_landed:
@@ -479,7 +507,7 @@ class CrossIterationReducer(Reducer):
         for name in due:
             self._land(name)
         landed = len(self._buckets) if self._flight is None else self._flight.landed
-        self._step([name for name in self._gradients if self._last_block[name] < landed])
+        self._step([name for name in self._gradients if self._last_landing[name] < landed])
 
     def _step_all(self) -> None:
         if self._gradients:

@@ -66,6 +66,7 @@ class Reducer:
     """
 
     is_collective = True
+    in_two_rounds = False  # whether sums are made by a reduce-scatter and an all-gather
 
     def __init__(
         self,
@@ -385,7 +386,9 @@ class Reducer:
         buffer.pack(scale=scale, check_finite=self._check_finite)
         codec = self._model.codec_state.working(self._plan.working_codec)
         state = self._model.codec_state.of(codec, buffer.bucket)
-        exchange = BucketExchange(buffer.bucket, buffer.grad, codec, state, communicator)
+        exchange = BucketExchange(
+            buffer.bucket, buffer.grad, codec, state, communicator, in_two_rounds=self.in_two_rounds
+        )
         buffer.write_trailer(accounting, exchange.trailer_dtype)
         return buffer, exchange
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def schedule_state(names: Sequence[str], schedule: Schedule) -> dict[str, Any]:
     """The state of a schedule of these gradients; `checked_schedule` reads it back."""
     blocks = [[[one.gradient, one.start, one.stop] for one in block.slices] for block in schedule.blocks]
-    return {"names": list(names), "blocks": blocks, "after": list(schedule.after)}
+    return {"names": list(names), "blocks": blocks, "after": list(schedule.after), "gathers": list(schedule.gathers)}
 
 
 def checked_schedule(saved: Mapping[str, Any] | None, sizes: Mapping[str, int]) -> tuple[list[str], Schedule] | None:
@@ -45,7 +45,18 @@ def checked_schedule(saved: Mapping[str, Any] | None, sizes: Mapping[str, int]) 
             raise ModelError("Cannot go by the schedule of this checkpoint: a gradient is not in it whole, and once.")
         ends[one.gradient] = one.stop
     after = tuple(state_checks.whole(number, "order of a schedule") for number in saved["after"])
+    # A checkpoint of before there were two rounds has none.
+    gathers = tuple(state_checks.whole(number, "order of a schedule") for number in saved.get("gathers", ()))
+    if gathers and (sorted(gathers) != list(range(len(blocks))) or not _waits(gathers, after[len(blocks) :])):
+        raise ModelError(
+            "Cannot go by the schedule of this checkpoint: not every block is gathered once, when reduced."
+        )
     is_whole = ends == [sizes[name] for name in names]
-    if not is_whole or len(after) != len(blocks) or any(n > i for i, n in enumerate(after)):
+    if not is_whole or len(after) != len(blocks) + len(gathers) or any(n > i for i, n in enumerate(after)):
         raise ModelError("Cannot go by the schedule of this checkpoint: it is of another model, or damaged.")
-    return names, Schedule(tuple(blocks), after)
+    return names, Schedule(tuple(blocks), after, gathers)
+
+
+def _waits(gathers: Sequence[int], after: Sequence[int]) -> bool:
+    """Whether each gather waits for its block to be reduced."""
+    return all(number > index for index, number in zip(gathers, after, strict=False))

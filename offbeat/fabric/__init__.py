@@ -2,7 +2,8 @@
 
 * `fabric` - the nouns: `FabricSpec` describes and `Offers`, what `Binds` makes a `Fabric`, which has handles; one with
   a server is `Served`
-* `process_group` - the collectives of a torch process group (Gloo, NCCL)
+* `process_group` - the collectives of a torch process group (Gloo, NCCL); `reduce_scatter` - sums there in two rounds;
+  `spare_memory` - what exchanges work in
 * `elastic` - all-reduce that goes on without the workers it loses; `retryable` - what it exchanges, again if need be;
   `elastic_group` - who is left, and how they find together
 * `switch` - sums in the network, beside an elastic companion (`offbeat.switch`); `switch_table` - sums there that last;
@@ -21,6 +22,8 @@ from offbeat.fabric.fabric import (
     FabricSpec,
     HoldsTables,
     Offers,
+    ReduceScatters,
+    Scattered,
     Served,
     SumsSome,
     check_spec,
@@ -44,6 +47,8 @@ __all__ = [
     "Offers",
     "ParameterServer",
     "ProcessGroup",
+    "ReduceScatters",
+    "Scattered",
     "Served",
     "SumsSome",
     "Switch",

@@ -37,8 +37,10 @@ from offbeat.fabric.retryable import (
     RetryableAllGather,
     RetryableAllReduce,
     RetryableBroadcast,
-    SpareMemory,
+    RetryableReduceScatter,
+    RetryableSumGather,
 )
+from offbeat.fabric.spare_memory import SpareMemory
 from offbeat.payload import Sum
 from offbeat.protocol.group_progress import GroupProgress
 
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
     from offbeat.pending import Pending
 
 _AT_ONCE = timedelta(milliseconds=1)
-_OFFERS = Offers(partial=True, elastic=True)
+_OFFERS = Offers(partial=True, elastic=True, reduce_scatter=True)
 
 
 @dataclass(frozen=True)
@@ -110,11 +112,14 @@ class BoundElastic:
 
     def start(self, payload: Payload) -> ElasticExchange:
         if isinstance(payload, Sum):
-            return self._begin(RetryableAllReduce(self.world, payload, self._spare))
-        return self._begin(RetryableAllGather(self.world, payload))
+            return self.begin(RetryableAllReduce(self.world, payload, self._spare))
+        return self.begin(RetryableAllGather(self.world, payload))
+
+    def reduce_scatter(self, payload: Sum) -> ElasticScattered:
+        return ElasticScattered(self, RetryableReduceScatter(self.world, payload, self._spare))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> ElasticExchange:
-        return self._begin(RetryableBroadcast(self.world, tensor, source))
+        return self.begin(RetryableBroadcast(self.world, tensor, source))
 
     def close(self) -> None:
         if self._group is not None:
@@ -197,7 +202,8 @@ class BoundElastic:
         assert self._group is not None, "fabric used after close"
         return self._group
 
-    def _begin(self, operation: RetryableOp) -> ElasticExchange:
+    def begin(self, operation: RetryableOp) -> ElasticExchange:
+        """Begin the next exchange."""
         floor = next((e.number for e in self._exchanges if not e.is_taken), self._begun)
         exchange = ElasticExchange(self, operation, self._begun, floor)
         self._begun += 1
@@ -227,6 +233,26 @@ class BoundElastic:
     def _find(self, number: int) -> ElasticExchange | None:
         first = self._begun - len(self._exchanges)
         return self._exchanges[number - first] if first <= number < self._begun else None
+
+
+class ElasticScattered:
+    """The first round of a sum in two. A `Scattered`."""
+
+    def __init__(self, fabric: BoundElastic, operation: RetryableReduceScatter) -> None:
+        self._fabric, self._operation, self._exchange = fabric, operation, fabric.begin(operation)
+        self.sent_bytes = self._exchange.sent_bytes
+
+    def wait(self, timeout: timedelta) -> bool:
+        return self._exchange.wait(timeout)
+
+    def done(self) -> bool:
+        return self._exchange.done()
+
+    def result(self) -> Reply:
+        return self._exchange.result()
+
+    def all_gather(self) -> ElasticExchange:
+        return self._fabric.begin(RetryableSumGather(self._fabric.world, self._operation))
 
 
 class ElasticExchange:

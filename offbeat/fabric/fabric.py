@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from offbeat.errors import PlanError
-from offbeat.payload import Gather, Payload, Sum
+from offbeat.payload import Gather, Payload, Reply, Sum
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +48,7 @@ class Offers:
             themselves.
         partial: a reply may be of some workers' contributions only; `Total.weight` says of how many.
         elastic: training goes on without a worker that is lost, and takes newcomers in.
+        reduce_scatter: a sum can be made in two rounds, with other exchanges between them; see `ReduceScatters`.
     """
 
     carries: frozenset[type] = frozenset({Sum, Gather})
@@ -56,6 +57,7 @@ class Offers:
     holds: Literal["workers", "server", "switch"] = "workers"
     partial: bool = False
     elastic: bool = False
+    reduce_scatter: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,32 @@ class Fabric(Protocol):
 
     def abandon(self) -> None:
         """Let go instead of `close`, when an exchange may never end: do not wait for it, not even at exit."""
+
+
+class Scattered(Protocol):
+    """The first round of a sum in two, under way. A `Pending` whose result says nothing."""
+
+    @property
+    def sent_bytes(self) -> int: ...
+
+    def wait(self, timeout: timedelta) -> bool: ...
+
+    def done(self) -> bool: ...
+
+    def result(self) -> Reply: ...
+
+    def all_gather(self) -> Pending:
+        """Begin the second round, once the first was waited for; the reply is that to the `Sum`."""
+
+
+@runtime_checkable
+class ReduceScatters(Protocol):
+    """A bound fabric that makes sums in two rounds too: a reduce-scatter, after which each worker has the sum of a part
+    of the tensor, and an all-gather of these parts, each of which sends half of what an all-reduce does.
+    """
+
+    def reduce_scatter(self, payload: Sum) -> Scattered:
+        """Begin a sum's first round; as `Fabric.start`, but the tensors stay as they are until the second is done."""
 
 
 @runtime_checkable

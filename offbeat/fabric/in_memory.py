@@ -18,6 +18,8 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from offbeat.errors import DisagreementError, PlanError
 from offbeat.fabric.fabric import BindContext, Offers
 from offbeat.payload import Gather, GatheredPart, Payload, Reply, Sum, Total
@@ -25,7 +27,8 @@ from offbeat.payload import Gather, GatheredPart, Payload, Reply, Sum, Total
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    import torch
+_OFFERS = Offers(reduce_scatter=True)
+_OF_ALL, _IN_PARTS = -1, -2
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class InMemory:
 
     @property
     def offers(self) -> Offers:
-        return Offers()
+        return _OFFERS
 
     def bind(self, context: BindContext) -> BoundInMemory:
         """Make the end of a worker that is alone; threads share an `InMemoryGroup`, and each has a `BoundInMemory`.
@@ -81,13 +84,16 @@ class BoundInMemory:
         self._issued = 0
         self.rank = rank
         self.world = group.world
-        self.offers = Offers()
+        self.offers = _OFFERS
 
     def start(self, payload: Payload) -> InMemoryPending:
-        return self._bring(payload, source=-1)
+        return self.bring(payload, _OF_ALL)
+
+    def reduce_scatter(self, payload: Sum) -> InMemoryScattered:
+        return InMemoryScattered(self, payload)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> InMemoryPending:
-        return self._bring(Sum(tensor), source)
+        return self.bring(Sum(tensor), source)
 
     def close(self) -> None:
         """Do nothing: it holds no resources."""
@@ -95,7 +101,8 @@ class BoundInMemory:
     def abandon(self) -> None:
         """Do nothing: it holds no resources."""
 
-    def _bring(self, payload: Payload, source: int) -> InMemoryPending:
+    def bring(self, payload: Payload, source: int) -> InMemoryPending:
+        """Begin the next exchange, of what all bring or of what worker `source` does."""
         number, self._issued = self._issued, self._issued + 1
         with self._group.lock:
             slot = self._group.slots.setdefault(number, ExchangeSlot(self.world))
@@ -137,6 +144,55 @@ class InMemoryPending:
         tensor = self._payload.tensor.copy_(reply.tensor)
         tail = None if reply.tail is None or self._payload.tail is None else self._payload.tail.copy_(reply.tail)
         return Total(tensor, tail=tail)
+
+
+class InMemoryScattered:
+    """The first round of a sum in two: a part of the sum is this rank's, which it has others see in the second round. A
+    `Scattered`.
+    """
+
+    def __init__(self, fabric: BoundInMemory, payload: Sum) -> None:
+        self._fabric, self._payload = fabric, payload
+        copies = (payload.tensor.clone(), None if payload.tail is None else payload.tail.clone())
+        self._pending = fabric.bring(Sum(*copies), _IN_PARTS)
+        self._part = payload.tensor[:0]
+        self.sent_bytes = self._pending.sent_bytes // 2
+
+    def wait(self, timeout: timedelta) -> bool:
+        return self._pending.wait(timeout)
+
+    def done(self) -> bool:
+        return self._pending.done()
+
+    def result(self) -> Reply:
+        reply = self._pending.result()
+        assert isinstance(reply, Total)
+        whole = reply.tensor if reply.tail is None else torch.cat([reply.tensor, reply.tail.to(reply.tensor.dtype)])
+        self._part = whole.tensor_split(self._fabric.world)[self._fabric.rank]
+        return []
+
+    def all_gather(self) -> InMemoryGathered:
+        return InMemoryGathered(self._fabric.bring(Gather((self._part,)), _OF_ALL), self._payload, self.sent_bytes)
+
+
+class InMemoryGathered:
+    """The second round of a sum in two. A `Pending`."""
+
+    def __init__(self, pending: InMemoryPending, payload: Sum, sent_bytes: int) -> None:
+        self._pending, self._payload, self.sent_bytes = pending, payload, sent_bytes
+
+    def wait(self, timeout: timedelta) -> bool:
+        return self._pending.wait(timeout)
+
+    def done(self) -> bool:
+        return self._pending.done()
+
+    def result(self) -> Reply:
+        reply, tensor, tail = self._pending.result(), self._payload.tensor, self._payload.tail
+        assert isinstance(reply, list)
+        whole = torch.cat([part.tensors[0] for part in reply])
+        tensor.copy_(whole[: tensor.numel()])
+        return Total(tensor, tail=None if tail is None else tail.copy_(whole[tensor.numel() :]))
 
 
 def _combine(brought: dict[int, tuple[int, Payload]]) -> Reply:

@@ -12,6 +12,7 @@ Facts this file is built on (torch 2.13):
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ import torch.distributed as dist
 
 from offbeat.errors import NetworkError
 from offbeat.fabric.fabric import BindContext, Offers
+from offbeat.fabric.reduce_scatter import PartSums, sent_bytes_of_round
+from offbeat.fabric.spare_memory import SpareMemory
 from offbeat.payload import GatheredPart, Payload, Reply, Sum, Total
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from offbeat.pending import Pending
 
 _NEVER = timedelta(days=365)
+_OFFERS = Offers(reduce_scatter=True)
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class ProcessGroup:
 
     @property
     def offers(self) -> Offers:
-        return Offers()
+        return _OFFERS
 
     def bind(self, context: BindContext) -> BoundProcessGroup:
         """Make a group of our own over all ranks of the default one. Collective: every rank calls it."""
@@ -57,7 +61,8 @@ class BoundProcessGroup:
         self._group: dist.ProcessGroup | None = group
         self.rank = group.rank()
         self.world = group.size()
-        self.offers = Offers()
+        self.offers = _OFFERS
+        self._spare, self._begun, self._under_way, self._most = SpareMemory(), 0, 0, 0
 
     def start(self, payload: Payload) -> Pending:
         if isinstance(payload, Sum):
@@ -68,6 +73,17 @@ class BoundProcessGroup:
             return dist.all_gather(into, tensor, group=group, async_op=True)
 
         return GatherWorks(all_gather, self.rank, self.world, payload.tensors)
+
+    def reduce_scatter(self, payload: Sum) -> ScatteredWorks:
+        parts = PartSums(self._handle, joined(payload), self._spare)
+        self._begun += 1
+        self._under_way += 1
+        self._most = max(self._most, self._under_way)
+        return ScatteredWorks(payload, parts, self.world, functools.partial(self._forget, parts, self._begun))
+
+    def _forget(self, parts: PartSums, number: int) -> None:
+        self._under_way -= 1
+        self._spare.give(parts.memory, number, self._most)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Works:
         # As bytes: Gloo has no broadcast for some dtypes, such as int16.
@@ -93,13 +109,10 @@ class BoundProcessGroup:
 
     def _start_sum(self, payload: Sum) -> Works:
         tensor, tail = payload.tensor, payload.tail
-        if tail is None:
-            whole, split = tensor, lambda: Total(tensor)
-        elif _adjacent(tensor, tail):
-            whole = tensor.as_strided((tensor.numel() + tail.numel(),), (1,))
+        whole = joined(payload)
+        if tail is None or whole.data_ptr() == tensor.data_ptr():
             split = lambda: Total(tensor, tail=tail)  # noqa: E731
         else:
-            whole = torch.cat([tensor, tail.to(tensor.dtype)])
             split = lambda: Total(whole[: tensor.numel()], tail=whole[tensor.numel() :])  # noqa: E731
         work = dist.all_reduce(whole, group=self._handle, async_op=True)
         # A ring sends each element twice but for the worker's own share: 2 (N-1)/N of the whole.
@@ -136,6 +149,40 @@ class Works:
 
     def result(self) -> Reply:
         return self._result()
+
+
+class ScatteredWorks:
+    """The first round of a sum in two. A `Scattered`.
+
+    Args:
+        parts: of the sum.
+        release: is called when the sum is where it belongs.
+    """
+
+    def __init__(self, payload: Sum, parts: PartSums, world: int, release: Callable[[], None]) -> None:
+        self._payload, self._parts, self._release = payload, parts, release
+        self._works = Works([parts.scatter()], list, 0)
+        self.sent_bytes = sent_bytes_of_round(payload.size_bytes, world)
+
+    def wait(self, timeout: timedelta) -> bool:
+        return self._works.wait(timeout)
+
+    def done(self) -> bool:
+        return self._works.done()
+
+    def result(self) -> Reply:
+        return self._works.result()
+
+    def all_gather(self) -> Works:
+        return Works([self._parts.gather()], self._total, self.sent_bytes)
+
+    def _total(self) -> Total:
+        tensor, tail, memory = self._payload.tensor, self._payload.tail, self._parts.memory
+        tensor.copy_(memory[: tensor.numel()])
+        if tail is not None:
+            tail.copy_(memory[tensor.numel() : tensor.numel() + tail.numel()])
+        self._release()
+        return Total(tensor, tail=tail)
 
 
 class GatherWorks:
@@ -225,6 +272,16 @@ def _wait_for(work: Any, timeout: timedelta) -> bool:
 
 def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0]
+
+
+def joined(payload: Sum) -> torch.Tensor:
+    """The tensor of a sum with its tail behind it: in place if they lie like that, else a copy."""
+    tensor, tail = payload.tensor, payload.tail
+    if tail is None:
+        return tensor
+    if _adjacent(tensor, tail):
+        return tensor.as_strided((tensor.numel() + tail.numel(),), (1,))
+    return torch.cat([tensor, tail.to(tensor.dtype)])
 
 
 def _adjacent(tensor: torch.Tensor, tail: torch.Tensor) -> bool:

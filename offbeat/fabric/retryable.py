@@ -1,5 +1,5 @@
-"""The operations of an elastic fabric: an all-reduce, an all-gather, a broadcast, each tried until one try comes to its
-end.
+"""The operations of an elastic fabric: an all-reduce, also in two rounds, an all-gather, a broadcast; each is tried
+until one try comes to its end.
 
 A try works in memory of its own, so that what was brought stays as it is for the next one, and what it came to stays
 for those that lack it. As bytes, for them: a length, a header as JSON, the elements.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import deque
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -17,13 +16,15 @@ import torch
 import torch.distributed as dist
 
 from offbeat.errors import PeerError
-from offbeat.fabric.process_group import GatherWorks, Works
+from offbeat.fabric.process_group import GatherWorks, Works, joined
+from offbeat.fabric.reduce_scatter import PartSums, sent_bytes_of_round
 from offbeat.payload import Gather, GatheredPart, Reply, Sum, Total
 from offbeat.tensors import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from offbeat.fabric.spare_memory import SpareMemory
     from offbeat.pending import Pending
 
 _HEAD = 8
@@ -104,31 +105,6 @@ class RetryableOp(ABC):
     def _unpack(self, header: GatherHeader, elements: memoryview) -> None: ...
 
 
-class SpareMemory:
-    """The memory of exchanges that are over, for those that follow.
-
-    To touch fresh pages takes three times as long as to copy a gradient into pages that are there. What no exchange has
-    asked for in a few times as many exchanges as were ever kept is released.
-    """
-
-    def __init__(self) -> None:
-        self._spare: deque[tuple[int, torch.Tensor]] = deque()  # with the number of the exchange that it was of
-
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Find memory of this size, which is uninitialized."""
-        for i, (_, memory) in enumerate(self._spare):
-            if memory.numel() == numel and memory.dtype == dtype:
-                del self._spare[i]
-                return memory
-        return torch.empty(numel, dtype=dtype)
-
-    def give(self, memory: torch.Tensor, number: int, kept: int) -> None:
-        """Take back what exchange `number` worked in; `kept` is how many exchanges are kept at most."""
-        self._spare.append((number, memory))
-        while self._spare[0][0] < number - 4 * kept:
-            self._spare.popleft()
-
-
 class RetryableAllReduce(RetryableOp):
     """A `Sum`.
 
@@ -166,6 +142,90 @@ class RetryableAllReduce(RetryableOp):
 
     def _unpack(self, header: GatherHeader, elements: memoryview) -> None:
         self._memory = _tensor_of(elements, self._tensor.dtype, (self._numel,))
+
+    def free(self) -> torch.Tensor | None:
+        memory, self._memory = self._memory, self._memory[:0]
+        return memory if self._is_replied else None
+
+
+class RetryableReduceScatter(RetryableOp):
+    """The first round of a `Sum` in two: a part of the sum is here in the end, and no reply.
+
+    Args:
+        spare: where it takes the memory of each try.
+    """
+
+    def __init__(self, world: int, payload: Sum, spare: SpareMemory) -> None:
+        super().__init__(world)
+        self.payload, self.spare = payload, spare
+        self.whole = joined(payload)  # that was brought: it stays as it is until the second round is done
+        self._group: dist.ProcessGroup | None = None
+        self._parts: PartSums | None = None
+
+    def sent_bytes(self, rank: int) -> int:
+        return sent_bytes_of_round(self.payload.size_bytes, self._world)
+
+    def reply(self) -> list[GatheredPart]:
+        return []
+
+    def parts_in(self, group: dist.ProcessGroup) -> PartSums | None:
+        """The parts of the sum, if they were made in this group: then all of its workers have one."""
+        return self._parts if group is self._group else None
+
+    def _issue(self, group: dist.ProcessGroup, group_rank: int) -> Works:
+        parts = self._parts = PartSums(group, self.whole, self.spare)
+        self._group = group
+        return Works([parts.scatter()], lambda: Total(parts.memory), 0)
+
+    def _pack(self) -> tuple[GatherHeader, bytes]:
+        return GatherHeader(self._workers), b""
+
+    def _unpack(self, header: GatherHeader, elements: memoryview) -> None:
+        self._group = self._parts = None  # others' parts are of no use here
+
+
+class RetryableSumGather(RetryableOp):
+    """The second round of a `Sum` in two.
+
+    A worker that is lost between the rounds, or in this one, has a part of the sum that nobody else has. So in another
+    group than that of the first round what was brought is summed again, in one round, by all that are left.
+
+    Args:
+        scatter: the first round.
+    """
+
+    def __init__(self, world: int, scatter: RetryableReduceScatter) -> None:
+        super().__init__(world)
+        self._scatter = scatter
+        self._memory = torch.empty(0)
+        self._is_replied = False
+
+    def sent_bytes(self, rank: int) -> int:
+        return sent_bytes_of_round(self._scatter.payload.size_bytes, self._world)
+
+    def reply(self) -> Total:
+        self._is_replied = True
+        payload, weight = self._scatter.payload, len(self._workers) / self._world
+        numel, end = payload.tensor.numel(), self._scatter.whole.numel()
+        payload.tensor.copy_(self._memory[:numel])
+        tail = None if payload.tail is None else payload.tail.copy_(self._memory[numel:end])
+        return Total(payload.tensor, weight, tail)
+
+    def _issue(self, group: dist.ProcessGroup, group_rank: int) -> Works:
+        parts, whole = self._scatter.parts_in(group), self._scatter.whole
+        if parts is not None:
+            self._memory = parts.memory
+            return Works([parts.gather()], lambda: Total(parts.memory), 0)
+        memory = self._memory = self._scatter.spare.take(whole.numel(), whole.dtype)
+        memory.copy_(whole)
+        return Works([group.allreduce([memory])], lambda: Total(memory), 0)
+
+    def _pack(self) -> tuple[GatherHeader, bytes]:
+        return GatherHeader(self._workers), bytes(bytes_of(self._memory[: self._scatter.whole.numel()]))
+
+    def _unpack(self, header: GatherHeader, elements: memoryview) -> None:
+        whole = self._scatter.whole
+        self._memory = _tensor_of(elements, whole.dtype, (whole.numel(),))
 
     def free(self) -> torch.Tensor | None:
         memory, self._memory = self._memory, self._memory[:0]

@@ -97,7 +97,7 @@ class StagedFabric:
 
     @property
     def offers(self) -> Offers:
-        return self._fabric.offers
+        return replace(self._fabric.offers, reduce_scatter=False)  # parts of sums are not staged
 
     def start(self, payload: Payload) -> StagedPending:
         sent_bytes = payload.size_bytes if self.world > 1 else 0

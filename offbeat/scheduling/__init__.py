@@ -6,6 +6,8 @@
 * `scheduler` - the Protocol of one
 * `slices` - gradients cut into slices; `urgency_queue` - the order in which a queue by urgency would send slices
 * `fifo`, `priority`, `credit`, `merged_gradient`, `prophet` - one scheduler each
+* `reduce_scatter_gather` - one whose blocks are reduced in backward, and gathered in the next forward pass
+* `credit_tuner` - the search for the two numbers of `Credit`
 """
 
 from offbeat.scheduling.credit import Credit
@@ -14,6 +16,7 @@ from offbeat.scheduling.merged_gradient import MergedGradient
 from offbeat.scheduling.priority import Priority
 from offbeat.scheduling.profile import BackwardProfile, GradientTimes
 from offbeat.scheduling.prophet import Prophet
+from offbeat.scheduling.reduce_scatter_gather import ReduceScatterGather
 from offbeat.scheduling.schedule import GradientSlice, Schedule, ScheduledBlock
 from offbeat.scheduling.scheduler import Scheduler
 from offbeat.scheduling.timeline import StepTimeline, lower_bound_s, play
@@ -27,6 +30,7 @@ __all__ = [
     "MergedGradient",
     "Priority",
     "Prophet",
+    "ReduceScatterGather",
     "Schedule",
     "ScheduledBlock",
     "Scheduler",

@@ -52,7 +52,7 @@ class BackwardProfile:
     bandwidth: float
     gap_s: float = 0.0
 
-    def takes_s(self, size_bytes: int) -> float:
+    def takes_s(self, size_bytes: float) -> float:
         """The time that the exchange of so many bytes takes of the link."""
         return max(self.gap_s, size_bytes / self.bandwidth)
 

@@ -49,32 +49,49 @@ class ScheduledBlock:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Blocks in the order in which they are sent.
+    """Blocks in the order in which they are sent, in one round or in two.
+
+    With two rounds all blocks are reduced (a reduce-scatter each), in order, and then gathered (an all-gather each) in
+    an order of its own. An operation is a block's one round, or one of its two.
 
     Args:
         blocks: each element of each gradient is in exactly one.
-        after: for each block, how many of the first blocks are done before it is issued.
+        after: for each operation, how many of the first operations are done before it is issued.
+        gathers: indices of all blocks in the order in which they are gathered; none if one round is all.
     """
 
     blocks: tuple[ScheduledBlock, ...]
     after: tuple[int, ...]
+    gathers: tuple[int, ...] = ()
+
+    @property
+    def landing(self) -> tuple[int, ...]:
+        """Indices of the blocks in the order in which they are done."""
+        return self.gathers or tuple(range(len(self.blocks)))
 
     def sizes_bytes(self, profile: BackwardProfile) -> list[int]:
         """The size of each block."""
         return [block.size_bytes(profile) for block in self.blocks]
 
     def describe(self, profile: BackwardProfile) -> str:
-        """One line per block: what two workers must have in common."""
-        return "\n".join(
-            f"behind {done}: "
-            + ", ".join(f"{profile.gradients[one.gradient].name}[{one.start}:{one.stop}]" for one in block.slices)
-            for block, done in zip(self.blocks, self.after, strict=True)
-        )
+        """One line per operation: what two workers must have in common."""
+        operations = [
+            ", ".join(f"{profile.gradients[one.gradient].name}[{one.start}:{one.stop}]" for one in block.slices)
+            for block in self.blocks
+        ]
+        operations += [f"gather of block {index}" for index in self.gathers]
+        return "\n".join(f"behind {done}: {text}" for text, done in zip(operations, self.after, strict=True))
 
     @classmethod
     def of_blocks_under_way(cls, blocks: Sequence[ScheduledBlock], most: int | None = None) -> Schedule:
         """A schedule that has at most so many blocks under way; any number if None."""
         return cls(tuple(blocks), tuple(0 if most is None else max(0, i - most + 1) for i in range(len(blocks))))
+
+    @classmethod
+    def of_two_rounds(cls, blocks: Sequence[ScheduledBlock]) -> Schedule:
+        """A schedule that reduces blocks in order, and gathers them in the order of the forward pass."""
+        gathers = sorted(range(len(blocks)), key=lambda i: min(one.gradient for one in blocks[i].slices))
+        return cls(tuple(blocks), (*(0 for _ in blocks), *(i + 1 for i in gathers)), tuple(gathers))
 
     @classmethod
     def of_bytes_under_way(cls, blocks: Sequence[ScheduledBlock], most: int, profile: BackwardProfile) -> Schedule:

@@ -6,6 +6,10 @@ is its turn. A parameter is stepped when all slices of its gradient are back.
     issued[i] = max(ready[i], issued[i - 1], done[after[i] - 1])
     done[i]   = max(issued[i] + latency, done[i - 1]) + max(gap, size[i] / bandwidth)
     begins[g] = max(begins[g - 1] + forward[g - 1], done of the last block of g), from the end of backward on
+
+With two rounds each is an operation of half the bytes, and has a latency and a gap as any other: what an exchange takes
+beyond its bytes is not known to halve with them. A gather is ready when its block is reduced and backward has ended,
+and a block is done when it is gathered.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ class StepTimeline:
     """The timeline of one step, in seconds since backward began.
 
     Args:
-        issued, done: of each block.
+        issued, done: of each operation: of all blocks, and behind them, with two rounds, of all gathers.
         begins: when the forward pass goes on with each gradient's parameter.
         step_s: from the beginning of backward to the end of the next forward pass.
     """
@@ -38,15 +42,21 @@ def play(profile: BackwardProfile, schedule: Schedule) -> StepTimeline:
     """Play one step."""
     issued: list[float] = []
     done: list[float] = []
-    fresh_s = [0.0] * len(profile.gradients)
     now_s = 0.0
-    for block, size, after in zip(schedule.blocks, schedule.sizes_bytes(profile), schedule.after, strict=True):
-        now_s = max(now_s, *(profile.gradients[one.gradient].ready_s for one in block.slices))
+    sizes, rounds = schedule.sizes_bytes(profile), 2 if schedule.gathers else 1
+    ready = [max(profile.gradients[one.gradient].ready_s for one in block.slices) for block in schedule.blocks]
+    operations = (*range(len(sizes)), *schedule.gathers)
+    for number, (index, after) in enumerate(zip(operations, schedule.after, strict=True)):
+        is_gather = number >= len(sizes)
+        now_s = max(now_s, *((profile.backward_s, done[index]) if is_gather else (ready[index],)))
         now_s = max(now_s, done[after - 1] if after else 0.0)
         issued.append(now_s)
-        done.append(max(now_s + profile.latency_s, done[-1] if done else 0.0) + profile.takes_s(size))
-        for one in block.slices:
-            fresh_s[one.gradient] = max(fresh_s[one.gradient], done[-1])
+        begins_s = max(now_s + profile.latency_s, done[-1] if done else 0.0)
+        done.append(begins_s + profile.takes_s(sizes[index] / rounds))
+    fresh_s = [0.0] * len(profile.gradients)
+    for index, done_s in zip(schedule.landing, done[-len(sizes) :], strict=True):
+        for one in schedule.blocks[index].slices:
+            fresh_s[one.gradient] = max(fresh_s[one.gradient], done_s)
     begins, at_s = [], profile.backward_s
     for gradient, ready_s in zip(profile.gradients, fresh_s, strict=True):
         begins.append(max(at_s, ready_s))

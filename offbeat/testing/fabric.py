@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.clock import to_timedelta
+from offbeat.fabric import ReduceScatters
 from offbeat.payload import Gather, Reply, Sum, Total
 
 if TYPE_CHECKING:
-    from offbeat.fabric import Fabric
+    from offbeat.fabric import Fabric, Scattered
     from offbeat.pending import Pending
 
 _SHORT = timedelta(milliseconds=20)
@@ -41,6 +42,9 @@ def check_fabric(fabric: Fabric, *, timeout: timedelta | float = 10) -> None:
         checker.same_bits()
         checker.kinds_do_not_mix()
     checker.broadcasts()
+    if fabric.offers.reduce_scatter:
+        checker.sums_in_two_rounds()
+        checker.gathers_go_in_an_order_of_their_own()
     fabric.close()
     fabric.close()  # a second time does nothing
 
@@ -136,6 +140,54 @@ class _Checker:
         assert isinstance(both[0], list)
         assert [int(c.tensors[0]) for c in both[0]] == list(range(self._world)), "a Gather before a Sum came back wrong"
         assert both[1].tensor.tolist() == [float(self._world)] * 5, "a Sum behind a Gather came back wrong"
+
+    def sums_in_two_rounds(self) -> None:
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
+            for size in (1, 7, 100_003):
+                mine = (torch.arange(size) % 5 + self._rank).to(dtype)
+                kept, tail = mine.clone(), torch.ones(3, dtype=dtype)
+                scattered = self._scattered(Sum(mine, tail))
+                assert torch.equal(mine, kept), "a reduce-scatter overwrote what was given to it"
+                total = self._total(scattered.all_gather())
+                expected = (torch.arange(size) % 5 * self._world + sum(range(self._world))).to(dtype)
+                assert torch.equal(total.tensor, expected), f"a sum of {size} {dtype} in two rounds is wrong"
+                assert total.tensor.data_ptr() == mine.data_ptr(), "a sum in two rounds is not where it was brought"
+                assert total.tail is not None, "the tail of a sum in two rounds was lost"
+                assert total.tail.tolist() == [float(self._world)] * 3, "the tail of a sum in two rounds is wrong"
+        assert self._world == 1 or scattered.sent_bytes > 0, "a reduce-scatter of several workers that sent no bytes"
+
+    def gathers_go_in_an_order_of_their_own(self) -> None:
+        """Three are reduced, with other exchanges between them, and gathered in reverse; all have the same bits."""
+        generators = [torch.Generator().manual_seed(rank) for rank in range(self._world)]
+        parts = [[torch.randn(1009 * (n + 1), generator=one) for one in generators] for n in range(3)]
+        memory = [torch.cat([brought[self._rank], torch.ones(2)]) for brought in parts]
+        begun = [self._starter.reduce_scatter(Sum(whole[:-2], whole[-2:])) for whole in memory[:2]]
+        between = self._fabric.start(Sum(torch.ones(3)))
+        begun.append(self._starter.reduce_scatter(Sum(memory[2][:-2], memory[2][-2:])))
+        for one in (begun[0], begun[1], between, begun[2]):
+            self._wait(one)
+        gathered = {n: begun[n].all_gather() for n in (2, 1, 0)}
+        for n, pending in gathered.items():
+            total = self._total(pending)
+            assert total.tail is not None
+            assert total.tail.tolist() == [float(self._world)] * 2, "the tail of a sum in two rounds is wrong"
+            reply = self._wait(self._fabric.start(Gather((total.tensor.clone(),))))
+            assert isinstance(reply, list)
+            assert all(torch.equal(c.tensors[0], total.tensor) for c in reply), (
+                "sums in two rounds differ in their bits"
+            )
+            if self._world == 2:
+                assert torch.equal(total.tensor, parts[n][0] + parts[n][1]), "the sum of two is not a float addition's"
+
+    @property
+    def _starter(self) -> ReduceScatters:
+        assert isinstance(self._fabric, ReduceScatters), "it offers sums in two rounds, and has no reduce_scatter()"
+        return self._fabric
+
+    def _scattered(self, payload: Sum) -> Scattered:
+        scattered = self._starter.reduce_scatter(payload)
+        self._wait(scattered)
+        return scattered
 
     def broadcasts(self) -> None:
         for source in range(self._world):

@@ -31,6 +31,7 @@ def check_scheduler(scheduler: Scheduler, *, by_urgency: bool = True, profiles: 
         assert schedule == again, f"{where} the same profile gave another schedule, so that workers would differ"
         _check_whole(profile, schedule, where)
         _check_after(schedule, where)
+        _check_gathers(scheduler, schedule, where)
         if by_urgency:
             _check_urgency(profile, schedule, where)
 
@@ -68,9 +69,22 @@ def _check_whole(profile: BackwardProfile, schedule: Schedule, where: str) -> No
 
 
 def _check_after(schedule: Schedule, where: str) -> None:
-    assert len(schedule.after) == len(schedule.blocks), f"{where} it does not say for each block what that waits for"
+    operations = len(schedule.blocks) + len(schedule.gathers)
+    assert len(schedule.after) == operations, f"{where} it does not say for each operation what that waits for"
     for index, after in enumerate(schedule.after):
-        assert 0 <= after <= index, f"{where} block {index} waits for what is not before it"
+        assert 0 <= after <= index, f"{where} operation {index} waits for what is not before it"
+
+
+def _check_gathers(scheduler: Scheduler, schedule: Schedule, where: str) -> None:
+    """See that a second round has each block once, when it is reduced, in the order of the forward pass."""
+    if not schedule.gathers:
+        return
+    assert getattr(scheduler, "needs_reduce_scatter", False), f"{where} two rounds, without needs_reduce_scatter = True"
+    assert sorted(schedule.gathers) == list(range(len(schedule.blocks))), f"{where} not every block is gathered once"
+    for index, after in zip(schedule.gathers, schedule.after[len(schedule.blocks) :], strict=True):
+        assert after > index, f"{where} block {index} is gathered before it is reduced"
+    most = [min(one.gradient for one in schedule.blocks[index].slices) for index in schedule.gathers]
+    assert most == sorted(most), f"{where} blocks are not gathered in the order in which the forward pass needs them"
 
 
 def _check_urgency(profile: BackwardProfile, schedule: Schedule, where: str) -> None:

@@ -83,7 +83,7 @@ def test_few_files_and_little_shared_memory(tmp_path: Path, monkeypatch: pytest.
 
 def test_missing_packages() -> None:
     found = list(doctor.check_packages(lambda name: None))
-    assert [finding.level for finding in found] == ["note"] * 3
+    assert [finding.level for finding in found] == ["note"] * 4
     assert "pip install 'offbeat[lab]'" in found[0].remedy
 
 

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import FileStore
 
 from offbeat.errors import DisagreementError, NetworkError
 from offbeat.fabric import BindContext, BoundSwitch, Elastic, ElasticGroup, ProcessGroup, Switch
-from offbeat.fabric.in_memory import BoundInMemory, InMemoryGroup, InMemoryPending
+from offbeat.fabric.in_memory import BoundInMemory, InMemoryGroup, InMemoryPending, InMemoryScattered
 from offbeat.fabric.process_group import Works
 from offbeat.fabric.staging import CudaCopies, StagedFabric
 from offbeat.fabric.switch import SwitchStream
@@ -234,8 +234,8 @@ class _Overwrites(InMemoryPending):
 class Overwrites(BoundInMemory):
     """Scribbles over what is gathered."""
 
-    def _bring(self, payload: Payload, source: int) -> InMemoryPending:
-        arrival = super()._bring(payload, source)
+    def bring(self, payload: Payload, source: int) -> InMemoryPending:
+        arrival = super().bring(payload, source)
         arrival.__class__ = _Overwrites
         return arrival
 
@@ -265,9 +265,39 @@ class LeavesOut(BoundInMemory):
         return arrival
 
 
+class _InOneRound(InMemoryScattered):
+    def result(self) -> Reply:
+        reply = super().result()
+        self._payload.tensor.fill_(9)
+        return reply
+
+
+class InOneRound(BoundInMemory):
+    """Has spoilt what it was given when the first of two rounds is done."""
+
+    def reduce_scatter(self, payload: Sum) -> InMemoryScattered:
+        return _InOneRound(self, payload)
+
+
+class _KeepsItsPart(InMemoryScattered):
+    def result(self) -> Reply:
+        reply = super().result()
+        self._part = self._part + self._fabric.rank
+        return reply
+
+
+class KeepsItsPart(BoundInMemory):
+    """Gathers other parts than the sum's."""
+
+    def reduce_scatter(self, payload: Sum) -> InMemoryScattered:
+        return _KeepsItsPart(self, payload)
+
+
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
+        (InOneRound, "a reduce-scatter overwrote"),
+        (KeepsItsPart, "in two rounds is wrong"),
         (HalfSum, "is wrong"),
         (Overwrites, "overwrote"),
         (Swaps, "another's sum|spoilt"),

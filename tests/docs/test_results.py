@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import switch_page, windows
+from benchmarks import schedules, switch_page, windows
 from benchmarks.claims import CLAIMS, IDEAL
 from benchmarks.first_screen import PICTURE, ROWS, course, draw
 from benchmarks.page import PAGE, RESULTS, measured, page
@@ -120,6 +120,22 @@ def test_windows_save_what_order_statistics_say(workers: int, ratios: dict[int |
     """By a simulation of 30 lines of the switch's rule alone, as by that of the policies."""
     found = windows.read()
     assert {window: found.ratio(workers, window) for window in ratios} == pytest.approx(ratios, abs=0.02)
+
+
+def test_what_schedules_come_to_is_what_the_timeline_says() -> None:
+    found = schedules.read()
+    assert [(cell.latency_ms, cell.gap_ms, cell.rate_gbps) for cell in found.cells] == schedules.links()
+    assert schedules.simulate(*schedules.links()[-2]) == found.cells[-2], "run `make schedules`"
+    for cell in found.cells:
+        assert set(cell.step_ms) == set(schedules.COLUMNS)
+        assert min(cell.step_ms.values()) == cell.step_ms[schedules.BOUND] >= found.backward_ms + found.forward_ms
+        assert cell.step_ms["Credit, best"] <= cell.step_ms["Credit"]
+    within_bound, beside_credit, beside_fifo = schedules.claims(found)
+    assert within_bound[2]
+    assert beside_fifo[2]
+    assert not beside_credit[2], "by 0.03 ms, where it costs nothing to send each gradient by itself"
+    assert max(cell.ratio("Prophet", "Credit") for cell in found.cells) < 1.0002
+    assert all(cell.ratio("Prophet", "Credit") <= 1 for cell in found.cells if cell.gap_ms)
 
 
 def test_the_file_of_windows_is_what_the_simulator_says() -> None:

@@ -9,7 +9,8 @@ import torch
 from torch._C._distributed_c10d import FileStore
 
 from offbeat.fabric import BindContext, Elastic, ElasticGroup
-from offbeat.fabric.retryable import RetryableAllReduce, SpareMemory
+from offbeat.fabric.retryable import RetryableAllReduce
+from offbeat.fabric.spare_memory import SpareMemory
 from offbeat.payload import Sum
 from tests.workers import run_workers
 
@@ -43,8 +44,8 @@ class Watched(SpareMemory):
         super().__init__()
         self.addresses: set[int] = set()
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        memory = super().take(numel, dtype)
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+        memory = super().take(numel, dtype, device)
         self.addresses.add(memory.data_ptr())
         return memory
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 import offbeat
-from offbeat.scheduling import Priority, Prophet
+from offbeat.scheduling import Priority, Prophet, ReduceScatterGather
 from tests.parity import jobs
 from tests.parity.jobs import Job
 from tests.parity.test_drop_in import (
@@ -19,7 +19,11 @@ from tests.parity.test_drop_in import (
     check_two_models,
 )
 
-PLANS = [offbeat.Plan(scheduling=Prophet(least_bytes=1 << 10)), offbeat.Plan(scheduling=Priority(slice_bytes=300))]
+PLANS = [
+    offbeat.Plan(scheduling=Prophet(least_bytes=1 << 10)),
+    offbeat.Plan(scheduling=Priority(slice_bytes=300)),
+    offbeat.Plan(scheduling=ReduceScatterGather(bucket_bytes=2000)),
+]
 STAYS = ("unused", "unused, adamw", "different ones unused per rank", "frozen mid-run", "sparse")  # a barrier
 
 

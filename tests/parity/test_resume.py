@@ -22,6 +22,9 @@ from tests.workers import run_workers
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from offbeat.fabric import FabricSpec
+    from offbeat.scheduling import Scheduler
+
 
 class OutOfOrder(nn.Module):
     """Registers its layers in another order than it uses them in."""
@@ -63,15 +66,24 @@ def goes_on(plan: str) -> bool:
     return is_the_same_when_resumed(plans[plan], out_of_order, sgd, batches, 4)
 
 
-def goes_on_ahead() -> bool:
+def goes_on_ahead(scheduling: Scheduler, fabric: FabricSpec) -> bool:
     """The whole run goes by the schedule that the other one has in its checkpoint, as it was learnt before that."""
-    plan = offbeat.Plan(bucket_bytes=2048, scheduling=offbeat.Priority(1000))
+    plan = offbeat.Plan(bucket_bytes=2048, scheduling=scheduling, fabric=fabric)
     return is_the_same_when_resumed(plan, out_of_order, sgd, batches, 10, begun=8)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_run_that_hides_steps_behind_the_next_one(world: int) -> None:
-    assert run_workers(world, goes_on_ahead) == [True] * world
+@pytest.mark.parametrize(
+    ("world", "scheduling", "fabric"),
+    [
+        (2, offbeat.Priority(1000), offbeat.ProcessGroup()),
+        (3, offbeat.Priority(1000), offbeat.ProcessGroup()),
+        (3, offbeat.ReduceScatterGather(1000), offbeat.ProcessGroup()),
+        (3, offbeat.ReduceScatterGather(1000), offbeat.Elastic()),
+    ],
+)
+def test_a_run_that_hides_steps_behind_the_next_one(world: int, scheduling: Scheduler, fabric: FabricSpec) -> None:
+    """Of sums in two rounds those are, too, in which the steps behind the checkpoint are a barrier."""
+    assert run_workers(world, goes_on_ahead, scheduling, fabric) == [True] * world
 
 
 @pytest.mark.parametrize(

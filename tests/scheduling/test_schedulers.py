@@ -16,6 +16,7 @@ from offbeat.scheduling import (
     MergedGradient,
     Priority,
     Prophet,
+    ReduceScatterGather,
     Schedule,
     ScheduledBlock,
     lower_bound_s,
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     from offbeat.scheduling import Scheduler
 
 BY_URGENCY = [Prophet(), Prophet(least_bytes=1), Priority(), Priority(50_000), Credit(), Credit(50_000, 200_000)]
-AS_COMPLETE = [FIFO(), FIFO(1), MergedGradient()]
+AS_COMPLETE = [
+    FIFO(), FIFO(1), MergedGradient(), ReduceScatterGather(), ReduceScatterGather(1), ReduceScatterGather(25 << 20)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("scheduler", [*BY_URGENCY, *AS_COMPLETE], ids=repr)
@@ -67,6 +70,57 @@ class InReverse:
 def test_what_breaks_a_promise_is_found(scheduler: Scheduler, why: str) -> None:
     with pytest.raises(AssertionError, match=why):
         check_scheduler(scheduler)
+
+
+class InTwoRounds:
+    """Sends each gradient by itself, in two rounds."""
+
+    needs_reduce_scatter = True
+
+    def schedule(self, profile: BackwardProfile) -> Schedule:
+        blocks = [ScheduledBlock((GradientSlice(i, 0, profile.gradients[i].numel),)) for i in profile.arrivals]
+        return self.changed(Schedule.of_two_rounds(blocks))
+
+    def changed(self, schedule: Schedule) -> Schedule:
+        return schedule
+
+
+class GathersInReverse(InTwoRounds):
+    def changed(self, schedule: Schedule) -> Schedule:
+        count = len(schedule.blocks)
+        return Schedule(schedule.blocks, (*[0] * count, *[count] * count), schedule.gathers[::-1])
+
+
+class GathersTooSoon(InTwoRounds):
+    def changed(self, schedule: Schedule) -> Schedule:
+        return Schedule(schedule.blocks, (0,) * 2 * len(schedule.blocks), schedule.gathers)
+
+
+class GathersAllButOne(InTwoRounds):
+    def changed(self, schedule: Schedule) -> Schedule:
+        count = len(schedule.blocks)
+        if count == 1:
+            return schedule
+        return Schedule(schedule.blocks, (*[0] * count, *[count] * (count - 1)), schedule.gathers[1:])
+
+
+class SaysNothingOfGathers(InTwoRounds):
+    needs_reduce_scatter = False
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "why"),
+    [
+        (GathersInReverse(), "in the order in which the forward pass needs them"),
+        (GathersTooSoon(), "gathered before it is reduced"),
+        (GathersAllButOne(), "not every block is gathered once"),
+        (SaysNothingOfGathers(), "without needs_reduce_scatter"),
+    ],
+)
+def test_a_second_round_that_breaks_a_promise_is_found(scheduler: Scheduler, why: str) -> None:
+    check_scheduler(InTwoRounds(), by_urgency=False)
+    with pytest.raises(AssertionError, match=why):
+        check_scheduler(scheduler, by_urgency=False)
 
 
 def bursts(
@@ -121,3 +175,28 @@ def test_the_link_does_not_idle_where_pauses_are_shorter_than_the_least_block() 
     profile = bursts([40] * 40, [0.03 * i for i in reversed(range(40))])
     step_s = play(profile, Prophet(least_bytes=80_000).schedule(profile)).step_s
     assert step_s < 1.08 * lower_bound_s(profile)
+
+
+def test_two_rounds_hide_a_half_behind_each_pass() -> None:
+    """To reduce a block takes 50 ms, and to gather it: all but the last are reduced when backward ends."""
+    profile = bursts([100] * 4, [0.3, 0.2, 0.1, 0.0], latency_s=0.001)
+    schedule = ReduceScatterGather(bucket_bytes=100_000).schedule(profile)
+    assert [[one.gradient for one in block.slices] for block in schedule.blocks] == [[3], [2], [1], [0]]
+    assert schedule.gathers == (3, 2, 1, 0)
+    assert schedule.after == (0, 0, 0, 0, 4, 3, 2, 1)
+    played = play(profile, schedule)
+    assert played.issued[:4] == pytest.approx([0.0, 0.1, 0.2, 0.3])
+    assert played.done[:4] == pytest.approx([0.051, 0.151, 0.251, 0.351])
+    assert played.done[4:] == pytest.approx([0.402, 0.452, 0.502, 0.552])
+    assert played.begins == pytest.approx([0.402, 0.452, 0.502, 0.552])
+    assert played.step_s == pytest.approx(0.562)
+    assert schedule.describe(profile).splitlines()[3:5] == ["behind 0: g0[0:25000]", "behind 4: gather of block 3"]
+
+
+def test_blocks_of_two_rounds_are_of_the_size_that_is_the_fastest() -> None:
+    for seed in range(50):
+        profile = random_profile(random.Random(seed))
+        own, fixed = (
+            play(profile, one.schedule(profile)).step_s for one in (ReduceScatterGather(), ReduceScatterGather(1 << 25))
+        )
+        assert own <= 1.003 * fixed

@@ -167,14 +167,26 @@ def test_who_joins_is_equal_to_the_bit_and_takes_its_share(keeps: Keeps, num_wor
     assert "learning rate" in told
 
 
-@pytest.mark.parametrize("start", [3, pytest.param(12, marks=pytest.mark.slow)])
-def test_who_joins_learns_the_schedule_with_the_others(start: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("start", "scheduling"),
+    [
+        (3, offbeat.Priority(slice_bytes=100)),
+        pytest.param(12, offbeat.Priority(slice_bytes=100), marks=pytest.mark.slow),
+        (12, offbeat.ReduceScatterGather(bucket_bytes=100)),
+    ],
+)
+def test_who_joins_learns_the_schedule_with_the_others(start: int, scheduling: Scheduler, tmp_path: Path) -> None:
     """While the others learn it, and when they go by it."""
-    results = run_workers(
-        3, train, str(tmp_path), {3: start}, {}, "local_batch", 0, None, offbeat.Priority(slice_bytes=100), newcomers=1
-    )
+    results = run_workers(3, train, str(tmp_path), {3: start}, {}, "local_batch", 0, None, scheduling, newcomers=1)
     check(results, tmp_path, {})
     assert start < min(results[3].digests) < max(results[3].digests) - 15
+
+
+def test_who_is_killed_between_blocks_in_two_rounds_is_left_out(tmp_path: Path) -> None:
+    scheduling, kills = offbeat.ReduceScatterGather(bucket_bytes=100), {1: 15}
+    results = run_workers(3, train, str(tmp_path), {}, kills, "local_batch", 0, None, scheduling, faulty=1)
+    check(results, tmp_path, kills)
+    assert max(results[0].digests) > 40
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -10,7 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import offbeat
+from offbeat.errors import PlanError
 from tests.workers import run_workers
+
+if TYPE_CHECKING:
+    from offbeat.codec import Codec
+    from offbeat.fabric import FabricSpec
+    from offbeat.scheduling import Scheduler
 
 STEPS = 14  # of which seven are learnt from
 
@@ -26,15 +34,18 @@ def is_ahead(run: offbeat.Run) -> bool:
     return run._session.models.synchronizers[0]._gradients.is_ahead  # type: ignore[attr-defined, no-any-return]
 
 
-def plan(fabric: str, *, hides: bool = True) -> offbeat.Plan:
+IN_TWO_ROUNDS = offbeat.ReduceScatterGather(bucket_bytes=400)
+
+
+def plan(fabric: str, scheduling: Scheduler | None = offbeat.Priority(slice_bytes=400)) -> offbeat.Plan:  # noqa: B008
     made = offbeat.ProcessGroup() if fabric == "group" else offbeat.Elastic()
-    return offbeat.Plan(fabric=made, scheduling=offbeat.Priority(slice_bytes=400) if hides else None)
+    return offbeat.Plan(fabric=made, scheduling=scheduling)
 
 
-def asked_between(fabric: str, hides: bool) -> list[float]:
+def asked_between(fabric: str, scheduling: Scheduler | None) -> list[float]:
     """The parameters of a loop that asks all others behind each step, and once leaves out a backward."""
     net = network()
-    with offbeat.init(plan(fabric, hides=hides)) as run:
+    with offbeat.init(plan(fabric, scheduling)) as run:
         replica, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
         generator = torch.Generator().manual_seed(run.rank)
         for step in range(3 * STEPS):
@@ -46,15 +57,55 @@ def asked_between(fabric: str, hides: bool) -> list[float]:
                 optimizer.step()  # with the same gradient
             optimizer.zero_grad()
             assert run.mean(step) == step
-        assert is_ahead(run) is hides if hides else True
+        assert scheduling is None or is_ahead(run)
         return [float(p.double().sum()) for p in net.state_dict().values()]
 
 
 @pytest.mark.parametrize("fabric", ["group", "elastic"])
 def test_questions_between_steps_and_steps_without_backward(fabric: str) -> None:
-    hidden = run_workers(2, asked_between, fabric, True)
-    assert hidden[0] == hidden[1]
-    assert hidden == run_workers(2, asked_between, fabric, False)
+    waited = run_workers(2, asked_between, fabric, None)
+    assert waited[0] == waited[1]
+    assert waited == run_workers(2, asked_between, fabric, offbeat.Priority(slice_bytes=400))
+    assert waited == run_workers(2, asked_between, fabric, IN_TWO_ROUNDS)
+
+
+def trained(fabric: str, codec: Codec) -> tuple[list[torch.Tensor], bool, int]:
+    """The weights after some steps in two rounds, whether each has landed behind the next one, and rounds of a step."""
+    net = network()
+    with offbeat.init(dataclasses.replace(plan(fabric, IN_TWO_ROUNDS), codec=codec)) as run:
+        replica, optimizer = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.01))
+        generator = torch.Generator().manual_seed(run.rank)
+        for _ in range(2 * STEPS):
+            x, y = torch.randn(5, 16, generator=generator), torch.randint(0, 3, (5,), generator=generator)
+            F.cross_entropy(replica(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        (state,) = run.state_dict()["models"]
+        return list(net.state_dict().values()), is_ahead(run), len(state["schedule"]["after"])
+
+
+@pytest.mark.parametrize(
+    ("fabric", "codec"), [("group", offbeat.Dense()), ("elastic", offbeat.Dense()), ("group", offbeat.Cast("bf16"))]
+)
+def test_three_workers_have_the_same_bits_by_sums_in_two_rounds(fabric: str, codec: Codec) -> None:
+    first, *others = run_workers(3, trained, fabric, codec)
+    weights, hides, operations = first
+    assert hides
+    assert operations > 4
+    assert operations % 2 == 0
+    for other in others:
+        assert all(map(torch.equal, weights, other[0]))
+        assert other[1:] == (hides, operations)
+
+
+@pytest.mark.parametrize(
+    ("fabric", "says"), [(offbeat.Switch(), "use ProcessGroup.. or Elastic"), (offbeat.ParameterServer(), "a server")]
+)
+def test_what_cannot_reduce_and_gather_apart_is_refused_with_the_plan(fabric: FabricSpec, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        offbeat.Plan(fabric=fabric, scheduling=offbeat.ReduceScatterGather())
+    with pytest.raises(PlanError, match="a block holds at least one byte"):
+        offbeat.ReduceScatterGather(bucket_bytes=0)
 
 
 def rewound() -> tuple[bool, bool, bool]:
