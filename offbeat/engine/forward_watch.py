@@ -25,8 +25,8 @@ class ForwardWatch:
         self.began_s: dict[torch.nn.Module, float] = {}  # in this pass, the first time
         # Compiled code has the hooks that were there when it was compiled, whatever is hung on a module later.
         self.is_compiled = any(_is_compiled(module) for module in model.modules())
-        note = ModuleHook(self._note)
-        self._hooks = [module.register_forward_pre_hook(note, prepend=True) for module in model.modules()]
+        note, watched = ModuleHook(self._note), [] if self.is_compiled else model.modules()
+        self._hooks = [module.register_forward_pre_hook(note, prepend=True) for module in watched]
 
     def begin(self) -> None:
         """A forward pass begins."""
@@ -53,6 +53,7 @@ class ForwardWatch:
     def _note(self, module: torch.nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling():  # by somebody around the model
             self.is_compiled = True
+            return
         self.began_s.setdefault(module, self._now_s())
 
 
