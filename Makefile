@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 
 SCENARIOS ?= $(sort $(basename $(notdir $(wildcard benchmarks/scenarios/*.toml))))
 
-.PHONY: demo test test-slow test-random lint mutants docs faults growth threads windows schedules results results-page predictions limits clean
+.PHONY: demo test test-slow test-random lint mutants docs faults growth schedule-overhead threads windows schedules results results-page predictions limits clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { echo "offbeat needs Python 3.11, 3.12 or 3.13: install one, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -60,6 +60,10 @@ limits: $(STAMP)  ## what each row could take at least, anew from what was measu
 
 growth: $(STAMP)  ## how long simulated steps take, with up to 1,000 workers (a quiet machine, minutes)
 	$(BIN)/python -m benchmarks.growth
+	$(BIN)/python -m benchmarks.page
+
+schedule-overhead: $(STAMP)  ## what schedules cost the thread that trains (a quiet machine, minutes)
+	$(BIN)/python -m benchmarks.schedule_overhead
 	$(BIN)/python -m benchmarks.page
 
 threads: $(STAMP)  ## what it brings that workers share the cores (a quiet machine, minutes)

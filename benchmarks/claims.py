@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 from offbeat.lab.run_result import RunResult, behind_faults, reached, repeats
 from offbeat.lab.swap_cost import AROUND
 from offbeat.scenario import Replay, Scenario
+from offbeat.scheduling import lower_bound_s
+from offbeat.sim.cross_iteration import profile_of
+from offbeat.sim.links import Links
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,6 +69,8 @@ class Claim:
         of = f"{self.measure} of {self.row}" if self.row else self.measure
         if self.measure in DIFFERENCES:
             return f"{of}: {side} {number:g} against {self.against}"
+        if self.measure == SAME:
+            return f"{of} as of {self.against}: {side} {number:g}"
         if self.measure == IDEAL:
             return f"{of}: {side} {number:.2f} x that of {self.against} ideal workers"
         return f"{of}: {side} {number:.2f} x {self.against}'s" if self.against else f"{of}: {side} {number:g}"
@@ -81,10 +86,13 @@ UNEVEN = "variation of the load on the server's link within a round"
 IDEAL = "throughput against ideal workers"
 JUMP = "largest rise of the training loss at a swap, less the largest where there is none,"
 DIFFERENCES = (POINTS, JUMP)
+_FOLLOWS_WITHIN = 20  # steps
 SPEED = "communication speed"
 BARRIER = "time at the barrier"
 NEVER = "rows that do not reach the target"
 COST = "seconds that the others waited because of the worst fault"
+SAME = "part of the runs that end with the same weights, bit for bit,"
+FOLLOWED = "part of the best possible speed, from 20 steps behind the last change of a rate on,"
 BESIDE_BEST = "time per step after the worst fault, as a multiple of that of the best policy that never changes,"
 
 
@@ -161,6 +169,28 @@ def _never(report: ResultFile, row: str, against: str) -> float | None:
     return float(sum(reached(report, one.row) is None for one in report.rows))
 
 
+def _same(report: ResultFile, row: str, against: str) -> float | None:
+    """Digests are of all parameters, in the order of the model."""
+    ends = [
+        {raw.repeat: raw.digest for raw in report.raw if raw.row == name and raw.rank == 0} for name in (row, against)
+    ]
+    return statistics.fmean(ends[1].get(repeat) == digest for repeat, digest in ends[0].items()) if ends[0] else None
+
+
+def _followed(report: ResultFile, row: str, against: str) -> float | None:
+    """Beside the least that a step can take by any schedule, at the rate that links have then (`lower_bound_s`)."""
+    scenario = Scenario.from_toml(report.scenario)
+    workload = scenario.workload
+    changed = max((fault.step for fault in scenario.fault if fault.stays), default=None)
+    if changed is None or not isinstance(workload, Replay):
+        return None
+    first = changed + 1 + _FOLLOWS_WITHIN - scenario.run.warmup_steps
+    took_s = [statistics.fmean(raw.step_s[first:]) for raw in report.raw if raw.row == row and len(raw.step_s) > first]
+    links = Links.of(scenario.at(changed + 1))
+    bound_s = lower_bound_s(profile_of(workload, len(scenario.workers.hosts), links))
+    return bound_s / statistics.median(took_s) if took_s else None
+
+
 def _cost(report: ResultFile, row: str, against: str) -> float | None:
     costs = [one.others_s for one in report.recoveries if one.row == row and one.others_s is not None]
     return max(costs, default=None)
@@ -192,10 +222,13 @@ MEASURES: dict[str, Measure] = {
     SPEED: _speed,
     BARRIER: _barrier,
     NEVER: _never,
+    SAME: _same,
+    FOLLOWED: _followed,
     COST: _cost,
     BESIDE_BEST: _beside_best,
 }
 
+_SIZES = ("ddp, 0.5 MB", "ddp, 1 MB", "ddp, 2 MB", "ddp, 4 MB", "ddp, 8 MB")
 _TURNS = (
     Claim(STALEST, "round-robin", at_most=8),
     Claim(UNEVEN, "round-robin", "bsp", at_most=0.5),
@@ -235,10 +268,18 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim(TIME, "threshold", "asp", at_most=1.1),
         *(Claim(TIME, "threshold, turns", row, at_most=1.0) for row in ("bsp", "ssp(4)", "asp", "round-robin")),
     ),
-    "schedule_resnet50": tuple(
-        Claim(TIME, "Prophet", row, at_most=0.8)
-        for row in ("ddp, 0.5 MB", "ddp, 1 MB", "ddp, 2 MB", "ddp, 4 MB", "ddp, 8 MB")
+    "schedule_resnet50": tuple(Claim(TIME, "Prophet", row, at_most=0.8) for row in _SIZES),
+    "schedule_vgg16": tuple(Claim(TIME, "Prophet", row, at_most=0.8) for row in _SIZES),
+    "schedule_transformer": tuple(Claim(TIME, "Prophet", row, at_most=0.8) for row in _SIZES),
+    "schedule_half": tuple(
+        Claim(TIME, "Prophet", row, at_most=1.02) for row in ("ddp, 0.5 MB", "ddp, 1 MB", "ddp, 4 MB")
     ),
+    "schedule_double": tuple(
+        Claim(TIME, "Prophet", row, at_most=1.02) for row in ("ddp, 1 MB", "ddp, 4 MB", "ddp, 16 MB")
+    ),
+    "schedule_rate": (Claim(FOLLOWED, "Prophet", at_least=0.9), Claim(TIME, "Prophet", "ddp", at_most=1.02)),
+    "schedule_chars": (Claim(SAME, "Prophet", "ddp", at_least=1), Claim(TO_TARGET, "Prophet", "ddp", at_most=1.02)),
+    "schedule_mnist": (Claim(SAME, "Prophet", "ddp", at_least=1), Claim(TO_TARGET, "Prophet", "ddp", at_most=1.02)),
     "innetwork": (Claim(SPEED, "switch", "ddp", at_least=1.3),),
     "innetwork_eight": (Claim(SPEED, "switch", "ddp", at_least=1.5),),
     "innetwork_stragglers": (

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from benchmarks import growth, schedules, switch_page, threads, windows
-from benchmarks.claims import CLAIMS, DIFFERENCES, EXPLAINED, FAR_OFF, Claim, ratio
+from benchmarks import growth, schedule_overhead, schedules, switch_page, threads, windows
+from benchmarks.claims import CLAIMS, DIFFERENCES, EXPLAINED, FAR_OFF, SAME, Claim, ratio
 from offbeat.lab import results
 from offbeat.lab.predictions import errors
 from offbeat.lab.result_table import table
@@ -70,6 +70,7 @@ def page() -> str:
             *sections,
             wire(RESULTS / "wire.json"),
             switches(),
+            scheduled(),
             shared_cores(),
             simulator(),
             slack(),
@@ -115,7 +116,8 @@ def _hardly_seen(report: ResultFile) -> str:
 def _recoveries(report: ResultFile) -> str:
     """What each fault cost each row."""
     if not report.recoveries:
-        return ""
+        changes = any(fault.stays for fault in Scenario.from_toml(report.scenario).fault)
+        return f"\n{_behind_faults(report)}\n" if changes else ""
     predicted = {(one.row, number): cost for one in report.simulated for number, cost in enumerate(one.others_s)}
     struck: Counter[tuple[str, int]] = Counter()
     rows = []
@@ -247,6 +249,29 @@ def orders() -> str:
     )
 
 
+def scheduled() -> str:
+    """What schedules cost the thread that trains; nothing before that was measured."""
+    if not schedule_overhead.RESULT.exists():
+        return ""
+    found = schedule_overhead.read()
+    share, target = found.share("Prophet()"), schedule_overhead.TARGET
+    headings = [
+        "", "blocks", "forward, us", "backward, us", "step, us", "all threads, us", "beyond alone, us",
+        f"of {1e3 * schedule_overhead.STEP_S:.0f} ms",
+    ]  # fmt: skip
+    return (
+        f"\n## schedule_overhead\n\n{found.workers} workers on loopback train {found.parameters} small parameters: "
+        "processor time of a step, in microseconds, on the thread that trains, and of all threads of the process. A "
+        f"schedule costs that thread {found.parameter_us:.1f} us for each parameter and {found.block_us:.1f} for each "
+        f"block.\n\n* What `Prophet()` costs it beyond training alone: at most {target:.0%} of a step of "
+        f"{1e3 * schedule_overhead.STEP_S:.0f} ms. Measured: **{share:.1%}** "
+        f"({'met' if share <= target else 'missed'})."
+        f"\n\n{_lines(headings, schedule_overhead.rows(found))}\n`{found.command}`, {found.date}, "
+        f"{found.hardware['cores']} cores, {found.hardware['processor']}, torch {found.versions['torch']}. "
+        "[Raw records](schedule_overhead.json).\n"
+    )
+
+
 def shared_cores() -> str:
     """What `offbeat run` gains by giving each worker its share of the cores; nothing before that was measured."""
     if not threads.RESULT.exists():
@@ -304,7 +329,7 @@ def _verdict(report: ResultFile) -> Callable[[Claim], str]:
         if claim.missing(report):
             return f"* {claim.words}. Not measured yet.\n"
         value = claim.measured(report)
-        unit = " x" if claim.against and claim.measure not in DIFFERENCES else ""
+        unit = " x" if claim.against and claim.measure not in (*DIFFERENCES, SAME) else ""
         digits = "+.4f" if claim.measure in DIFFERENCES else ".3f" if unit else "g"
         told = "never" if value is None else f"{value:{digits}}{unit}"
         return f"* {claim.words}. Measured: **{told}** ({'met' if claim.met(report) else 'missed'}).\n"

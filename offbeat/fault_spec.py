@@ -1,8 +1,8 @@
 """Descriptions of faults: what goes wrong, at which worker and step. `offbeat.testing.faults` makes it happen.
 
 A fault strikes when the named worker begins a step, at that worker, or at a shard of its parameter server, or at the
-switch that sums its gradients: then the worker's step only says when. It is written down before it strikes, so that
-whoever asked for it can see that it did: a fault that never fires proves nothing.
+switch that sums its gradients, or at links: then the worker's step only says when. It is written down before it
+strikes, so that whoever asked for it can see that it did: a fault that never fires proves nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 import msgspec
 
 from offbeat.errors import ScenarioError
+from offbeat.topology import check_rate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +35,9 @@ come twice, or after those behind them; what was sent before comes on another co
 connection."""
 Stranger = Literal["wrong-token", "wrong-version", "wrong-certificate"]
 """Somebody dials the server who may not."""
-Target = Literal["worker", "server", "coordinator", "switch"]
+Shaping = Literal["rate"]
+"""To links of the lab: each carries `to_mbps` from then on, until another fault of this kind changes it."""
+Target = Literal["worker", "workers", "server", "coordinator", "switch"]
 Part = Literal["a server", "a switch", "room for new workers", "others that continue"]
 """What a job may have, and some faults take: see `Fault.takes`."""
 AGE = 5
@@ -49,11 +52,13 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     Args:
         worker: rank of the worker whose step it is.
         step: which of its steps, from 0.
-        kind: one of `Process`, `Script`, `Link` and `Stranger`.
+        kind: one of `Process`, `Script`, `Link`, `Stranger` and `Shaping`.
         seconds: for how long, where it lasts.
         factor: how many times slower, where something is slow.
         target: what it strikes: that worker, the first shard of the server, or the last one, or the switch, which is
-            started again. Of links: those of the worker to all shards, or of all workers to that shard.
+            started again. Of links: those of the worker to all shards, or of all workers to that shard. Of rates: the
+            link of the worker, those of all workers, or that of the shard.
+        to_mbps: the new rate in each direction, in 10^6 bit/s; of kind "rate" alone.
 
     >>> Fault(worker=2, step=20, kind="sigstop", seconds=3.0).words
     'sigstop of worker 2 for 3 s at its step 20'
@@ -61,18 +66,21 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     worker: Annotated[int, msgspec.Meta(ge=0, lt=4096)]
     step: Annotated[int, msgspec.Meta(ge=0)]
-    kind: Process | Script | Link | Stranger
+    kind: Process | Script | Link | Stranger | Shaping
     seconds: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 1.0
     factor: Annotated[float, msgspec.Meta(gt=1, le=1000)] = 10.0
     target: Target = "worker"
+    to_mbps: float | None = None
 
     @property
     def words(self) -> str:
         """The fault in words: its kind, worker and step."""
         long = f" for {self.seconds:g} s" if self.kind in LASTING else ""
+        kind = self.kind if self.to_mbps is None else f"{self.kind} of {self.to_mbps:g} Mbit/s at the link"
         if self.target == "worker":
-            return f"{self.kind} of worker {self.worker}{long} at its step {self.step}"
-        return f"{self.kind} of the {self.target}{long} at step {self.step} of worker {self.worker}"
+            return f"{kind} of worker {self.worker}{long} at its step {self.step}"
+        kind += "s" * (self.target == "workers")
+        return f"{kind} of the {self.target}{long} at step {self.step} of worker {self.worker}"
 
     @property
     def takes(self) -> Part | None:
@@ -83,7 +91,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             return "room for new workers"
         if self.target == "switch":
             return "a switch"
-        if self.target != "worker" or self.kind in (*PASSING, *get_args(Stranger)):
+        if self.target in ("server", "coordinator") or self.kind in (*PASSING, *get_args(Stranger)):
             return "a server"
         return None
 
@@ -109,9 +117,14 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.kind in get_args(Link) and self.kind not in PASSING
 
     @property
+    def stays(self) -> bool:
+        """Whether it is not over by itself, so that nobody recovers from it: another rate."""
+        return self.kind in get_args(Shaping)
+
+    @property
     def is_asked_for(self) -> bool:
         """Whether a worker asks the lab for it, whose network and switch they are."""
-        return self.on_links or self.target == "switch"
+        return self.on_links or self.stays or self.target == "switch"
 
     def check(self, path: str = "fault") -> None:
         """Refuse what cannot be.
@@ -122,6 +135,14 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Raises:
             ScenarioError: if this kind cannot strike that target, or not at that step.
         """
+        if self.stays:
+            self._check_rate(path)
+        elif self.to_mbps is not None or self.target == "workers":
+            key, value = ("to_mbps", f"{self.to_mbps:g}") if self.to_mbps is not None else ("target", "workers")
+            raise ScenarioError(
+                f'Cannot have {self.kind!r} strike with {key} = {value}: only "rate" takes that. Leave {key} out '
+                f"({path}.{key})."
+            )
         if self.kind in get_args(Script) and self.target != "worker":
             raise ScenarioError(
                 f"Cannot have {self.kind!r} strike the {self.target}: it happens within a training script. Leave out "
@@ -136,6 +157,15 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ScenarioError(
                 f"Cannot have {self.kind!r} strike at step 0: it is prepared in the step before. Choose at least 1 "
                 f"({path}.step)."
+            )
+
+    def _check_rate(self, path: str) -> None:
+        if self.to_mbps is None:
+            raise ScenarioError(f"Cannot change a rate: the new one is not given. Give to_mbps ({path}.to_mbps).")
+        check_rate(self.to_mbps, f"{path}.to_mbps")
+        if self.target == "switch":
+            raise ScenarioError(
+                f'Cannot change the rate of the switch: links are those of hosts. Choose "workers" ({path}.target).'
             )
 
 

@@ -61,6 +61,7 @@ _LATER: list[tuple[str, Any]] = [
     ("mtu", 1500),
     ("switch", "udp"),
     ("swap", []),
+    ("to_mbps", None),
 ]
 
 
@@ -304,12 +305,36 @@ class Scenario(_Table, frozen=True, kw_only=True):
     @property
     def emulated(self) -> list[str]:
         """Names of the hosts whose links can become bad: those that are, and those of which a fault says so."""
-        links = [fault for fault in self.fault if fault.on_links]
-        if any(fault.target != "worker" for fault in links):
-            struck = [*self.servers[:1], *self.servers[-1:]]
-        else:
-            struck = [self.workers.hosts[fault.worker].name for fault in links]
+        struck = [name for fault in self.fault if fault.on_links for name in self.linked(fault)]
         return list(dict.fromkeys([*self.impaired, *struck]))
+
+    def linked(self, fault: Fault) -> list[str]:
+        """Names of the hosts whose links a fault strikes."""
+        if fault.target in ("worker", "workers"):
+            hosts = self.workers.hosts
+            return [host.name for host in (hosts if fault.target == "workers" else [hosts[fault.worker]])]
+        return self.servers[:1] if fault.target == "coordinator" else self.servers[-1:]
+
+    def at(self, step: int) -> Scenario:
+        """The scenario with the rates that links have in a step, from 0; itself if they are those of the beginning."""
+        changes = sorted((fault for fault in self.fault if fault.stays and fault.step < step), key=lambda one: one.step)
+        if not changes:
+            return self
+        rates = {host.name: self.topology.uplink(host.name).rate_mbps for host in self.topology.hosts}
+        for fault in changes:
+            rates |= dict.fromkeys(self.linked(fault), fault.to_mbps)
+        servers = self.servers
+        hosts = [
+            HostTable(
+                name=host.name,
+                rate_mbps=rate_mbps,
+                compute_factor=host.compute_factor,
+                role="server" if host.name in servers else "worker",
+            )
+            for host in self.topology.hosts
+            if (rate_mbps := rates[host.name]) is not None
+        ]
+        return msgspec.structs.replace(self, hosts=None, host=hosts)
 
     @property
     def servers(self) -> list[str]:
@@ -397,6 +422,15 @@ class Scenario(_Table, frozen=True, kw_only=True):
                 raise ScenarioError(
                     f"Cannot strike at step {fault.step}: a run has {steps}, {self.run.warmup_steps} of them to warm "
                     f"up. Choose an earlier one (fault[{index}].step)."
+                )
+            if fault.stays and self.loopback:
+                raise ScenarioError(
+                    'Cannot change a rate: the loopback interface has no links. Use network = "switch" (hosts.network).'
+                )
+            if fault.stays and not self.linked(fault):
+                raise ScenarioError(
+                    f'Cannot change the rate of the {fault.target}: there is none. Choose "workers", or add one with '
+                    f'servers = 1, or role = "server" (fault[{index}].target).'
                 )
         if not self.loopback:
             self._check_rates(self.emulated, "fault.kind")

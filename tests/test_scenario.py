@@ -247,6 +247,41 @@ HOSTS = "[hosts]\ncount = 2\nrate_mbps = 100"
             f'{HOSTS.replace("100", "200")}\n[[fault]]\nworker = 1\nstep = 3\nkind = "partition"',
             "Cannot impair the link of 'h1' at 200 Mbit/s: .* (fault.kind).",
         ),
+        (
+            HOSTS,
+            f'{HOSTS}\n[[fault]]\nworker = 1\nstep = 3\nkind = "rate"',
+            "Cannot change a rate: the new one is not given. .* (fault[0].to_mbps).",
+        ),
+        (
+            HOSTS,
+            f'{HOSTS}\n[[fault]]\nworker = 1\nstep = 3\nkind = "rate"\nto_mbps = 0.0',
+            "Cannot shape a link to 0 Mbit/s: .* (fault[0].to_mbps).",
+        ),
+        (
+            HOSTS,
+            f'{HOSTS}\n[[fault]]\nworker = 1\nstep = 3\nkind = "rate"\nto_mbps = 9\ntarget = "switch"',
+            "Cannot change the rate of the switch: .* (fault[0].target).",
+        ),
+        (
+            HOSTS,
+            f'{HOSTS}\n[[fault]]\nworker = 1\nstep = 3\nkind = "rate"\nto_mbps = 9\ntarget = "server"',
+            "Cannot change the rate of the server: .* (fault[0].target).",
+        ),
+        (
+            HOSTS,
+            f'{HOSTS}\n[[fault]]\nworker = 1\nstep = 3\nkind = "sigstop"\nto_mbps = 9',
+            "Cannot have 'sigstop' strike with to_mbps = 9: .* (fault[0].to_mbps).",
+        ),
+        (
+            HOSTS,
+            f'{HOSTS}\n[[fault]]\nworker = 1\nstep = 3\nkind = "sigstop"\ntarget = "workers"',
+            "Cannot have 'sigstop' strike with target = workers: .* (fault[0].target).",
+        ),
+        (
+            HOSTS,
+            '[hosts]\ncount = 2\nnetwork = "loopback"\n[[fault]]\nworker = 1\nstep = 3\nkind = "rate"\nto_mbps = 9',
+            "Cannot change a rate: the loopback interface has no links. .* (hosts.network).",
+        ),
         ('name = "two"\n', "", "Cannot do without name: it is not given.* (scenario.name)."),
     ],
 )
@@ -307,6 +342,32 @@ def test_what_goes_wrong_can_be_told() -> None:
     assert scenario.emulated == ["h1"], "its link has to be one that can be made bad"
     assert scenario.impaired == []
     assert scenario.digest != Scenario.from_toml(GOOD).digest
+
+
+def test_links_have_the_rates_of_their_steps() -> None:
+    """Whoever's they are, at any rate; what was measured without such a fault is still of the same scenario."""
+    hosts = HOSTS.replace("100", "200\nservers = 2")
+    faults = [
+        'worker = 1\nstep = 3\nkind = "rate"\nto_mbps = 50\ntarget = "workers"',
+        'worker = 0\nstep = 5\nkind = "rate"\nto_mbps = 400',
+        'worker = 0\nstep = 5\nkind = "rate"\nto_mbps = 20\ntarget = "server"',
+    ]
+    scenario = Scenario.from_toml(changed(HOSTS, "\n[[fault]]\n".join([hosts, *faults])))
+
+    def rates(step: int) -> list[float | None]:
+        made = scenario.at(step)
+        assert [host.name for host in made.workers.hosts] == ["h0", "h1"]
+        return [made.topology.uplink(name).rate_mbps for name in ("h0", "h1", "s0", "s1")]
+
+    assert rates(3) == [200, 200, 200, 200], "it strikes when the worker makes that step"
+    assert rates(4) == rates(5) == [50, 50, 200, 200]
+    assert rates(6) == [400, 50, 200, 20]
+    assert scenario.emulated == []
+    assert scenario.fault[0].words == "rate of 50 Mbit/s at the links of the workers at step 3 of worker 1"
+    assert scenario.fault[1].words == "rate of 400 Mbit/s at the link of worker 0 at its step 5"
+    assert [fault.takes for fault in scenario.fault] == [None, None, "a server"]
+    plain = Scenario.from_toml(GOOD)
+    assert plain.at(10) is plain
 
 
 DEEP = 100_000

@@ -61,6 +61,7 @@ class LaunchSpec:
         history: folder for histories; None for none, or that of the environment.
         hash_every: steps between two digests of the parameters.
         store: the file in which the workers meet; None for one that ends with them.
+        check_freshness: whether parameters that are read too early are looked for.
     """
 
     script: Path
@@ -74,6 +75,7 @@ class LaunchSpec:
     history: Path | None = None
     hash_every: int = 1
     store: Path | None = None
+    check_freshness: bool = False
 
 
 class Worker:
@@ -202,6 +204,8 @@ class Launch:
         }
         if job.history is not None:
             env |= {"OFFBEAT_HISTORY": str(job.history), "OFFBEAT_HASH_EVERY": str(job.hash_every)}
+        if job.check_freshness:
+            env["OFFBEAT_CHECK_FRESHNESS"] = "1"
         share, said = share_of_cores(job.workers, 0 if job.joining is None else len(workers_here()))
         if said:
             self._console.print(said, style="dim", markup=False)

@@ -80,6 +80,14 @@ def run(
     hash_every: Annotated[
         int, typer.Option(min=1, help="With --history: hash the parameters after every so many steps.")
     ] = 1,
+    check_freshness: Annotated[
+        bool,
+        typer.Option(
+            "--check-freshness",
+            help="To debug a script whose plan has a scheduler: end with an error where it uses a parameter before the "
+            "optimizer's last step is in it. Slow.",
+        ),
+    ] = False,
 ) -> None:
     """Start SCRIPT on local workers. The same script runs under torchrun unchanged.
 
@@ -126,6 +134,7 @@ def run(
         history=folder.resolve() / "history" if history else None if joining is None else joining.history,
         hash_every=hash_every,
         store=_store(folder.resolve()) if chosen.has_elastic_group and joining is None else None,
+        check_freshness=check_freshness,
     )
     console = Console(highlight=False, soft_wrap=True)
     metrics = folder / "metrics.jsonl"

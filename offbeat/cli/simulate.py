@@ -124,7 +124,7 @@ def _costs(parsed: Scenario, predicted: list[Prediction]) -> list[str]:
     """Say what each fault costs each row, a line for each."""
     lines = []
     for one in predicted:
-        if parsed.fault and not one.faults:
+        if any(not fault.stays for fault in parsed.fault) and not one.faults:
             lines.append(f"{one.row}: no fault strikes this row")
         for fault, cost_s in zip(one.faults, one.others_s, strict=True):
             cost = "no step of another ends behind it"

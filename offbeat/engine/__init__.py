@@ -10,7 +10,8 @@
 * `cross_iteration` - the same hidden behind the next forward pass, too, in the order of a `Scheduler`:
   `communication_thread` - carries blocks of gradients; `schedule_learner`, `forward_watch` - what the schedule is made
   from; `schedule_state` - a schedule in a checkpoint; `pending_gradient` - a gradient that whoever uses it waits for;
-  `partial_optimizer` - the user's optimizer, stepping some of its parameters
+  `partial_optimizer` - the user's optimizer, stepping some of its parameters; `freshness_check` - a debugging mode that
+  finds who reads a parameter before its step is in it; `module_hook` - a hook that a copy of a module does not have
 * `server_sync` - the same where a server holds the parameters: gradients out, parameters in, at `optimizer.step()`
 * `local_sgd` - workers that step by themselves, and average now and then: `local_sgd_allreduce` without a server,
   `local_sgd_server` with one, `local_sgd_switch` at each worker's own pace; `anchor` - one bucket's parameters after
@@ -44,6 +45,7 @@
 from offbeat.engine.batch_accounting import BatchCounts, DrawnBatch
 from offbeat.engine.buffers import Buffers
 from offbeat.engine.control_group import ControlGroup
+from offbeat.engine.freshness_check import FreshnessCheck
 from offbeat.engine.history_recorder import HistoryRecorder
 from offbeat.engine.ignored_parameters import ignored_names
 from offbeat.engine.join import JobInfo, JoinCheck, JoinClient, JoinServer, LeaveBarrier
@@ -62,6 +64,7 @@ __all__ = [
     "Buffers",
     "ControlGroup",
     "DrawnBatch",
+    "FreshnessCheck",
     "HistoryRecorder",
     "JobInfo",
     "JoinCheck",

@@ -42,6 +42,7 @@ from offbeat.engine.communication_thread import (
     ReduceInFlight,
 )
 from offbeat.engine.communicator import Communicator
+from offbeat.engine.module_hook import ModuleHook
 from offbeat.engine.partial_optimizer import PartialOptimizer
 from offbeat.engine.pending_gradient import PendingGradient, pending
 from offbeat.engine.reducer import Reducer
@@ -124,6 +125,7 @@ class CrossIterationReducer(Reducer):
         self._last_landing: dict[str, int] = {}  # of each gradient's blocks
         self._is_used = False  # a gradient was waited for before the optimizer's step
         self._used_steps = 0  # in a row
+        self._freshness = context.freshness
         super().__init__(model, plan, context, buffers=buffers, accounting=accounting)
         # The thread's own way to the fabric; what it waits for is explained by whoever waits for the thread.
         silent = dataclasses.replace(context, waiter=BlockingWait(clock=context.clock, timeout=_NEVER))
@@ -170,6 +172,8 @@ class CrossIterationReducer(Reducer):
             if (grad := entry.parameter.grad) is not None:
                 self._gradients[entry.name] = grad
                 entry.parameter.grad = None
+        if self._freshness is not None and self.is_ahead:
+            self._freshness.expect({name: self._entries[name].parameter for name in self._gradients})
 
     def after_step(self) -> ExchangeResult | None:
         """Let gradients be looked at again; what was found out when those of the step before were exchanged."""
@@ -215,6 +219,7 @@ class CrossIterationReducer(Reducer):
         Raises:
             ModelError: if it is damaged, or of another model.
         """
+        self.synchronize()
         self._land_ahead()
         self._results.clear()
         super().load_state_dict(state)
@@ -237,12 +242,14 @@ class CrossIterationReducer(Reducer):
         """Begin to hide steps behind the next one. Collective."""
         self._learner = None
         learner.close()
-        if self.schedule is not None:  # from a checkpoint
+        if self.schedule is not None and not learner.is_compiled:  # from a checkpoint
             self._begin_ahead(learner, self.schedule)
             return
         control, scheduler = self._context.control, self.plan.scheduling
         assert scheduler is not None
         if why := self._first_told("whether steps can be hidden behind the next one", self._objection(learner)):
+            if self.schedule is not None:
+                self._return_to_barrier()
             self._tell_barrier(why)
             return
         profile = learner.agree(self.communicator, control)
@@ -274,7 +281,9 @@ class CrossIterationReducer(Reducer):
             for module in modules:
                 readers.setdefault(module, []).append(name)
         self._watch_hooks = [
-            module.register_forward_pre_hook(functools.partial(self._before_module, tuple(names)), prepend=True)
+            module.register_forward_pre_hook(
+                ModuleHook(functools.partial(self._before_module, tuple(names))), prepend=True
+            )
             for module, names in readers.items()
         ]
         # The buffers go first, while there are no gradients yet.
@@ -302,10 +311,11 @@ class CrossIterationReducer(Reducer):
             entry.view = pending(entry.view, functools.partial(self._use, entry))
 
     def _hook_optimizer_and_states(self) -> None:
-        """Have all done before somebody asks for the state of the model or of the optimizer."""
-        self._watch_hooks += [
-            module.register_state_dict_pre_hook(lambda *_: self.synchronize()) for module in self._model.model.modules()
-        ]
+        """Have all done before somebody asks for the state of the model or of the optimizer, or sets it."""
+        hook = ModuleHook(lambda *_: self.synchronize())
+        for module in self._model.model.modules():
+            self._watch_hooks.append(module.register_state_dict_pre_hook(hook))
+            self._watch_hooks.append(module.register_load_state_dict_pre_hook(hook))
         self._watch_hooks += [
             self._model.optimizer.register_step_pre_hook(self._take_gradients),  # behind what calls `before_step`
             self._model.optimizer.register_state_dict_pre_hook(lambda _: self.synchronize()),
@@ -350,6 +360,8 @@ class CrossIterationReducer(Reducer):
             return objection
         if self.layout.sparse:
             return f"the gradient of {self.layout.sparse[0]} is sparse"
+        if learner.is_compiled:
+            return "the model is compiled, and what its modules read cannot be waited for one by one"
         return f"{worker_questions.some(learner.lacking)} had no gradient in some step" if learner.lacking else ""
 
     def _first_told(self, question: str, mine: str) -> str:
@@ -381,6 +393,8 @@ class CrossIterationReducer(Reducer):
     def _before_module(self, names: tuple[str, ...], module: torch.nn.Module, inputs: Any) -> None:
         if self._gradients:
             self._step_some(names)
+        if self._freshness is not None:
+            self._freshness.allow([self._entries[name].parameter for name in names])
 
     def _use(self, entry: GradEntry) -> None:
         """Wait for a gradient that is used."""
@@ -513,6 +527,8 @@ class CrossIterationReducer(Reducer):
         if self._gradients:
             self._land_all()
             self._step(list(self._gradients))
+        if self._freshness is not None:
+            self._freshness.allow([entry.parameter for entry in self._entries.values()])
 
     def _step(self, names: Collection[str]) -> None:
         gradients = [(self._entries[name].parameter, self._gradients.pop(name)) for name in names]

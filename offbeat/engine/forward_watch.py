@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from offbeat.engine.module_hook import ModuleHook
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    import torch
 
 
 class ForwardWatch:
@@ -21,7 +23,10 @@ class ForwardWatch:
     def __init__(self, model: torch.nn.Module, now_s: Callable[[], float]) -> None:
         self._model, self._now_s = model, now_s
         self.began_s: dict[torch.nn.Module, float] = {}  # in this pass, the first time
-        self._hooks = [module.register_forward_pre_hook(self._note, prepend=True) for module in model.modules()]
+        # Compiled code has the hooks that were there when it was compiled, whatever is hung on a module later.
+        self.is_compiled = any(_is_compiled(module) for module in model.modules())
+        note, watched = ModuleHook(self._note), [] if self.is_compiled else model.modules()
+        self._hooks = [module.register_forward_pre_hook(note, prepend=True) for module in watched]
 
     def begin(self) -> None:
         """A forward pass begins."""
@@ -46,7 +51,14 @@ class ForwardWatch:
             hook.remove()
 
     def _note(self, module: torch.nn.Module, inputs: Any) -> None:
+        if torch.compiler.is_compiling():  # by somebody around the model
+            self.is_compiled = True
+            return
         self.began_s.setdefault(module, self._now_s())
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def _nearest(path: str, called: Mapping[str, torch.nn.Module]) -> str:

@@ -117,6 +117,11 @@ class ScheduleLearner:
         """Parameters that had no gradient in one of the steps."""
         return [name for name, times in self._ready.items() if len(times) < len(self._backward_s)]
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a part of the model is compiled, so that nobody can wait there for what it reads."""
+        return self._watch.is_compiled
+
     def close(self) -> None:
         """Watch no longer."""
         self._watch.close()

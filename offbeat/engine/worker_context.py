@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from offbeat.clock import Clock
     from offbeat.diagnosis.wait import BlockingWait
     from offbeat.engine.control_group import ControlGroup
+    from offbeat.engine.freshness_check import FreshnessCheck
     from offbeat.engine.history_recorder import HistoryRecorder
     from offbeat.engine.run_log import RunLog
     from offbeat.engine.step_metrics import StepMetrics
@@ -70,6 +71,7 @@ class WorkerContext:
         history: where digests of the parameters go.
         log: says what people should know.
         launcher: what this worker was told of the job.
+        freshness: refuses to have parameters read too early, if that is asked for.
     """
 
     rank: int
@@ -87,6 +89,7 @@ class WorkerContext:
     history: HistoryRecorder
     log: RunLog
     launcher: LauncherInfo
+    freshness: FreshnessCheck | None = None
 
     @property
     def is_first(self) -> bool:

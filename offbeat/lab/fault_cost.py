@@ -26,7 +26,7 @@ Said = tuple[float, str]  # when, in seconds since 1970, and what
 def recoveries(
     job: RowJob, repeat: int, fired: Sequence[Fired], lines: Sequence[Sequence[Line]], said: Sequence[Said]
 ) -> list[FaultCost]:
-    """One for each fault that struck, in order of time.
+    """One for each fault that struck and is over at some time, in order of time.
 
     Args:
         fired: in that order.
@@ -36,6 +36,8 @@ def recoveries(
     ahead_s = time.time() - time.perf_counter()  # of the clock of the recorders
     made = []
     for index, one in enumerate(fired):
+        if one.fault.stays:
+            continue
         end_s = fired[index + 1].time_s if index + 1 < len(fired) else math.inf
         struck_s = one.time_s - ahead_s
         others_s = back_s = redone = None

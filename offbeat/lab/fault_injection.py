@@ -59,6 +59,7 @@ class FaultRun:
         self._over = threading.Event()
         self._watcher: threading.Thread | None = None
         self._mending: list[tuple[float, str]] = []  # when, and whose link
+        self._shaped: set[str] = set()  # hosts whose links have another rate
 
     @property
     def environment(self) -> dict[str, str]:
@@ -143,24 +144,32 @@ class FaultRun:
                     assert self.switch is not None, "else it is left out"
                     self._note(one)
                     self.switch.restart()
+                elif network is not None and one.fault.stays:
+                    self._shape(network, one)
                 elif network is not None:
                     self._strike(network, one)
             done = len(asked)
             if network is not None:
                 self._mend(network, time.monotonic())
-        if network is not None:
-            self._mend(network, float("inf"))  # the next run finds all links as they were
+        if network is not None:  # the next run finds all links as they were
+            self._mend(network, float("inf"))
+            for host in sorted(self._shaped):
+                network.shape(host, self._scenario.topology.uplink(host).rate_mbps)
 
     def _note(self, asked: Fired) -> None:
         with self._log.open("ab") as log:
             log.write(msgspec.json.encode(msgspec.structs.replace(asked, time_s=time.time())) + b"\n")
 
+    def _shape(self, network: Network, asked: Fired) -> None:
+        hosts = self._scenario.linked(asked.fault)
+        self._note(asked)
+        self._shaped.update(hosts)
+        for host in hosts:
+            network.shape(host, asked.fault.to_mbps)
+
     def _strike(self, network: Network, asked: Fired) -> None:
-        fault, scenario = asked.fault, self._scenario
-        if fault.target == "worker":
-            host = scenario.workers.hosts[fault.worker].name
-        else:
-            host = scenario.servers[0 if fault.target == "coordinator" else -1]
+        fault = asked.fault
+        (host,) = self._scenario.linked(fault)
         up, down = self._laws(fault, host)
         network.worsen(host, up=up, down=down)
         self._mending.append((time.monotonic() + fault.seconds, host))

@@ -17,11 +17,13 @@ where batches follow the machines: then all take equally long for a round of the
 Where a controller may swap policies, the least that any of them demands. Where a fault may take a worker away for so
 long that others go on without it, what those demand.
 
-With several shards each link carries an equal part of d.
+With several shards each link carries an equal part of d. Where a fault gives links another rate, the mean over the
+measured steps of what holds in each.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from typing import TYPE_CHECKING
 
@@ -48,7 +50,17 @@ def limit(job: RowJob, raw: Sequence[RawRun]) -> tuple[float, str]:
     Args:
         raw: what all rows measured: the work costs the same in each.
     """
-    scenario, demand = job.scenario, job.demand
+    steps = job.scenario.measured_steps
+    changes = {fault.step + 1 for fault in job.faults if fault.stays}
+    begins = sorted({steps.start, *(step for step in changes if step in steps)})
+    found = [_limit(job, job.scenario.at(begin), raw) for begin in begins]
+    counts = [end - begin for begin, end in itertools.pairwise([*begins, steps.stop])]
+    mean_s = sum(count * bound_s for count, (bound_s, _) in zip(counts, found, strict=True)) / len(steps)
+    return (found[0][0] if len(found) == 1 else mean_s), found[0][1]
+
+
+def _limit(job: RowJob, scenario: Scenario, raw: Sequence[RawRun]) -> tuple[float, str]:
+    demand = job.demand
     hosts = scenario.workers.hosts
     seen = sorted({one.rank for one in raw if one.rank < len(hosts)})
     staying = [rank for rank in seen if rank not in job.may_lose] or seen[:1]

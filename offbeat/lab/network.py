@@ -10,6 +10,8 @@ Rules, each measured with plain TCP at 20, 200 and 1000 Mbit/s (goodput 92 to 96
   four times the CPU. So packets are limited (`gso_max_size`) to 0.6 ms of the link, or a frame if that is more, and the
   bucket holds two of them.
 * The queue before the bucket holds 25 ms, as a switch with shallow buffers, and at least 128 KiB for slow links.
+* A rate can change while the link is in use (`tc qdisc change`): what waits in the queue stays there. The bucket does
+  not shrink with it: a packet that was made for a larger one would never pass.
 * All hosts run TCP Reno: the only algorithm that every kernel lets a namespace choose. Without competing traffic it
   fills these links as CUBIC does, while BBR's probing makes step times of the same work differ.
 * IPv6 is off: its neighbour and multicast chatter would be in every byte count.
@@ -79,6 +81,7 @@ class Network:
         self._emulated = {host: f"bad{index}" for index, host in enumerate(emulated)}
         self._emulators: dict[str, EmulatedLink] = {}
         self._rates_mbps = {host.name: topology.uplink(host.name).rate_mbps for host in topology.hosts}
+        self._most_mbps = dict(self._rates_mbps)  # that each link has had
         self._index = {host.name: index for index, host in enumerate(topology.hosts)}
         self._switch = f"offbeat-{self.lab}-switch"
         lab_registry.clean(directory=directory)
@@ -132,6 +135,33 @@ class Network:
             NetworkError: if the emulator is gone.
         """
         return self._emulators[host].change(up=up, down=down)
+
+    def shape(self, host: str, rate_mbps: float | None) -> None:
+        """Have a host's link carry so much from now on, in each direction; what is on its way stays there.
+
+        Args:
+            rate_mbps: in 10^6 bit/s.
+
+        Raises:
+            NetworkError: if the link was not shaped when it was built, or is not to be any more, or the kernel refuses.
+        """
+        before_mbps = self._most_mbps[host]
+        if rate_mbps is None or before_mbps is None:
+            raise NetworkError(
+                f"Cannot change the rate of the link of {host}: it {'has none' if before_mbps is None else 'needs one'}"
+                ". Give the link a rate (hosts.rate_mbps)."
+            )
+        self._most_mbps[host] = most_mbps = max(before_mbps, rate_mbps)
+        for namespace, interface in ((self.namespace(host), INTERFACE), self.port(host)):
+            try:
+                inside(namespace, functools.partial(_reshape, interface, rate_mbps, most_mbps, self.mtu))
+            except NetworkError:
+                raise
+            except Exception as error:
+                raise NetworkError(
+                    f"Cannot change the rate of the link of {host}: the kernel refused it ({error}). Run `offbeat "
+                    "doctor` to see what is missing."
+                ) from error
 
     def mark(self) -> dict[str, str]:
         """Environment for a process of this lab, by which `offbeat lab clean` knows it."""
@@ -254,13 +284,25 @@ def bucket_bytes(rate_mbps: float, mtu: int = 1500) -> tuple[int, int]:
 
 
 def _shape(kernel: Any, interface: int, rate_mbps: float | None, mtu: int) -> None:
-    if rate_mbps is None:
-        return
-    packet_bytes, burst_bytes = bucket_bytes(rate_mbps, mtu)
+    if rate_mbps is not None:
+        _set_rate(kernel, "add", interface, rate_mbps, mtu, bucket_bytes(rate_mbps, mtu)[1])
+
+
+def _reshape(name: str, rate_mbps: float, most_mbps: float, mtu: int) -> None:
+    """Give an interface of this namespace another rate; `most_mbps` is the highest that it has had."""
+    from pyroute2 import IPRoute
+
+    with IPRoute() as kernel:
+        interface = kernel.link_lookup(ifname=name)[0]
+        _set_rate(kernel, "change", interface, rate_mbps, mtu, bucket_bytes(most_mbps, mtu)[1])
+
+
+def _set_rate(kernel: Any, command: str, interface: int, rate_mbps: float, mtu: int, burst_bytes: int) -> None:
+    packet_bytes, _ = bucket_bytes(rate_mbps, mtu)
     rate_bytes_per_s = rate_mbps * 1e6 / 8
     limit_bytes = burst_bytes + queue_bytes(rate_mbps)
     kernel.link("set", index=interface, gso_max_size=packet_bytes, gro_max_size=packet_bytes)
-    kernel.tc("add", "tbf", interface, rate=int(rate_bytes_per_s), burst=burst_bytes, limit=limit_bytes)
+    kernel.tc(command, "tbf", interface, rate=int(rate_bytes_per_s), burst=burst_bytes, limit=limit_bytes)
 
 
 def _configure_stack() -> None:

@@ -148,7 +148,7 @@ def run_once(
     places = [place for place in places if place.host in names]
     with ExitStack() as resources:
         if job.served:
-            is_struck = any(fault.target != "worker" for fault in job.faults)
+            is_struck = any(fault.target != "worker" and not fault.stays for fault in job.faults)
             timeout_s = _FAULTY_TIMEOUT_S if job.faults else _SERVER_TIMEOUT_S
             shards = launch.Shards(servers, folder=folder, timeout_s=timeout_s, lab=lab, is_struck=is_struck)
             environment |= resources.enter_context(shards).environment

@@ -8,8 +8,8 @@ A value is read when it is asked for, so that a variable that nobody needs may h
 | `MASTER_ADDR`, `MASTER_PORT`, `TORCHELASTIC_*` | torchrun | where the workers meet |
 | `OFFBEAT_STORE` | offbeat run | where they meet instead: a file, or tcp://host:port |
 | `OFFBEAT_STORE_PREFIX`, `OFFBEAT_JOINS` | offbeat run --join | the job that this worker joins |
-| `OFFBEAT_PLAN`, `OFFBEAT_TIMEOUT_S`, `OFFBEAT_RUN_DIR`, `OFFBEAT_HISTORY`, `OFFBEAT_HASH_EVERY` \
-| offbeat run, user | what the script does not say itself |
+| `OFFBEAT_PLAN`, `OFFBEAT_TIMEOUT_S`, `OFFBEAT_RUN_DIR`, `OFFBEAT_HISTORY`, `OFFBEAT_HASH_EVERY`, \
+`OFFBEAT_CHECK_FRESHNESS` | offbeat run, user | what the script does not say itself |
 | `OFFBEAT_SERVERS`, `OFFBEAT_JOB`, `OFFBEAT_TOKEN`, `OFFBEAT_CERTIFICATE`, `OFFBEAT_KEY`, `OFFBEAT_AUTHORITY` \
 | the user | the parameter server, and how to connect with it |
 | `OFFBEAT_SWITCH` | the user | host:port of the switch that sums gradients |
@@ -85,6 +85,18 @@ class Environment:
         if not text.isdecimal() or not int(text):
             raise PlanError(f"Cannot read OFFBEAT_HASH_EVERY={text!r}: it must be a whole number of steps from 1.")
         return int(text)
+
+    @property
+    def check_freshness(self) -> bool:
+        """Whether parameters that are read too early are looked for.
+
+        Raises:
+            PlanError: if it is neither 0 nor 1.
+        """
+        text = self._variables.get("OFFBEAT_CHECK_FRESHNESS") or "0"
+        if text not in ("0", "1"):
+            raise PlanError(f"Cannot read OFFBEAT_CHECK_FRESHNESS={text!r}: it must be 0 or 1.")
+        return text == "1"
 
     # -- which worker this is ------------------------------------------------------------------------------------
 

@@ -58,6 +58,7 @@ def init(
     run_dir: str | os.PathLike[str] | None = None,
     seed: int = 0,
     history: str | os.PathLike[str] | None = None,
+    check_freshness: bool | None = None,
 ) -> Run:
     """Join the other workers of a job and return this worker's `Run`. Collective: every rank calls it.
 
@@ -75,6 +76,8 @@ def init(
         seed: of the order in which a prepared loader deals out samples; the same on every worker.
         history: folder in which this worker records what it has after each step, for `offbeat verify-run`; that of
             `offbeat run --history`, or none.
+        check_freshness: to debug a script whose plan has a scheduler: whether an operation that uses a parameter before
+            the optimizer's last step is in it raises a `ModelError`; if None, that of `offbeat run --check-freshness`.
 
     Raises:
         PlanError: if the plan cannot work here, a folder cannot be written to, or this process is in a run with other
@@ -94,6 +97,7 @@ def init(
         run_dir=environment.run_dir if run_dir is None else Path(run_dir),
         seed=_seed(seed),
         history=environment.history if history is None else Path(history),
+        check_freshness=environment.check_freshness if check_freshness is None else check_freshness,
     )
     for session in open_sessions.of_this_process():
         session.make_way()

@@ -25,7 +25,15 @@ from offbeat.clock import WallClock
 from offbeat.diagnosis.explain import END_OF_RUN, without_quoted
 from offbeat.diagnosis.stall_witness import SentinelWitness
 from offbeat.diagnosis.wait import BlockingWait, NullWitness
-from offbeat.engine import ControlGroup, HistoryRecorder, JoinClient, MetricsFile, StatusReporter, StepMetrics
+from offbeat.engine import (
+    ControlGroup,
+    FreshnessCheck,
+    HistoryRecorder,
+    JoinClient,
+    MetricsFile,
+    StatusReporter,
+    StepMetrics,
+)
 from offbeat.engine.factory import SynchronizerFactory
 from offbeat.engine.model_registry import ModelRegistry
 from offbeat.engine.run_log import RunLog
@@ -72,6 +80,7 @@ class RunSettings:
     run_dir: Path | None = None
     seed: int = 0
     history: Path | None = None
+    check_freshness: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,9 +223,16 @@ class WorkerSession:
             history=HistoryRecorder(self._environment.hash_every),
             log=log,
             launcher=launcher,
+            freshness=self._check_freshness() if settings.check_freshness else None,
         )
         self._put_together(plan)
         self._start_watch(meeting.job)
+
+    def _check_freshness(self) -> FreshnessCheck:
+        freshness = FreshnessCheck()
+        freshness.open()
+        self.resources.callback(freshness.close)
+        return freshness
 
     def _start_watch(self, job: JobInfo | None) -> None:
         """Start this worker's sentinel, and have waits be explained by it. Collective."""

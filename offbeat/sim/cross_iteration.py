@@ -2,7 +2,8 @@
 
 The schedule is made by the plan's own scheduler, from a profile of what the scenario says: layers one after the other,
 the slowest machine, a ring over the slowest link. The first steps, in which workers learn that profile, are not played:
-they are steps to warm up. What a worker loses to bad luck, which comes behind its backward pass, holds all up.
+they are steps to warm up. What a worker loses to bad luck, which comes behind its backward pass, holds all up. Where a
+link gets another rate all go by the old schedule for a few steps, and then by the one that they would make now.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from offbeat.scenario import Replay
 from offbeat.scheduling import BackwardProfile, GradientTimes
 from offbeat.scheduling import play as play_step
 from offbeat.sim.allreduce import ring_s
+from offbeat.sim.links import Links
 from offbeat.sim.result import SimResult
 
 if TYPE_CHECKING:
@@ -24,18 +26,17 @@ if TYPE_CHECKING:
     from offbeat.scenario import Scenario
     from offbeat.scheduling import Scheduler
     from offbeat.sim.compute_time import ComputeTimes
-    from offbeat.sim.links import Links
 
 _BLOCK_S = 0.0002  # that a block takes beyond its latency and its bytes: Python, on both threads
 _PHASE_S = 0.0006  # of each of a ring's phases, however small what is sent: measured, two workers to a core
 _STEP_S = 0.002  # of a step beyond what is computed and sent, as in `allreduce`
+_NOTICED = 6  # steps until a schedule follows another rate: five that are off, and the vote
 
 
 def play(
     scenario: Scenario,
     scheduler: Scheduler,
     compute_times: Sequence[ComputeTimes],
-    links: Links,
     *,
     narrow: float,
     steps: int,
@@ -48,21 +49,24 @@ def play(
         batch: samples of a worker's step.
 
     Raises:
-        ScenarioError: if it is not known when which gradient is complete, or a fault strikes.
+        ScenarioError: if it is not known when which gradient is complete, or a fault strikes that is no other rate.
     """
     if not isinstance(scenario.workload, Replay):
         raise ScenarioError(
             f"Cannot simulate {scheduler!r} for the script {scenario.workload.path}: when which of its gradients is "
             "complete is not known. Replay a profile (workload.kind)."
         )
-    if scenario.fault:
-        raise ScenarioError(f"Cannot simulate {scheduler!r} with faults. Leave them out (fault).")
-    world = len(compute_times)
-    profile = profile_of(scenario.workload, world, links, narrow)
-    schedule = scheduler.schedule(profile)
+    if not all(fault.stays for fault in scenario.fault):
+        raise ScenarioError(f'Cannot simulate {scheduler!r} with faults other than "rate". Leave them out (fault).')
+    workload, world = scenario.workload, len(compute_times)
+    changes = {fault.step + 1 for fault in scenario.fault}
+    profiles = {step: profile_of(workload, world, Links.of(scenario.at(step)), narrow) for step in (0, *changes)}
+    schedules = {step + _NOTICED * (step > 0): scheduler.schedule(made) for step, made in profiles.items()}
+    profile, schedule = profiles[0], schedules[0]
     nominal_s = profile.backward_s + profile.forward_s
-    played = SimResult.of(world)
-    for _ in range(steps):
+    played, clock_s = SimResult.of(world), 0.0
+    for step in range(steps):
+        profile, schedule = profiles.get(step, profile), schedules.get(step, schedule)
         took = [times.next_s() for times in compute_times]
         slowest = max(computing_s for computing_s, _ in took) / nominal_s
         lost_s = max(lost_s for _, lost_s in took)
@@ -71,6 +75,8 @@ def play(
             played.step_s[rank].append(step_s)
             played.samples[rank].append(batch)
             played.waited_s[rank].append(step_s - add_up(times))
+        clock_s += step_s
+        played.struck.extend((clock_s, fault) for fault in scenario.fault if fault.step == step)
     return played
 
 

@@ -1,4 +1,4 @@
-"""Disturbances that last for a while: a process that is stopped, a link that is cut, or slow.
+"""Disturbances: for a while a process is stopped, a link is cut, or slow; or a link has another rate from then on.
 
 A stopped worker computes, sends and takes nothing until it goes on. A slow link carries a part of its rate; a tenth of
 a contribution that is on its way already arrives as fast as before (`parameter_server`).
@@ -62,7 +62,22 @@ class Slowed:
     to: float = 0.1
 
 
-Trouble = Stopped | Cut | Slowed
+@dataclass(frozen=True)
+class Rated:
+    """A link has another rate from then on, until the next of these.
+
+    Args:
+        rank: of the worker, or `SERVER`.
+        at_s: when that begins.
+        to: the part of its first rate that it is; above 1 if it is higher.
+    """
+
+    rank: int
+    at_s: float
+    to: float
+
+
+Trouble = Stopped | Cut | Slowed | Rated
 
 
 @dataclass
@@ -77,6 +92,9 @@ class Disturbances:
     >>> troubles.add(Cut(1, at_s=1.0, for_s=4.0))
     >>> troubles.done_s(1, 1.0, 1.5), troubles.back_s(1, 2.5)
     (2.5, 5.0)
+    >>> troubles.add(Rated(1, at_s=2.0, to=0.5), Rated(1, at_s=3.0, to=2.0))
+    >>> troubles.part(1, 1.5), troubles.part(1, 2.5), troubles.part(1, 9.0)
+    (1.0, 0.5, 2.0)
     """
 
     all: tuple[Trouble, ...] = ()
@@ -107,7 +125,7 @@ class Disturbances:
         ends_s = [
             one.at_s + one.for_s
             for one in self.all
-            if not isinstance(one, Slowed) and one.rank == rank and one.at_s <= now_s < one.at_s + one.for_s
+            if isinstance(one, (Stopped, Cut)) and one.rank == rank and one.at_s <= now_s < one.at_s + one.for_s
         ]
         return max(ends_s, default=now_s)
 
@@ -117,7 +135,7 @@ class Disturbances:
         return max([one.at_s + one.for_s for one in cuts if one.at_s <= now_s < one.at_s + one.for_s], default=now_s)
 
     def part(self, rank: int, now_s: float) -> float:
-        """The part of its rate that a worker's link carries now."""
+        """The part of its first rate that a link carries now."""
         if not self.all:
             return 1.0
         parts = [
@@ -125,7 +143,8 @@ class Disturbances:
             for one in self.all
             if isinstance(one, Slowed) and one.rank == rank and one.at_s <= now_s < one.at_s + one.for_s
         ]
-        return min(parts, default=1.0)
+        rates = [one for one in self.all if isinstance(one, Rated) and one.rank == rank and one.at_s <= now_s]
+        return min(parts, default=1.0) * (max(rates, key=lambda one: one.at_s).to if rates else 1.0)
 
     def _stops(self, rank: int) -> list[Stopped]:
         return [one for one in self.all if isinstance(one, Stopped) and one.rank == rank]

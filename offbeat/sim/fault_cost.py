@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def others_s(played: SimResult, dropped: int) -> list[float | None]:
-    """Seconds, for each fault that struck, in order of time, that the longest step of another worker which ended before
-    the next one struck is longer than that worker's median; None if there is none.
+    """Seconds, for each fault that struck and is over at some time, in order of time, that the longest step of another
+    worker which ended before the next one struck is longer than that worker's median; None if there is none.
 
     Args:
         dropped: first steps of each worker, which do not count.
@@ -22,6 +22,8 @@ def others_s(played: SimResult, dropped: int) -> list[float | None]:
     ends_s = [list(itertools.accumulate(steps))[dropped:] for steps in played.step_s]
     found = []
     for index, (struck_s, fault) in enumerate(played.struck):
+        if fault.stays:
+            continue
         until_s = played.struck[index + 1][0] if index + 1 < len(played.struck) else math.inf
         more_s = [
             max(took) - statistics.median(steps[dropped:])

@@ -7,7 +7,7 @@ A fault strikes when the named worker has computed the gradient of the named ste
   program `process_faults_main.py` has them.
 * a link on which nothing passes, in both directions or one: `Cut`, until a connection finds out that it is whole. One
   direction is as bad as both: without acknowledgements nothing more is sent.
-* `slow-link`: `Slowed`.
+* `slow-link`: `Slowed`. `rate`: `Rated`.
 * whoever is silent for too long is missed meanwhile, and comes back; whoever has ended is missed, and does not.
 * `join`: another worker comes, when it is started.
 * a server that is killed, or told to stop: the next life begins when it is started again.
@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Protocol, get_args
 from offbeat.errors import ScenarioError
 from offbeat.fault_spec import PASSING, Fault, Stranger
 from offbeat.sim.detection_times import JOIN_S, START_S, TIMEOUT_S, gone_s, silent_s, through_s
-from offbeat.sim.disturbances import SERVER, Cut, Slowed, Stopped
+from offbeat.sim.disturbances import SERVER, Cut, Rated, Slowed, Stopped
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from offbeat.sim.disturbances import Disturbances, Trouble
 
@@ -70,13 +70,21 @@ class Faults:
         faults: in any order.
         sleeps: steps are not computed, but slept away.
         there_and_back_s: of a message, where links are busy.
+        part_of: the part of its first rate that each link has which a fault gives another one, by rank or `SERVER`.
     """
 
-    def __init__(self, faults: Sequence[Fault] = (), *, sleeps: bool = False, there_and_back_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        faults: Sequence[Fault] = (),
+        *,
+        sleeps: bool = False,
+        there_and_back_s: float = 0.0,
+        part_of: Callable[[Fault], Mapping[int, float]] = lambda _: {},
+    ) -> None:
         for fault in faults:
             check(fault)
         self.all = tuple(faults)
-        self._sleeps, self.there_and_back_s = sleeps, there_and_back_s
+        self._sleeps, self.there_and_back_s, self._part_of = sleeps, there_and_back_s, part_of
 
     def due(self, rank: int, step: int, *, computed: bool) -> list[Fault]:
         """List the faults that strike at a worker's step: before it is `computed`, or when it is."""
@@ -108,13 +116,16 @@ class Faults:
             troubles.add(*lasting)
             for one in lasting if rank == SERVER else ():
                 cluster.throttle(one.at_s)
-                cluster.throttle(one.at_s + one.for_s)
-            if kind not in ("slow", "slow-link") and fault.seconds > (after_s := silent_s(unheard_s)):
+                if not isinstance(one, Rated):
+                    cluster.throttle(one.at_s + one.for_s)
+            if kind not in ("slow", "slow-link", "rate") and fault.seconds > (after_s := silent_s(unheard_s)):
                 cluster.miss(rank, after_s, until_s)
 
     def lasting(self, fault: Fault, now_s: float) -> list[Trouble]:
         """List the disturbances of a fault that strikes now; links are as the network has them."""
         rank = SERVER if fault.target != "worker" else fault.worker
+        if fault.stays:
+            return [Rated(rank, now_s, part) for rank, part in self._part_of(fault).items()]
         if fault.kind in BLOCKED:
             return [Cut(rank, now_s, fault.seconds)]
         if fault.kind == "slow-link":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import statistics
@@ -17,6 +18,7 @@ from offbeat.float_sum import add_up
 from offbeat.scenario import Replay
 from offbeat.sim import allreduce, cross_iteration
 from offbeat.sim.compute_time import ComputeTimes
+from offbeat.sim.disturbances import SERVER
 from offbeat.sim.fault_cost import others_s
 from offbeat.sim.faults import Faults, check
 from offbeat.sim.links import Links
@@ -44,8 +46,9 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         wait_share: part of their time that workers do not compute.
         staleness: mean of it, and `most_stale` the maximum.
         simulated_s: virtual seconds until the last worker had done its last step.
-        others_s: for each fault that struck, in order of time, as `offbeat.lab.fault_cost` has it: how much longer than
-            usual the longest step took of a worker that it did not strike; None if none of them ended a step behind it.
+        others_s: for each fault that struck and is over at some time, in order of time, as `offbeat.lab.fault_cost` has
+            it: how much longer than usual the longest step took of a worker that it did not strike; None if none of
+            them ended a step behind it.
         faults: what these were, in words.
     """
 
@@ -150,7 +153,7 @@ def predict(
         most_stale=max(stale),
         simulated_s=max(add_up(played.step_s[rank]) for rank in ranks),
         others_s=others_s(played, dropped),
-        faults=[fault.words for _, fault in played.struck],
+        faults=[fault.words for _, fault in played.struck if not fault.stays],
     )
 
 
@@ -163,6 +166,7 @@ def _played(
         struck,
         sleeps=isinstance(scenario.workload, Replay),
         there_and_back_s=2 * links.to_worker_s + links.queue_s,
+        part_of=functools.partial(_parts, msgspec.structs.replace(scenario, fault=list(struck))),
     )
     if plan is not None and plan.is_tabled:  # to the clock a table is a server, where the links meet
         from offbeat.fabric import ParameterServer
@@ -181,7 +185,12 @@ def _played(
         ).play()
     if plan is not None and plan.scheduling is not None and len(compute_times) > 1:
         return cross_iteration.play(
-            scenario, plan.scheduling, compute_times, links, narrow=narrowing(plan), steps=steps, batch=known.batch
+            msgspec.structs.replace(scenario, fault=list(struck)),
+            plan.scheduling,
+            compute_times,
+            narrow=narrowing(plan),
+            steps=steps,
+            batch=known.batch,
         )
     return allreduce.play(
         compute_times,
@@ -196,6 +205,18 @@ def _played(
         in_network=plan is not None and plan.fabric.offers.holds == "switch",
         kept_steps=math.inf if plan is None else _kept_steps(plan, known.gradient_bytes),
     )
+
+
+def _parts(scenario: Scenario, fault: Fault) -> dict[int, float]:
+    """The part of its first rate that each link has which a fault gives another one, by rank or `SERVER`."""
+    first, now = Links.of(scenario), Links.of(scenario.at(fault.step + 1))
+    ranks = {host.name: rank for rank, host in enumerate(scenario.workers.hosts)}
+    return {
+        ranks.get(name, SERVER): now.worker[ranks[name]] / first.worker[ranks[name]]
+        if name in ranks
+        else now.servers / first.servers
+        for name in scenario.linked(fault)
+    }
 
 
 def _kept_steps(plan: Plan, gradient_bytes: float) -> float:

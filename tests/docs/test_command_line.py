@@ -25,6 +25,7 @@ COMMANDS = {
         "--run-dir",
         "--history",
         "--hash-every",
+        "--check-freshness",
     ],
     "switch ctl": ["ADDRESS", "--token-file", "--certificate", "--key", "--authority", "--evict", "--show-rules"],
     "switch serve": [

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import msgspec
 import pytest
 
-from offbeat.fault_spec import Fault, Link, Process, Stranger
+from offbeat.fault_spec import Fault, Link, Process, Shaping, Stranger
 from offbeat.fault_spec import Script as Within
 from offbeat.lab import launch, runner
 from offbeat.lab.jobs import jobs
@@ -93,7 +93,7 @@ def test_every_key_has_its_line_and_its_default(heading: str) -> None:
 def test_every_kind_of_fault_is_named() -> None:
     (section,) = re.findall(r"^### `\[\[fault\]\]`.*?\n(.*?)(?=^##)", PAGE, re.MULTILINE | re.DOTALL)
     named = set(re.findall(r"^\| `([a-z-]+)`.*?\|", section, re.MULTILINE)) | set(re.findall(r"`([a-z-]+)`", section))
-    assert {kind for one in (Process, Within, Link, Stranger) for kind in get_args(one)} <= named
+    assert {kind for one in (Process, Within, Link, Stranger, Shaping) for kind in get_args(one)} <= named
 
 
 @pytest.mark.parametrize("text", blocks("toml"), ids=lambda text: text.split('"')[1])

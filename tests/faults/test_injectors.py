@@ -277,3 +277,9 @@ def test_half_a_line_is_not_read(tmp_path: Path) -> None:
     log.write_bytes(b'{"number":0,"fau')
     assert read_fired(log) == []
     assert os.path.getsize(log)
+
+
+def test_links_of_the_lab_are_struck_by_the_lab_alone(tmp_path: Path) -> None:
+    rate = Fault(worker=0, step=STEP, kind="rate", to_mbps=10.0)
+    with pytest.raises(ScenarioError, match=r"Cannot have rate of 10 Mbit/s at the link of worker 0 .* the lab's\."):
+        FaultInjector([rate], tmp_path / "log", 0)

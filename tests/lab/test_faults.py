@@ -306,6 +306,60 @@ class TestALinkOfTheNetwork:
         assert [one.row for one in report.simulated] == ["server"]
 
 
+RATES = """
+[scenario]
+name = "rates"
+[hosts]
+count = 2
+rate_mbps = 80
+[workload]
+kind = "replay"
+[[workload.layer]]
+name = "one"
+shapes = [[250000]]
+backward_s = 0.01
+[run]
+repeats = 2
+steps = 16
+warmup_steps = 3
+[[fault]]
+worker = 1
+step = 10
+kind = "rate"
+to_mbps = 20
+target = "workers"
+[[row]]
+name = "ddp"
+system = "ddp"
+[[row]]
+name = "offbeat"
+system = "offbeat"
+"""
+
+
+class TestTheRateOfLinks:
+    pytestmark = needs_root
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(120)
+    def test_it_changes_for_every_system_and_is_as_before_in_the_next_run(self, tmp_path: Path) -> None:
+        """1 MB around two hosts: 0.1 s, and 0.4 s from the eighth measured step on; as the simulator says."""
+        report = runner.run(Scenario.from_toml(RATES), RATES, tmp_path, command="test", tell=lambda row, repeat: None)
+        assert report.failed == {}
+        for raw in report.raw:
+            before, after = raw.step_s[:7], raw.step_s[9:]
+            assert 0.1 < np.median(before) < 0.16, (raw.row, raw.repeat, raw.step_s)
+            assert 0.4 < np.median(after) < 0.5, (raw.row, raw.repeat, raw.step_s)
+        for row in report.rows:
+            (event, *_) = row.events
+            assert event.startswith("fault: rate of 20 Mbit/s at the links of the workers at step 10 of worker 1, ")
+        assert report.recoveries == [], "nobody recovers from it"
+        for row, predicted in zip(report.rows, report.simulated, strict=True):
+            assert predicted.seconds_per_step == pytest.approx(row.seconds_per_step.median, rel=0.2)
+            assert row.bound_s == pytest.approx((8 * 0.1 + 8 * 0.4) / 16)
+            assert row.percent_of_bound <= 100
+
+
 def test_steps_are_counted_in_the_half_second_in_which_they_end() -> None:
     raw = msgspec.convert(RAW, RawRun)
     assert steps_per_s([raw, raw], [0.0, 0.5, 1.0, 1.5, 2.0]) == [4.0, 4.0, 0.0, 4.0]

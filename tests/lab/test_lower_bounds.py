@@ -60,6 +60,11 @@ def test_a_ring(compute_s: float, wanted_s: float) -> None:
 RING_S = 2 * 7 / 8 * D_S
 SERVED = 'fabric = { kind = "ParameterServer" }'
 STOPPED = '[[fault]]\nworker = 2\nstep = 10\nkind = "sigstop"\nseconds = 20'
+# 5 steps to warm up, then 10 as at the beginning, 10 at half of the rate, and 20 at four times of it.
+RATES = "".join(
+    f'[[fault]]\nworker = 0\nstep = {step}\nkind = "rate"\nto_mbps = {rate}\ntarget = "TARGET"\n'
+    for step, rate in ((14, 100), (24, 800))
+)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +84,13 @@ STOPPED = '[[fault]]\nworker = 2\nstep = 10\nkind = "sigstop"\nseconds = 20'
         # Who is stopped for long is not waited for, where others can go on.
         (f'system = "offbeat"\nplan = {{ {SERVED} }}', STOPPED, 0.01 + 7 * D_S),
         ('system = "ddp"', STOPPED, RING_S),
+        # What links carry in each step counts there; that of one worker's decides for all.
+        ('system = "ddp"', RATES.replace("TARGET", "workers"), RING_S * (10 + 10 * 2 + 20 / 4) / 40),
+        (
+            f'system = "offbeat"\nplan = {{ {SERVED} }}',
+            RATES.replace("TARGET", "server"),
+            0.01 + 8 * D_S * (10 + 10 * 2 + 20 / 4) / 40,
+        ),
     ],
 )
 def test_a_row_is_bounded_by_what_it_sends(tmp_path: Path, row: str, fault: str, wanted_s: float) -> None:

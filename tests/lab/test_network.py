@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,6 +90,69 @@ def test_a_busy_second_is_not_taken_for_a_bad_link(monkeypatch: pytest.MonkeyPat
 def test_links_without_a_rate_are_not_shaped(tmp_path: Path) -> None:
     with Network(Topology.star(["a", "b"]), directory=tmp_path) as net:
         assert min(goodput.measure(net, seconds=0.3).values()) > 500
+        with pytest.raises(NetworkError, match="Cannot change the rate of the link of a: it has none"):
+            net.shape("a", 10)
+
+
+def test_a_rate_changes_and_the_others_stay(tmp_path: Path) -> None:
+    """In both directions of that link, down and up, beyond what it was built with."""
+    with Network(Topology.star(["a", "b", "c"], rate_mbps=50), directory=tmp_path) as net:
+        net.shape("b", 10)
+        measured = carried(net, {"a": 9, "b": 9, "c": 45}, seconds=4)  # streams settle for as long as at 50 alone
+        assert 9 <= measured["a"] <= 9.9, "to the slow one"
+        assert 9 <= measured["b"] <= 9.9, "from it"
+        assert 45 <= measured["c"] <= 48.5
+        for host in "abc":
+            net.shape(host, 100)
+        assert all(90 <= stream <= 97 for stream in carried(net, dict.fromkeys("abc", 90.0)).values())
+        with pytest.raises(NetworkError, match="it needs one"):
+            net.shape("a", None)
+
+
+@pytest.mark.timeout(60)
+def test_a_stream_goes_on_at_another_rate(tmp_path: Path) -> None:
+    """What was packed for a fast link, and what waits in its queue, passes the slow one: nothing is stuck."""
+    with Network(Topology.star(["a", "b"], rate_mbps=200), directory=tmp_path) as net:
+        port, received, over = 29_500, [0], threading.Event()
+        listener = inside(net.namespace("b"), lambda: socket.create_server(("0.0.0.0", port)))
+        sender = inside(
+            net.namespace("a"), functools.partial(socket.create_connection, (net.address("b"), port), timeout=10)
+        )
+        receiver, _ = listener.accept()
+
+        def send() -> None:
+            with contextlib.suppress(OSError):
+                while not over.is_set():
+                    sender.sendall(bytes(1 << 16))
+
+        def receive() -> None:
+            with contextlib.suppress(OSError):
+                while got := receiver.recv(1 << 16):
+                    received[0] += len(got)
+
+        threads = [threading.Thread(target=one, daemon=True) for one in (send, receive)]
+        for thread in threads:
+            thread.start()
+
+        def mbps(settle_s: float, seconds: float) -> float:
+            time.sleep(settle_s)
+            before, began_s = received[0], time.perf_counter()
+            time.sleep(seconds)
+            return (received[0] - before) * 8 / 1e6 / (time.perf_counter() - began_s)
+
+        def becomes(least: float, most: float) -> bool:
+            return any(least <= mbps(1.0, 1.5) <= most for _ in range(6))
+
+        assert becomes(170, 195)
+        net.shape("a", 4)
+        assert becomes(3.4, 4.0)
+        net.shape("a", 50)
+        assert becomes(42, 49)
+        over.set()
+        for end in (sender, receiver, listener):
+            end.close()
+        for thread in threads:
+            thread.join(10)
 
 
 def test_hosts_are_alone(tmp_path: Path) -> None:

@@ -128,6 +128,29 @@ def test_ideal_workers_are_as_fast_as_the_fastest() -> None:
     assert claim.measured(report(scenario=replay)) == pytest.approx(2 * 4 / 2.0 / (0.5 * 4 / 0.01))
 
 
+def test_a_schedule_has_followed_a_rate_if_it_is_near_the_bound_twenty_steps_later() -> None:
+    """Two workers, whose gradient of 1 MB takes 0.1 s at 80 Mbit/s and more at 40: what is sent bounds a step."""
+    replay = TEXT.replace('kind = "script"\npath = "work.py"\ntarget = 2.0\nbetter = "lower"', 'kind = "replay"')
+    layer = '[[workload.layer]]\nname = "one"\nshapes = [[250000]]\nbackward_s = 0.01\n'
+    fault = '[[fault]]\nworker = 0\nstep = 4\nkind = "rate"\nto_mbps = 40\ntarget = "workers"\n'
+    text = replay.replace("rate_mbps = 100", "rate_mbps = 80").replace("[run]", f"{layer}{fault}[run]\nsteps = 30")
+    raws = [msgspec.structs.replace(one, step_s=[9.0] * 20 + [0.25] * 10) for one in ran("fast", 1.0)]
+    followed = Claim(claims.FOLLOWED, "fast", at_least=0.9)
+    value = followed.measured(report(scenario=text, raw=raws))
+    assert value == pytest.approx(0.21 / 0.25, rel=0.06), "0.2 s at 95 % of the rate; the first steps do not count"
+    assert followed.measured(report(scenario=text.replace(fault, ""), raw=raws)) is None, "without such a fault"
+
+
+def test_weights_are_the_same_in_each_repeat_or_not() -> None:
+    same = Claim(claims.SAME, "fast", "slow", at_least=1)
+    raws = [msgspec.structs.replace(one, digest=f"{one.repeat}") for one in ran("slow", 1.0) + ran("fast", 0.5)]
+    assert same.met(report(raw=raws))
+    assert "same weights, bit for bit, of fast as of slow: at least 1" in same.words
+    raws[-1] = msgspec.structs.replace(raws[-1], rank=0, digest="other")
+    raws[-2] = msgspec.structs.replace(raws[-2], rank=1)
+    assert same.measured(report(raw=raws)) == pytest.approx(2 / 3)
+
+
 def test_evenness_is_that_of_the_links() -> None:
     use = LinkUse(
         row="slow",

@@ -39,10 +39,25 @@ def test_a_slow_machine_sets_the_pace() -> None:
     assert step_s(Scenario.from_toml(text), Plan(scheduling=Prophet())) > 1.0
 
 
+def test_a_schedule_follows_another_rate() -> None:
+    """At first with the schedule for the old one; then as if links had always had it."""
+    rate = '\n[[fault]]\nkind = "rate"\nworker = 1\nstep = {}\nto_mbps = 60\ntarget = "workers"\n'
+    always = Scenario.from_toml(TEXT.replace("rate_mbps = 200", "rate_mbps = 60"))
+    plan = Plan(scheduling=Prophet())
+    slow_s, fast_s = step_s(always, plan), step_s(Scenario.from_toml(TEXT), plan)
+    first, last = 9, 25  # of the steps that count
+    for step in (12, 17):
+        slow = last - (step + 1)
+        found_s = 16 * step_s(Scenario.from_toml(TEXT + rate.format(step)), plan)
+        best_s = (step + 1 - first) * fast_s + slow * slow_s
+        assert best_s * (1 - 1e-9) <= found_s < 1.1 * best_s
+    assert step_s(Scenario.from_toml(TEXT + rate.format(0)), plan) == pytest.approx(slow_s, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (TEXT + '\n[[fault]]\nkind = "sigkill"\nworker = 1\nstep = 12\n', "with faults"),
+        (TEXT + '\n[[fault]]\nkind = "sigkill"\nworker = 1\nstep = 12\n', 'with faults other than "rate"'),
         (Path("benchmarks/scenarios/mnist.toml").read_text(), "for the script"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import get_args
 
+import msgspec
 import pytest
 
 from offbeat.batching import BatchTuning
@@ -139,6 +140,42 @@ def test_a_link_that_was_cut_is_found_whole_only_when_something_is_sent_again() 
         # What is left of it when a second has been computed; at most twice as long, since pauses double.
         left_s = max(0.0, seconds - 1.0)
         assert left_s - 0.3 <= cut.simulated_s - usual(Plan()).simulated_s <= 2 * left_s + 0.3
+
+
+@pytest.mark.parametrize("target", ["workers", "server"])
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_a_rate_that_changes_is_that_of_every_step_behind(policy: Policy, target: str) -> None:
+    """Down and up again; a row says what it costs by its steps alone, since nobody recovers from it."""
+    if target == "server":  # workers' links are not what limits
+        hosts = "".join(f'[[host]]\nname = "h{i}"\nrate_mbps = 1000\n' for i in range(3))
+        hosts += '[[host]]\nname = "s"\nrate_mbps = 100\nrole = "server"\n'
+        scenario = world(hosts=hosts, steps=24, warmup=3)
+    else:
+        scenario = world(count=3, steps=24, warmup=3)
+    rates = [
+        msgspec.convert({"worker": 1, "step": step, "kind": "rate", "to_mbps": rate, "target": target}, Fault)
+        for step, rate in ((8, 10), (20, 1000))
+    ]
+    known = Known.of(scenario)
+
+    def took_s(*faults: Fault) -> float:
+        found = predict(scenario, scenario.row[0], served(policy), known, faults=faults)
+        assert found.others_s == found.faults == []
+        return found.simulated_s
+
+    usual_s, down_s, both_s = took_s(), took_s(rates[0]), took_s(*rates)
+    assert usual_s + 1.0 < both_s < down_s - 0.5
+
+
+def test_all_reduce_goes_at_the_rate_that_links_have() -> None:
+    """1.25 MB around three hosts: 0.14 s at 100 Mbit/s, 1.4 s at 10."""
+    scenario = world(count=3, steps=20, warmup=3)
+    halved = Fault(worker=1, step=12, kind="rate", to_mbps=10.0)
+    usual_s, slow_s = (
+        predict(scenario, scenario.row[0], Plan(), Known.of(scenario), faults=faults).simulated_s
+        for faults in ((), (halved,))
+    )
+    assert slow_s - usual_s == pytest.approx(10 * 9 * 0.14, rel=0.1), "of the last ten steps"
 
 
 def test_what_cannot_be_played_is_refused() -> None:

@@ -19,6 +19,7 @@ import msgspec
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from offbeat.errors import ScenarioError
 from offbeat.fault_spec import AGE, ASKED, FAULTS, LOG, PASSING, Fault, Fired, Link, Process, Stranger, read_fired
 from offbeat.testing.faults import in_process, processes, unauthorized_peers
 from offbeat.testing.faults.links import Proxies
@@ -51,6 +52,10 @@ class FaultInjector:
     def __init__(self, faults: Sequence[Fault], log: Path, rank: int, asked: Path | None = None) -> None:
         for fault in faults:
             fault.check()
+            if fault.stays and asked is None:
+                raise ScenarioError(
+                    f"Cannot have {fault.words}: links are the lab's. Use `offbeat lab run` (fault.kind)."
+                )
         fired = {one.number for one in read_fired(log)}
         self._mine = [
             (number, fault) for number, fault in enumerate(faults) if fault.worker == rank and number not in fired
@@ -94,7 +99,7 @@ class FaultInjector:
 
     def _strike(self, number: int, fault: Fault, optimizer: torch.optim.Optimizer) -> None:
         note = partial(self._note, number, fault)
-        if fault.target == "switch":
+        if fault.target == "switch" or fault.stays:
             assert self._asked is not None, "it is the lab's"
             _append(self._asked, Fired(number=number, fault=fault, time_s=time.time()))
         elif fault.kind in get_args(Process):

@@ -1,0 +1,183 @@
+"""`--check-freshness`: whoever reads a parameter before the last step is in it is told where; nobody else is."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+import offbeat
+from offbeat.errors import ModelError, PlanError
+from offbeat.run.environment import Environment
+from tests.cli.commands import offbeat as command
+from tests.training.test_scheduling import is_ahead
+from tests.workers import run_workers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+STEPS = 12  # of which seven are learnt from
+WORDS, WIDTH = 7, 8
+PLAN = offbeat.Plan(scheduling=offbeat.Priority(slice_bytes=100))
+
+
+class Writer(nn.Module):
+    """Tied weights, parameters in a list, a module that is called twice, and one by its weight alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(WIDTH)) for _ in range(2)])
+        self.twice, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.by_weight, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embed(words) * self.scales[0] * self.scales[1]
+        x = self.norm(self.twice(torch.tanh(self.twice(x))))
+        return torch.as_tensor(self.head(F.linear(x, self.by_weight.weight, self.by_weight.bias)))
+
+
+def mean_of(model: nn.Module) -> object:
+    """A moving average of a weight, as people keep it."""
+    mean = torch.zeros_like(model.twice.weight)  # type: ignore[arg-type]
+    return mean.mul_(0.9).add_(model.twice.weight.detach(), alpha=0.1)  # type: ignore[operator, union-attr]
+
+
+EARLY: dict[str, Callable[[nn.Module], object]] = {
+    "embed.weight": lambda model: F.linear(torch.ones(1, WIDTH), model.embed.weight),  # type: ignore[arg-type, union-attr]
+    "twice.weight": mean_of,
+    "scales.1": lambda model: float(model.scales[1].detach().norm()),  # type: ignore[index]
+    "by_weight.bias": lambda model: model.by_weight.bias.data[2:3].item(),  # type: ignore[union-attr]
+    "norm.weight": lambda model: copy.deepcopy(model.norm),  # and its hooks
+}
+
+
+def train(early: str = "", *, waits: bool = False, checks: bool = True) -> tuple[str, bool]:
+    """What is said of a loop that reads a parameter behind a step; whether steps were hidden by then."""
+    net = Writer()
+    with offbeat.init(PLAN, check_freshness=checks) as run:
+        replica, optimizer = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.01))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        generator = torch.Generator().manual_seed(run.rank)
+        for step in range(STEPS):
+            words = torch.randint(0, WORDS, (5,), generator=generator)
+            F.cross_entropy(replica(words), words).backward()
+            if step == 9:
+                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            if early and step == STEPS - 2:
+                if waits:
+                    run.synchronize()
+                try:
+                    EARLY[early](net)
+                except ModelError as error:
+                    return str(error), is_ahead(run)
+            optimizer.zero_grad()
+            if step % 4 == 1:
+                with torch.no_grad():
+                    replica(words)
+                kept = copy.deepcopy([net.state_dict(), optimizer.state_dict()])
+                optimizer.load_state_dict(kept[1])
+                net.load_state_dict(kept[0])
+            [torch.empty_like(p).view(-1) for p in net.parameters()]
+        return "", is_ahead(run)
+
+
+@pytest.mark.parametrize("early", EARLY)
+def test_whoever_reads_too_early_is_told_where_and_what_to_do(early: str) -> None:
+    for said, was_ahead in run_workers(2, train, early):
+        assert was_ahead
+        assert said.startswith(f"Cannot use {early} in aten.")
+        assert f"{__file__}:" in said
+        assert said.endswith("Call run.synchronize() before.")
+
+
+def test_whoever_has_waited_may_read() -> None:
+    for early in EARLY:
+        assert run_workers(2, waited, early) == [("", True)] * 2
+
+
+def waited(early: str) -> tuple[str, bool]:
+    return train(early, waits=True)
+
+
+def test_the_rest_of_a_job_is_silent() -> None:
+    """Tied weights, lists of parameters, clipping, evaluations, checkpoints out and in, shapes."""
+    assert run_workers(2, train) == [("", True)] * 2
+
+
+def unchecked() -> tuple[tuple[str, bool], bool]:
+    return train("twice.weight", checks=False), _get_current_dispatch_mode() is None
+
+
+def test_it_is_off_unless_it_is_asked_for() -> None:
+    assert run_workers(2, unchecked) == [(("", True), True)] * 2
+
+
+def compiled() -> tuple[bool, float, bool]:
+    """Whether a compiled model trains without being told anything, and what it comes to; what is left behind."""
+    net = Writer()
+    with offbeat.init(PLAN, check_freshness=True) as run:
+        replica, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        step_of = torch.compile(replica, backend="eager")
+        for _ in range(STEPS):
+            words = torch.arange(WORDS)
+            F.cross_entropy(step_of(words), words).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        was_ahead = is_ahead(run)
+        run.synchronize()
+        weight = float(net.twice.weight.double().sum())
+    return was_ahead, weight, _get_current_dispatch_mode() is None
+
+
+def test_a_compiled_model_raises_no_alarm() -> None:
+    first, second = run_workers(2, compiled)
+    assert first == second
+    assert first[0]
+    assert math.isfinite(first[1])
+    assert first[2], "nothing is looked at behind the run"
+
+
+SCRIPT = """
+import torch, offbeat
+net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+with offbeat.init() as run:
+    model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for step in range(12):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 10:
+            print(net[3].weight.norm())
+"""
+
+
+@pytest.mark.timeout(60)
+def test_the_command_line_asks_for_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "plan.toml").write_text(PLAN.to_toml())
+    code, output = command("run", "--workers", 2, "--plan", "plan.toml", "train.py", folder=tmp_path)
+    assert code == 0, output
+    code, output = command(
+        "run", "--workers", 2, "--plan", "plan.toml", "--check-freshness", "train.py", folder=tmp_path
+    )
+    assert code == 2, output
+    assert "Cannot use 3.weight in aten.linalg_vector_norm.default at train.py:11:" in output
+
+
+def test_the_environment_asks_for_it() -> None:
+    assert Environment({"OFFBEAT_CHECK_FRESHNESS": "1"}).check_freshness
+    assert not Environment({}).check_freshness
+    with pytest.raises(PlanError, match="Cannot read OFFBEAT_CHECK_FRESHNESS='yes': it must be 0 or 1"):
+        _ = Environment({"OFFBEAT_CHECK_FRESHNESS": "yes"}).check_freshness
