@@ -131,6 +131,8 @@ class Plan:
                 "have them do. Use LocalSGD(...) for all workers, or a policy in which every step contributes its "
                 "gradient, such as KSync(k) - at `plan.sync`."
             )
+        if isinstance(self.sync, StepsLocally) and self.sync.loss_class == "delayed":
+            self._check_delayed(self.sync)
         if self.is_tabled:
             self._check_table()
         elif self.has_quorum:
@@ -180,6 +182,15 @@ class Plan:
             self._check_controller(self.controller)
         if self.scheduling is not None:
             self._check_scheduling(self.scheduling)
+
+    def _check_delayed(self, policy: StepsLocally) -> None:
+        if self.fabric.offers.holds != "workers":
+            raise PlanError(
+                f"Cannot use {policy!r} on {self.fabric!r}: an average that is applied later, or of a part of the "
+                f"model, is kept by the workers themselves, and this fabric's {self.fabric.offers.holds} takes whole "
+                "changes that are waited for. Use ProcessGroup() or Elastic(), or neither a delay nor fragments - at "
+                f"`plan.sync.{'delay' if policy.delay else 'fragments'}`."
+            )
 
     def _check_table(self) -> None:
         self._refuse(
