@@ -218,7 +218,7 @@ def _filled(sizes: Sequence[int], room: int) -> list[int]:
 
 
 def _half(sizes: Sequence[int]) -> int:
-    """So many of the first, at least one and not all, have about half of the whole."""
+    """Count the first ones that have about half of the whole: at least one, and not all."""
     return min(range(1, len(sizes)), key=lambda count: abs(sum(sizes) - 2 * sum(sizes[:count])))
 
 

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 
 Nonfinite = Literal["pass", "raise", "skip"]
 _LOOKED_AT = range(1000)  # steps
+_CAME_LATER = frozenset({"delay", "fragments"})  # left out at their default, so that older plans keep their digest
 _NONFINITE: tuple[Nonfinite, ...] = typing.get_args(Nonfinite)
 
 
@@ -467,7 +468,11 @@ def _to_table(value: Any) -> Any:
         return [_to_table(one) for one in value]
     if not dataclasses.is_dataclass(value):
         return value
-    fields = {f.name: _to_table(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    fields = {
+        f.name: _to_table(getattr(value, f.name))
+        for f in dataclasses.fields(value)
+        if f.name not in _CAME_LATER or getattr(value, f.name) != f.default
+    }
     return {"kind": type(value).__name__, **{name: field for name, field in fields.items() if field is not None}}
 
 

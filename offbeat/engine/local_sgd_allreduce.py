@@ -223,7 +223,7 @@ class ModelFragment:
 
     @property
     def weight(self) -> float:
-        """Their mean weight."""
+        """The mean weight of these steps."""
         if len(self._counted) == 1:
             return self._counted[0][1]
         return add_up(steps * weight for steps, weight in self._counted) / max(1, self.steps)

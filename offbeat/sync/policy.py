@@ -105,7 +105,7 @@ class StepsLocally(Protocol):
 
     @property
     def loss_class(self) -> LossClass:
-        """Whether replicas are the same behind a contribution."""
+        """The class of the loss: "local" if replicas are the same behind a contribution, else "delayed"."""
 
     def fragment(self, step: int) -> int:
         """The part of the model of the contribution that is made behind this step, or next."""
