@@ -84,6 +84,7 @@ DIFFERENCES = (POINTS, JUMP)
 SPEED = "communication speed"
 BARRIER = "time at the barrier"
 NEVER = "rows that do not reach the target"
+WAITING = "share of the time that is not computed"
 COST = "seconds that the others waited because of the worst fault"
 BESIDE_BEST = "time per step after the worst fault, as a multiple of that of the best policy that never changes,"
 
@@ -157,6 +158,16 @@ def _barrier(report: ResultFile, row: str, against: str) -> float | None:
     return totals[0] / totals[1] if totals[1] else None
 
 
+def _waiting(report: ResultFile, row: str, against: str) -> float | None:
+    """The share in which workers wait; median over the repeats."""
+    shares = [
+        sum(second for worker in one.workers for second in worker.wait_s)
+        / sum(second for worker in one.workers for second in worker.step_s)
+        for one in repeats(report, row)
+    ]
+    return statistics.median(shares) if shares else None
+
+
 def _never(report: ResultFile, row: str, against: str) -> float | None:
     return float(sum(reached(report, one.row) is None for one in report.rows))
 
@@ -192,6 +203,7 @@ MEASURES: dict[str, Measure] = {
     SPEED: _speed,
     BARRIER: _barrier,
     NEVER: _never,
+    WAITING: _waiting,
     COST: _cost,
     BESIDE_BEST: _beside_best,
 }
@@ -254,8 +266,16 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     "innetwork_swap": (Claim(JUMP, "swapped three times", "bsp", at_most=0),),
     "innetwork_faults": tuple(Claim(COST, row, at_most=1.5) for row in ("bsp", "ssp(8)")),
     "swap": (Claim(JUMP, "swapped five times", "bsp, served", at_most=0),),
+    "schedule_thin": (
+        Claim(WAITING, "local sgd(8), delayed", at_most=0.05),
+        Claim(WAITING, "local sgd(8), delayed, 4 fragments", at_most=0.05),
+        Claim(TO_TARGET, "local sgd(8), delayed", "local sgd(8)", at_most=1.0),
+        Claim(BYTES, "local sgd(8), delayed, 4 fragments", "ddp", at_most=0.2),
+    ),
     "accuracy_mnist": (Claim(NEVER, "", at_most=0),),
     "accuracy_chars": (Claim(NEVER, "", at_most=0),),
+    "delayed_mnist": (Claim(NEVER, "", at_most=0),),
+    "delayed_chars": (Claim(NEVER, "", at_most=0),),
 }
 """By scenario, in the order of the page."""
 
