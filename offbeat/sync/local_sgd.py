@@ -129,7 +129,7 @@ class LocalSGD:
 
     @property
     def loss_class(self) -> LossClass:
-        """The class of the loss: "local" if replicas are the same behind an average, "delayed" behind `Run.settle` alone."""
+        """The class of the loss: "local" if replicas are the same behind an average, else "delayed"."""
         return "delayed" if self.delay or self.fragments > 1 else "local"
 
     def fragment(self, step: int) -> int:
