@@ -270,6 +270,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim(WAITING, "local sgd(8), delayed", at_most=0.05),
         Claim(WAITING, "local sgd(8), delayed, 4 fragments", at_most=0.05),
         Claim(TO_TARGET, "local sgd(8), delayed", "local sgd(8)", at_most=1.0),
+        Claim(TO_TARGET, "local sgd(8), delayed, 4 fragments", "local sgd(8)", at_most=1.0),
         Claim(BYTES, "local sgd(8), delayed, 4 fragments", "ddp", at_most=0.2),
     ),
     "accuracy_mnist": (Claim(NEVER, "", at_most=0),),

@@ -182,6 +182,11 @@ class AllReduceAverager:
                     self._flight.arrived[name] = memory
 
     @property
+    def anchors(self) -> dict[str, torch.Tensor]:
+        """The parameters after the last average that was applied, by name."""
+        return {name: anchor for delta in self._deltas for name, _, anchor in delta.anchor.slots}
+
+    @property
     def _deltas(self) -> list[BucketDelta]:
         return [delta for fragment in self._fragments for delta in fragment.deltas]
 

@@ -47,6 +47,31 @@ def emitted(rank: int, step: int) -> torch.Tensor:
     return torch.randn(10, generator=torch.Generator().manual_seed(1000 * rank + step), dtype=torch.float64)
 
 
+def see_anchors(policy: LocalSGD) -> tuple[torch.Tensor, dict[str, torch.Tensor], bool]:
+    model = Known()
+    with offbeat.init(offbeat.Plan(sync=policy)) as run:
+        replica, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        for step in range(7):
+            replica(emitted(run.rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        one = run._session.models.synchronizers[0]
+        anchors = {name: anchor.clone() for name, anchor in one.anchors.items()}
+        before = model.moved
+        run.settle()
+        return before, anchors, all(torch.equal(one.anchors.get(n, p), p) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("policy", [LocalSGD(3), LocalSGD(3, delay=1), DELAYED], ids=repr)
+def test_what_all_have_in_common_is_known_while_nothing_is_settled(policy: LocalSGD) -> None:
+    (first, anchors, settled), (second, others, also) = run_workers(2, see_anchors, policy)
+    assert not torch.equal(first, second)
+    assert set(anchors) == (set() if policy.loss_class == "local" else {"first", "second"})
+    assert all(torch.equal(anchors[name], others[name]) for name in anchors)
+    assert settled
+    assert also
+
+
 def add_up(policy: LocalSGD, codec: Codec, steps: int, settles: tuple[int, ...]) -> torch.Tensor:
     """All that was given, as it is in the parameters in the end."""
     model = Known()
