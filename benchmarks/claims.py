@@ -90,6 +90,7 @@ _FOLLOWS_WITHIN = 20  # steps
 SPEED = "communication speed"
 BARRIER = "time at the barrier"
 NEVER = "rows that do not reach the target"
+WAITING = "share of the time that is not computed"
 COST = "seconds that the others waited because of the worst fault"
 SAME = "part of the runs that end with the same weights, bit for bit,"
 FOLLOWED = "part of the best possible speed, from 20 steps behind the last change of a rate on,"
@@ -165,6 +166,16 @@ def _barrier(report: ResultFile, row: str, against: str) -> float | None:
     return totals[0] / totals[1] if totals[1] else None
 
 
+def _waiting(report: ResultFile, row: str, against: str) -> float | None:
+    """The share in which workers wait; median over the repeats."""
+    shares = [
+        sum(second for worker in one.workers for second in worker.wait_s)
+        / sum(second for worker in one.workers for second in worker.step_s)
+        for one in repeats(report, row)
+    ]
+    return statistics.median(shares) if shares else None
+
+
 def _never(report: ResultFile, row: str, against: str) -> float | None:
     return float(sum(reached(report, one.row) is None for one in report.rows))
 
@@ -224,6 +235,7 @@ MEASURES: dict[str, Measure] = {
     NEVER: _never,
     SAME: _same,
     FOLLOWED: _followed,
+    WAITING: _waiting,
     COST: _cost,
     BESIDE_BEST: _beside_best,
 }
@@ -295,8 +307,17 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     "innetwork_swap": (Claim(JUMP, "swapped three times", "bsp", at_most=0),),
     "innetwork_faults": tuple(Claim(COST, row, at_most=1.5) for row in ("bsp", "ssp(8)")),
     "swap": (Claim(JUMP, "swapped five times", "bsp, served", at_most=0),),
+    "schedule_thin": (
+        Claim(WAITING, "local sgd(8), delayed", at_most=0.05),
+        Claim(WAITING, "local sgd(8), delayed, 4 fragments", at_most=0.05),
+        Claim(TO_TARGET, "local sgd(8), delayed", "local sgd(8)", at_most=1.0),
+        Claim(TO_TARGET, "local sgd(8), delayed, 4 fragments", "local sgd(8)", at_most=1.0),
+        Claim(BYTES, "local sgd(8), delayed, 4 fragments", "ddp", at_most=0.2),
+    ),
     "accuracy_mnist": (Claim(NEVER, "", at_most=0),),
     "accuracy_chars": (Claim(NEVER, "", at_most=0),),
+    "delayed_mnist": (Claim(NEVER, "", at_most=0),),
+    "delayed_chars": (Claim(NEVER, "", at_most=0),),
 }
 """By scenario, in the order of the page."""
 

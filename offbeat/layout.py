@@ -10,6 +10,7 @@ Distributed", VLDB 2020, section 3.2.3).
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from dataclasses import dataclass
@@ -152,6 +153,73 @@ def arrange(
         sparse=tuple(name for name in arrival if name in outside),
         version=version,
     )
+
+
+def arrange_fragments(
+    parameters: Mapping[str, torch.Tensor], count: int, *, bucket_bytes: int
+) -> list[tuple[Bucket, ...]]:
+    """Pack each of `count` fragments of a model into buckets of its own.
+
+    Args:
+        parameters: trainable parameters by name, in order of registration; a fragment has successive ones, and is about
+            as large as the others.
+        bucket_bytes: as of `arrange`.
+
+    >>> import torch
+    >>> fragments = arrange_fragments({"a": torch.zeros(3), "b": torch.zeros(2)}, 2, bucket_bytes=1 << 20)
+    >>> [[slot.name for bucket in buckets for slot in bucket.slots] for buckets in fragments]
+    [['a'], ['b']]
+    """
+    names = list(parameters)
+    fragments, index = list[tuple[Bucket, ...]](), 0
+    for part in partition([_size_bytes(parameters[name]) for name in names], count):
+        layout = arrange({names[i]: parameters[names[i]] for i in part}, bucket_bytes=bucket_bytes)
+        fragments.append(tuple(dataclasses.replace(one, index=index + one.index) for one in layout.buckets))
+        index += len(layout.buckets)
+    return fragments
+
+
+def partition(sizes: Sequence[int], count: int) -> list[range]:
+    """Cut a list into `count` stretches, the largest of which is as small as can be.
+
+    Args:
+        sizes: of its elements.
+        count: of stretches; if there are fewer elements, the last of these are empty.
+
+    >>> partition([4, 1, 1, 2, 3], 3)
+    [range(0, 1), range(1, 4), range(4, 5)]
+    """
+    least, most = max(sizes, default=0), sum(sizes)
+    while least < most:
+        room = (least + most) // 2
+        if len(_filled(sizes, room)) <= count:
+            most = room
+        else:
+            least = room + 1
+    # With so much room in each; but no stretch is to be empty while another has several.
+    ends = _filled(sizes, least)
+    while len(ends) < min(count, len(sizes)):
+        begins = [0, *ends[:-1]]
+        cut = max(range(len(ends)), key=lambda i: (ends[i] - begins[i] > 1, sum(sizes[begins[i] : ends[i]])))
+        ends.insert(cut, begins[cut] + _half(sizes[begins[cut] : ends[cut]]))
+    ends += [len(sizes)] * (count - len(ends))
+    return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _filled(sizes: Sequence[int], room: int) -> list[int]:
+    """The ends of stretches that are each filled until no more fits into `room`."""
+    ends, filled = list[int](), 0
+    for index, size in enumerate(sizes):
+        if index and filled + size > room:
+            ends.append(index)
+            filled = 0
+        filled += size
+    return [*ends, len(sizes)]
+
+
+def _half(sizes: Sequence[int]) -> int:
+    """Count the first ones that have about half of the whole: at least one, and not all."""
+    return min(range(1, len(sizes)), key=lambda count: abs(sum(sizes) - 2 * sum(sizes[:count])))
 
 
 def _bucket(index: int, names: list[str], parameters: Mapping[str, torch.Tensor]) -> Bucket:

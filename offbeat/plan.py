@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 
 Nonfinite = Literal["pass", "raise", "skip"]
 _LOOKED_AT = range(1000)  # steps
+_CAME_LATER = frozenset({"delay", "fragments"})  # left out at their default, so that older plans keep their digest
 _NONFINITE: tuple[Nonfinite, ...] = typing.get_args(Nonfinite)
 
 
@@ -131,6 +132,8 @@ class Plan:
                 "have them do. Use LocalSGD(...) for all workers, or a policy in which every step contributes its "
                 "gradient, such as KSync(k) - at `plan.sync`."
             )
+        if isinstance(self.sync, StepsLocally) and self.sync.loss_class == "delayed":
+            self._check_delayed(self.sync)
         if self.is_tabled:
             self._check_table()
         elif self.has_quorum:
@@ -180,6 +183,15 @@ class Plan:
             self._check_controller(self.controller)
         if self.scheduling is not None:
             self._check_scheduling(self.scheduling)
+
+    def _check_delayed(self, policy: StepsLocally) -> None:
+        if self.fabric.offers.holds != "workers":
+            raise PlanError(
+                f"Cannot use {policy!r} on {self.fabric!r}: an average that is applied later, or of a part of the "
+                f"model, is kept by the workers themselves, and this fabric's {self.fabric.offers.holds} takes whole "
+                "changes that are waited for. Use ProcessGroup() or Elastic(), or neither a delay nor fragments - at "
+                f"`plan.sync.{'delay' if policy.delay else 'fragments'}`."
+            )
 
     def _check_table(self) -> None:
         self._refuse(
@@ -460,7 +472,11 @@ def _to_table(value: Any) -> Any:
         return [_to_table(one) for one in value]
     if not dataclasses.is_dataclass(value):
         return value
-    fields = {f.name: _to_table(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    fields = {
+        f.name: _to_table(getattr(value, f.name))
+        for f in dataclasses.fields(value)
+        if f.name not in _CAME_LATER or getattr(value, f.name) != f.default
+    }
     return {"kind": type(value).__name__, **{name: field for name, field in fields.items() if field is not None}}
 
 

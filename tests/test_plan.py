@@ -38,6 +38,7 @@ PLANS = [
     Plan(codec=Cast("fp16")),
     Plan(fabric=InMemory(), bucket_bytes=1000, nonfinite="skip"),
     Plan(sync=LocalSGD(every=8)),
+    Plan(sync=LocalSGD(every=8, delay=1, fragments=4)),
     Plan(sync=LocalSGD(every=8, after=100, outer=OuterSGD(lr=1.0, momentum=0.0, nesterov=False))),
     *(Plan(sync=policy, fabric=ParameterServer()) for policy in SERVED),
     Plan(sync=LocalSGD(every=8, outer=OuterSGD()), fabric=ParameterServer()),

@@ -93,7 +93,7 @@ def run(task: Task, optimizer: Optimizer, asked: argparse.Namespace, work: Work)
         kept.save(index + 1)
         # Evaluated at the end: a worker that evaluates while the others train would be a straggler.
         if rank == 0 and (index + 1) % asked.every == 0:
-            snapshots.append((recorder.moment, copy.deepcopy(model.state_dict())))
+            snapshots.append((recorder.moment, bound.common_state(model)))
     bound.settle()
     if bound.run is not None:
         recorder.waited()

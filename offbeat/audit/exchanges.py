@@ -126,7 +126,7 @@ def _check_lead(history: WorkerHistory, result: AuditResult) -> None:
             result.releases += 1
         if policy is None or not policy.replicated or place not in exchanged:
             continue
-        bound = policy.every - 1 if isinstance(policy, StepsLocally) else 0
+        bound = policy.interval - 1 if isinstance(policy, StepsLocally) else 0
         lead = has.step - exchanged[place]
         result.lead, result.bound = max(result.lead, lead), max(result.bound or 0, bound)
         if lead > bound:

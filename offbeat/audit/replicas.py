@@ -2,7 +2,7 @@
 
 With a server each block of the parameters has a version, so that whoever has the same versions, in the same life of the
 server, has the same parameters, under every policy. Without one all workers have the same after each step, but for
-`LocalSGD`, where they do after each average.
+`LocalSGD`, where they do after each average; with a delay, or in fragments, they never do while they train.
 """
 
 from __future__ import annotations
@@ -195,12 +195,17 @@ def _places(history: WorkerHistory) -> Iterator[tuple[Hashable, int]]:
         else:
             policy = history.policy(index)
             # From which step on a policy counts is not recorded; whether a step ended with an average is.
-            if policy is None or (isinstance(policy, StepsLocally) and not has.weights):
+            if policy is None or (isinstance(policy, StepsLocally) and not (has.weights and _evens(policy))):
                 continue
             step = (has.model, has.step, history.loaded(index), history.table(index))
             times[step] += 1  # the optimizer may step twice between two exchanges
             key = (*step, times[step])
         yield key, index
+
+
+def _evens(policy: StepsLocally) -> bool:
+    """Whether all have the same behind an average, and not only where they are settled, which is not recorded."""
+    return policy.loss_class == "local"
 
 
 def _loaded_since(history: WorkerHistory, index: int) -> int:

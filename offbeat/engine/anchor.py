@@ -53,6 +53,20 @@ class Anchor:
         for _, parameter, anchor in self.slots:
             parameter.data.copy_(anchor)
 
+    def read_parameters(self, out: torch.Tensor) -> None:
+        """Write the parameters into `out` [D]."""
+        for slot, (_, parameter, _) in zip(self._bucket.slots, self.slots, strict=True):
+            view_in(out, slot.offset, parameter).copy_(parameter.detach())
+
+    def lead_parameters_(self, sent: torch.Tensor) -> None:
+        """Move the parameters by as far as the anchor is from where they were: what they have moved since is kept.
+
+        Args:
+            sent: [D] where they were.
+        """
+        for slot, (_, parameter, anchor) in zip(self._bucket.slots, self.slots, strict=True):
+            parameter.data.add_(anchor - view_in(sent, slot.offset, parameter))
+
     def rebase_(self, values: torch.Tensor) -> None:
         """Anchor at `values` [D]; what this worker's own steps have added up to since is kept."""
         for slot, (_, parameter, anchor) in zip(self._bucket.slots, self.slots, strict=True):

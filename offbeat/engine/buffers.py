@@ -15,7 +15,7 @@ from offbeat.engine.ignored_parameters import ignored_names
 from offbeat.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
     from offbeat.fabric import Fabric
     from offbeat.pending import Pending
@@ -41,6 +41,10 @@ class _BufferPlace:
         tensor = self._module._buffers[self._key]
         assert tensor is not None
         return tensor
+
+    @property
+    def name(self) -> str:
+        return self._name
 
     def look(self) -> torch.Tensor:
         """The writable part of the buffer that is there now."""
@@ -79,7 +83,7 @@ class Buffers:
         ignored = ignored_names(module)
         self._places = [place for place in _places(module, ignored) if place.tensor.numel()]
         self._fabric = fabric
-        self._under_way: list[tuple[list[torch.Tensor], torch.Tensor, Pending]] = []
+        self._under_way: list[tuple[list[_BufferPlace], torch.Tensor, Pending]] = []
 
     def start(self, source: int) -> list[Pending]:
         """Begin to overwrite every rank's buffers with those of `source`, one broadcast per dtype. Collective.
@@ -87,21 +91,39 @@ class Buffers:
         Raises:
             ModelError: if a buffer has been replaced by one of another shape or dtype.
         """
-        by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        by_kind: dict[tuple[torch.dtype, torch.device], list[_BufferPlace]] = {}
         for place in self._places:
             tensor = place.look()
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        for tensors in by_kind.values():
-            whole = torch.cat([b.detach().reshape(-1) for b in tensors])
-            self._under_way.append((tensors, whole, self._fabric.broadcast(whole, source)))
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(place)
+        for places in by_kind.values():
+            whole = torch.cat([place.look().detach().reshape(-1) for place in places])
+            self._under_way.append((places, whole, self._fabric.broadcast(whole, source)))
         return [pending for _, _, pending in self._under_way]
 
     def finish(self, source: int) -> None:
         """Take over what arrived; only after every pending of `start` is done."""
+        self.set_(self.take(source))
+
+    def take(self, source: int) -> dict[str, torch.Tensor]:
+        """Hand out what arrived, by name, to be `set_` later; nothing at the source. When all pendings are done."""
+        under_way, self._under_way = self._under_way, []
+        arrived: dict[str, torch.Tensor] = {}
+        for places, whole, _ in under_way if self._fabric.rank != source else ():
+            parts = whole.split([place.look().numel() for place in places])
+            arrived |= {place.name: part.view(place.look().shape) for place, part in zip(places, parts, strict=True)}
+        return arrived
+
+    def set_(self, arrived: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite these buffers.
+
+        Raises:
+            ModelError: if a buffer has been replaced by one of another shape or dtype.
+        """
         with torch.no_grad():
-            for tensors, whole, _ in self._under_way:
-                if self._fabric.rank != source:
-                    parts = whole.split([b.numel() for b in tensors])
-                    for buffer, part in zip(tensors, parts, strict=True):
-                        buffer.copy_(part.view(buffer.shape))
-        self._under_way.clear()
+            for place in self._places if arrived else ():
+                if place.name in arrived:
+                    place.look().copy_(arrived[place.name])
+
+    def like(self, name: str) -> torch.Tensor | None:
+        """Memory for what arrives for this buffer; None if there is none of this name."""
+        return next((torch.empty_like(place.look()) for place in self._places if place.name == name), None)

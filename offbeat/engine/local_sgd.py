@@ -4,6 +4,9 @@
     delta       anchor - parameters: what a worker's own steps added up to, with the sign of a gradient
     anchor     -= outer(mean of deltas); parameters = anchor
 
+With a delay, or part by part, the last line is another one, and replicas are the same behind `settle` alone: what has
+been done since is kept (see `offbeat.sync.local_sgd`).
+
 A worker's delta weighs as many samples as it saw, or batches. In the first steps gradients are averaged, if the policy
 says so, by whoever does that in every step of other policies. How deltas are averaged is another's:
 `local_sgd_allreduce`, `local_sgd_server`.
@@ -19,6 +22,7 @@ from offbeat.engine import state_checks
 from offbeat.engine.exchange_result import ExchangeResult
 from offbeat.engine.nonfinite import leave_out
 from offbeat.errors import ModelError
+from offbeat.sync import StepsLocally
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,19 +44,24 @@ class Averager(Protocol):
     def table(self) -> SwitchAverager | None:
         """The averager itself, if a switch decides by which plan all go, so that they need not meet; else None."""
 
+    @property
+    def is_even(self) -> bool:
+        """Whether nothing is on its way, and no part of the model was left out by the last average."""
+
     def begin(self) -> None:
         """Anchor here, before the first step of a worker's own; the parameters are the same on all workers."""
 
     def stepped(self) -> None:
         """Note that this worker's own step has used what it drew."""
 
-    def average(self, step: int, steps: int, part: float, *, is_last: bool) -> ExchangeResult:
+    def average(self, step: int, steps: int, part: float, *, fragment: int | None, is_last: bool) -> ExchangeResult:
         """Push this worker's delta; the parameters are the new anchor.
 
         Args:
             step: the present one.
             steps: of this worker's own since the last average.
             part: of those with data that counts; 0 after none.
+            fragment: of the model, whose delta it is; None for all of it, and no delay.
             is_last: whether this worker exchanges gradients from here on.
         """
 
@@ -154,7 +163,7 @@ class LocalSGDSync:
             weight = self.accounting.weight
             self.accounting.stepped()
             self._averager.stepped()
-            result = self._average() if mode == "change" else None
+            result = self._average(None if self.ends else self._fragment) if mode == "change" else None
             found = ExchangeResult() if result is None else result
             self._context.metrics.exchange_done(
                 self.step,
@@ -172,7 +181,7 @@ class LocalSGDSync:
 
     def settle(self) -> ExchangeResult | None:
         """Average now, whatever the policy says; all replicas are equal afterwards. Collective."""
-        return self._average() if self._is_anchored else None
+        return self._average(None) if self._is_anchored else None
 
     def end(self, *, evens_optimizers: bool) -> None:
         """Have gradients exchanged from here on, behind an average; see `Averager.end`."""
@@ -243,16 +252,22 @@ class LocalSGDSync:
     @property
     def is_even(self) -> bool:
         """Whether nothing is to be pushed: the parameters are those of the last average."""
-        return not self._steps
+        return not self._steps and self._averager.is_even
 
     @property
     def _mode(self) -> str | None:
         mode = self.plan.contributes(self.step + self.ahead)
         return "change" if self.ends and mode is None else mode
 
-    def _average(self) -> ExchangeResult:
+    @property
+    def _fragment(self) -> int:
+        """The part of the model whose delta is due."""
+        policy = self.plan.sync
+        return policy.fragment(self.step + self.ahead) if isinstance(policy, StepsLocally) else 0
+
+    def _average(self, fragment: int | None) -> ExchangeResult:
         part = 1 - self._left_out / self._with_data if self._with_data else 0.0
-        result = self._averager.average(self.step, self._steps, part, is_last=self.ends)
+        result = self._averager.average(self.step, self._steps, part, fragment=fragment, is_last=self.ends)
         self._spans += result.spans
         self._steps = self._with_data = self._left_out = 0
         self.accounting.exchanged()

@@ -1,6 +1,14 @@
 """Averages of local steps without a server: the mean delta is summed over the fabric, and applied by every worker.
 
-Buffers travel with each average.
+    send          each delta goes through the codec into the fabric, which carries it while the training thread computes
+    receive       its mean is here
+    apply         the anchor moves, and the parameters with it; see `offbeat.sync.local_sgd`
+
+Without a delay these three follow each other. With one the last two come where the next average is sent, on all workers
+behind the same step, however early the mean was there: so a run is the same each time. It is the fabric's own threads
+that carry it, since what is sent is whole from the first round on; no thread of ours is needed for it.
+
+Buffers travel with the average of the last fragment, once for all of the model.
 """
 
 from __future__ import annotations
@@ -16,12 +24,14 @@ from offbeat.engine.communicator import Communicator
 from offbeat.engine.exchange_result import ExchangeResult
 from offbeat.engine.nonfinite import leave_out
 from offbeat.engine.state_average import average_states
-from offbeat.layout import arrange
+from offbeat.errors import ModelError
+from offbeat.float_sum import add_up
+from offbeat.layout import arrange_fragments
 from offbeat.payload import Gather
 from offbeat.sync.outer_sgd import apply_change_
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from offbeat.codec import Codec, State
     from offbeat.engine.buffers import Buffers
@@ -30,6 +40,7 @@ if TYPE_CHECKING:
     from offbeat.engine.step_times import StepTimes
     from offbeat.engine.worker_context import WorkerContext
     from offbeat.layout import Bucket
+    from offbeat.pending import Pending
     from offbeat.sync import OuterSGD, StepsLocally
 
 
@@ -40,7 +51,7 @@ class AllReduceAverager:
         model: whose deltas are averaged.
         reducer: of its gradients.
         buffers: the model's, or None if they are not to be synchronised.
-        policy: how many steps are between two averages, and how the mean delta is applied.
+        policy: how many steps are between two averages, of what, and how and when the mean delta is applied.
         context: of this worker.
     """
 
@@ -55,11 +66,14 @@ class AllReduceAverager:
         context: WorkerContext,
     ) -> None:
         self._model, self._reducer, self._buffers, self._context = model, reducer, buffers, context
-        self._outer, self._every = policy.outer, policy.every
+        self._policy = policy
         self._communicator = Communicator(model.fabric, context, model.number)
-        buckets = arrange(model.parameters, bucket_bytes=reducer.plan.bucket_bytes).buckets
-        self._communicator.buckets = len(buckets)
-        self._deltas = [BucketDelta(bucket, model.parameters) for bucket in buckets]
+        parts = arrange_fragments(model.parameters, policy.fragments, bucket_bytes=reducer.plan.bucket_bytes)
+        self._communicator.buckets = sum(map(len, parts))
+        self._fragments = [
+            ModelFragment([BucketDelta(bucket, model.parameters) for bucket in buckets]) for buckets in parts
+        ]
+        self._flight: AverageFlight | None = None
 
     def begin(self) -> None:
         """Anchor here."""
@@ -67,34 +81,62 @@ class AllReduceAverager:
             delta.anchor.set_to_parameters_()
 
     def stepped(self) -> None:
-        """Do nothing: nobody else could compute what this worker drew."""
+        """Note when what is on its way is there; nobody else could compute what this worker drew."""
+        if self._flight is not None:
+            self._flight.poll()
 
-    def average(self, step: int, steps: int, part: float, *, is_last: bool) -> ExchangeResult:
-        """Exchange the deltas, and apply their mean. Collective."""
-        communicator, accounting, plan = self._communicator, self._reducer.accounting, self._reducer.plan
-        self._deltas[-1].make_room(self._reducer.times, self._every)
-        weight = accounting.weight * part
-        self._encode(weight)
-        bad = [] if plan.nonfinite == "pass" else [name for delta in self._deltas for name in delta.nonfinite()]
+    @property
+    def is_even(self) -> bool:
+        """Whether nothing is on its way, and no part of the model was left out by the last average."""
+        return self._flight is None and not any(fragment.steps for fragment in self._fragments)
+
+    def average(self, step: int, steps: int, part: float, *, fragment: int | None, is_last: bool) -> ExchangeResult:
+        """Exchange the deltas, and apply their mean, or that of those before. Collective."""
+        for one in self._fragments:
+            one.count(steps, self._reducer.accounting.weight * part)
+        before = self._land()
+        due = self._fragments if fragment is None else [self._fragments[fragment]]
+        goes_on = fragment is not None and self._policy.delay > 0
+        self._send(due, step, is_last=fragment in (None, len(self._fragments) - 1), goes_on=goes_on)
+        if goes_on:
+            return before or ExchangeResult()
+        result = self._land()
+        return (result or ExchangeResult()).after(before)
+
+    def _send(self, due: Sequence[ModelFragment], step: int, *, is_last: bool, goes_on: bool) -> None:
+        """Send how far this worker came.
+
+        Args:
+            is_last: whether the buffers go along.
+            goes_on: whether this worker makes steps while it travels.
+        """
+        accounting, plan = self._reducer.accounting, self._reducer.plan
+        if tellers := [delta for fragment in due for delta in fragment.deltas]:
+            tellers[-1].make_room(self._reducer.times, self._policy.interval)
+        self._encode(due)
+        bad = [] if plan.nonfinite == "pass" else [n for one in due for delta in one.deltas for n in delta.nonfinite()]
         if leave_out(bad, plan.nonfinite, what="change", step=step, metrics=self._context.metrics):
-            weight = 0.0
-            self._encode(weight)
-        for delta in self._deltas:
-            delta.issue(weight, requests_vote=accounting.requests_vote)
-        source = accounting.source
-        broadcasts = [] if self._buffers is None else self._buffers.start(source)
-        results = [delta.finish(communicator.world, self._outer) for delta in self._deltas]
-        if self._buffers is not None:
-            for pending in broadcasts:
-                communicator.wait(pending, "broadcast of the buffers")
-            self._buffers.finish(source)
-        communicator.step += 1
-        return ExchangeResult(
-            weights=(weight, *dict.fromkeys(one.weights[0] for one in results)),
-            vote_requested=any(one.vote_requested for one in results),
-            step_times=results[-1].step_times,
-            spans=tuple(span for one in results for span in one.spans),
-        )
+            for fragment in due:
+                fragment.leave_out()
+            self._encode(due)
+        for fragment in due:
+            for delta in fragment.deltas:
+                if goes_on:
+                    delta.keep_own(is_counted=fragment.weight > 0)
+                delta.send(fragment.weight, requests_vote=accounting.requests_vote)
+        buffers = self._buffers if is_last else None
+        self._flight = AverageFlight(due, self._communicator, buffers, accounting.source)
+        for fragment in due:
+            fragment.begin_anew()
+
+    def _land(self) -> ExchangeResult | None:
+        """Apply what is on its way, if anything is; what was found out then."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return None
+        result = flight.receive()
+        flight.apply(self._policy.outer, self._buffers)
+        return result
 
     def end(self, *, evens_optimizers: bool) -> None:
         """Average what the optimizers have gathered, which would take replicas apart. Collective."""
@@ -103,29 +145,180 @@ class AllReduceAverager:
             average_states(one.optimizer, one.parameters, self._communicator, control)
 
     def leave(self) -> None:
-        """Do nothing: who leaves says so to the others."""
+        """Have what was sent, which the others wait for: who leaves says so to them."""
+        if self._flight is not None:
+            self._flight.receive()
 
     def refreshed(self, steps: int) -> None:
         """Do nothing: there is no server."""
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Anchors and outer momentum, by parameter name."""
+        """Anchors, outer momentum and what is on its way, by parameter name; that of buffers by theirs.
+
+        What is on its way is waited for, so that a run that is resumed applies it where this one does.
+        """
         own: dict[str, dict[str, torch.Tensor]] = {}
-        for delta in self._deltas:
-            own.update(delta.state_dict())
+        if self._flight is not None:
+            self._flight.receive()
+            own.update({name: {"arrived": tensor.clone()} for name, tensor in self._flight.arrived.items()})
+        for fragment in self._fragments:
+            for delta in fragment.deltas:
+                own.update(delta.state_dict(fragment.since if len(self._fragments) > 1 else None))
         return own
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]], gradients: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned, and have the reducer take over its own."""
         self._reducer.load_state_dict(gradients)
-        for delta in self._deltas:
-            delta.load_state_dict(state)
+        if self._flight is not None:  # all have sent it, and none is to find it in the place of another
+            self._flight.receive()
+        self._flight = None
+        sent = [fragment for fragment in self._fragments if fragment.load_state_dict(state)]
+        if sent:
+            arrived = {name: one["arrived"] for name, one in state.items() if "arrived" in one}
+            self._flight = AverageFlight(sent, self._communicator, None, 0, received=True)
+            for name in arrived:
+                if self._buffers is not None and (memory := self._buffers.like(name)) is not None:
+                    state_checks.copy_(memory, state[name], name, "arrived")
+                    self._flight.arrived[name] = memory
 
-    def _encode(self, weight: float) -> None:
+    @property
+    def anchors(self) -> dict[str, torch.Tensor]:
+        """The parameters after the last average that was applied, by name."""
+        return {name: anchor for delta in self._deltas for name, _, anchor in delta.anchor.slots}
+
+    @property
+    def _deltas(self) -> list[BucketDelta]:
+        return [delta for fragment in self._fragments for delta in fragment.deltas]
+
+    def _encode(self, due: Sequence[ModelFragment]) -> None:
         codec, kept = self._reducer.plan.codec, self._model.codec_state
+        for fragment in due:
+            for delta in fragment.deltas:
+                state = kept.of(codec, delta.bucket, deltas=True)
+                delta.encode(fragment.weight / self._communicator.world, codec, state, self._communicator)
+
+
+class ModelFragment:
+    """A part of the model that is averaged at once, and what this worker's delta of it weighs.
+
+    Args:
+        deltas: of its buckets; none if there are more fragments than parameters.
+    """
+
+    def __init__(self, deltas: Sequence[BucketDelta]) -> None:
+        self.deltas = list(deltas)
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Count from here on."""
+        self._counted: list[tuple[int, float]] = []
+
+    def count(self, steps: int, weight: float) -> None:
+        """Count so many steps of this worker's own, and what they weigh on average."""
+        self._counted.append((steps, weight))
+
+    def leave_out(self) -> None:
+        """Have all that was counted weigh nothing."""
+        self._counted = [(steps, 0.0) for steps, _ in self._counted]
+
+    @property
+    def steps(self) -> int:
+        """Steps of this worker's own since the last average of this part."""
+        return sum(steps for steps, _ in self._counted)
+
+    @property
+    def weight(self) -> float:
+        """The mean weight of these steps."""
+        if len(self._counted) == 1:
+            return self._counted[0][1]
+        return add_up(steps * weight for steps, weight in self._counted) / max(1, self.steps)
+
+    @property
+    def since(self) -> torch.Tensor:
+        """The same as [2] float64, for a checkpoint."""
+        return torch.tensor([self.steps, self.weight], dtype=torch.float64)
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
+        """Take over what the deltas' `state_dict` returned; returns whether an average of it is on its way.
+
+        Raises:
+            ModelError: if it is damaged, of another model, or of other fragments.
+        """
+        sent = [delta.load_state_dict(state) for delta in self.deltas]
+        self.begin_anew()
+        name = self.deltas[0].anchor.slots[0][0] if self.deltas else ""
+        if name and "since" in state[name]:
+            since = torch.zeros(2, dtype=torch.float64)
+            state_checks.copy_(since, state[name], name, "since")
+            steps, weight = since.tolist()
+            whole = state_checks.whole(int(steps), "steps since the last average")
+            self.count(whole, state_checks.number(weight, "weight of these steps"))
+        return any(sent)
+
+
+class AverageFlight:
+    """An average that was sent. Call order: `poll` any number of times, `receive`, again or not, `apply`.
+
+    Args:
+        fragments: of which it is; their weights were sent.
+        communicator: to the other workers.
+        buffers: that travel along; None for none.
+        source: rank whose buffers count.
+        received: whether it is here already, from a checkpoint.
+
+    Attributes:
+        arrived: what other buffers are to be, by name, once it was received.
+    """
+
+    def __init__(
+        self,
+        fragments: Sequence[ModelFragment],
+        communicator: Communicator,
+        buffers: Buffers | None,
+        source: int,
+        *,
+        received: bool = False,
+    ) -> None:
+        self._deltas = [delta for fragment in fragments for delta in fragment.deltas]
+        # What came is the mean of different weights if it is of several fragments: then it is nobody's in particular.
+        self._weights = tuple({fragment.weight for fragment in fragments})
+        self._communicator, self._buffers, self._source = communicator, buffers, source
+        self._broadcasts: list[Pending] = [] if buffers is None else buffers.start(source)
+        self._result: ExchangeResult | None = ExchangeResult() if received else None
+        self.arrived: dict[str, torch.Tensor] = {}
+
+    def poll(self) -> None:
+        """Note of each bucket when it is there."""
+        if self._result is None:
+            for delta in self._deltas:
+                delta.poll()
+
+    def receive(self) -> ExchangeResult:
+        """Wait for the mean; what was found out along with it. Not collective: all have sent theirs, or will."""
+        if self._result is not None:
+            return self._result
+        communicator = self._communicator
+        found = [delta.receive(communicator.world) for delta in self._deltas]
+        for pending in self._broadcasts:
+            communicator.wait(pending, "broadcast of the buffers")
+        if self._buffers is not None:
+            self.arrived = self._buffers.take(self._source)
+        communicator.step += 1
+        is_one = len(self._weights) == 1 and bool(found)
+        self._result = ExchangeResult(
+            weights=(*self._weights, *dict.fromkeys(one.weights[0] for one in found)) if is_one else (),
+            vote_requested=any(one.vote_requested for one in found),
+            step_times=next((one.step_times for one in found if one.step_times), {}),
+            spans=tuple(span for one in found for span in one.spans),
+        )
+        return self._result
+
+    def apply(self, outer: OuterSGD | None, buffers: Buffers | None) -> None:
+        """Move the anchor by what was received, and the parameters with it."""
         for delta in self._deltas:
-            state = kept.of(codec, delta.bucket, deltas=True)
-            delta.encode(weight / self._communicator.world, codec, state, self._communicator)
+            delta.apply(outer)
+        if buffers is not None:
+            buffers.set_(self.arrived)
 
 
 class BucketDelta:
@@ -142,6 +335,8 @@ class BucketDelta:
         self._times: StepTimes | None = None
         self._place(0)
         self._momentum = torch.zeros_like(self._delta)
+        self._sent: torch.Tensor | None = None  # [D] the parameters where the delta was sent; None if none is
+        self._weight = 0.0  # that is in the mean
         self._exchange: BucketExchange
 
     def make_room(self, times: StepTimes, every: int) -> None:
@@ -180,7 +375,18 @@ class BucketDelta:
         views = self.anchor.views_in(whole)
         return [name for name, view in views.items() if not bool(torch.isfinite(view).all())] or list(views)
 
-    def issue(self, weight: float, *, requests_vote: bool) -> None:
+    def keep_own(self, *, is_counted: bool) -> None:
+        """Note where the parameters are: what they move from here on is kept when the mean is applied.
+
+        Args:
+            is_counted: whether what this worker did is in the mean; else it is given up.
+        """
+        if not is_counted:
+            self.anchor.restore_parameters_()
+        self._sent = torch.empty_like(self._delta)
+        self.anchor.read_parameters(self._sent)
+
+    def send(self, weight: float, *, requests_vote: bool) -> None:
         """Send it."""
         self._trailer.zero_()
         self._trailer[0], self._trailer[1] = weight, float(requests_vote)
@@ -188,30 +394,75 @@ class BucketDelta:
             self._times.write(self._trailer[2:])
         self._exchange.issue(self._trailer)
 
-    def finish(self, world: int, outer: OuterSGD | None) -> ExchangeResult:
-        """Receive the mean delta and apply it; the parameters are the new anchor. `weights` is the sum alone."""
+    def poll(self) -> None:
+        """Note when it is there."""
+        self._exchange.poll()
+
+    def receive(self, world: int) -> ExchangeResult:
+        """Receive the mean delta. `weights` of what is returned is the sum alone."""
         trailer, _ = self._exchange.wait()
-        weight = float(trailer[0]) / world
-        self._exchange.finish(weight or 1.0)
-        if weight:  # else nobody has moved, and the outer momentum must not move them
-            apply_change_(self.anchor.values, self._delta, outer=outer, momentum=self._momentum)
-        self.anchor.restore_parameters_()
+        self._weight = float(trailer[0]) / world
+        self._exchange.finish(self._weight or 1.0)
         done_s = self._exchange.done_s
         return ExchangeResult(
-            weights=(weight * world,),
+            weights=(self._weight * world,),
             vote_requested=bool(trailer[1]),
             step_times={} if self._times is None else self._times.read(trailer[2:]),
             spans=() if done_s is None else ((self._exchange.issued_s, done_s),),
         )
 
-    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """The state by parameter name."""
-        momentum, slots = self.anchor.views_in(self._momentum), self.anchor.slots
-        return {name: {"anchor": anchor.clone(), "momentum": momentum[name].clone()} for name, _, anchor in slots}
+    def apply(self, outer: OuterSGD | None) -> None:
+        """Move the anchor by the mean; the parameters are there, and what they have moved since it was sent."""
+        if self._weight:  # else nobody has moved, and the outer momentum must not move them
+            apply_change_(self.anchor.values, self._delta, outer=outer, momentum=self._momentum)
+        if self._sent is None:
+            self.anchor.restore_parameters_()
+        else:
+            self.anchor.lead_parameters_(self._sent)
+        self._sent = None
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Take over what `state_dict` returned."""
-        momentum = self.anchor.views_in(self._momentum)
+    def state_dict(self, since: torch.Tensor | None) -> dict[str, dict[str, torch.Tensor]]:
+        """The state by parameter name.
+
+        Args:
+            since: of its fragment; None if that is the whole model, and so counted elsewhere.
+        """
+        kept = {"momentum": self._momentum}
+        if self._sent is not None:
+            kept |= {"sent": self._sent} | ({"mean": self._delta} if self._weight else {})
+        views = {key: self.anchor.views_in(values) for key, values in kept.items()}
+        own = {
+            name: {"anchor": anchor.clone(), **{key: view[name].clone() for key, view in views.items()}}
+            for name, _, anchor in self.anchor.slots
+        }
+        if since is not None:
+            own = {name: {**one, "since": since.clone()} for name, one in own.items()}
+        return own
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
+        """Take over what `state_dict` returned; returns whether an average is on its way.
+
+        Raises:
+            ModelError: if it is damaged, of another model, or of other fragments.
+        """
         for name, _, anchor in self.anchor.slots:
             state_checks.copy_(anchor, state[name], name, "anchor")
-            state_checks.copy_(momentum[name], state[name], name, "momentum")
+        self._load(state, "momentum", self._momentum)
+        found = {key: [key in state[name] for name, _, _ in self.anchor.slots] for key in ("sent", "mean")}
+        if any(any(there) != all(there) for there in found.values()) or any(found["mean"]) > any(found["sent"]):
+            raise ModelError(
+                f"Cannot load this state: of {self.bucket.label} a part is on its way to an average, and a part is "
+                "not. Resume with the plan that it was written with, or save behind run.settle()."
+            )
+        self._sent, self._weight = None, float(any(found["mean"]))
+        if any(found["sent"]):
+            self._sent = torch.empty_like(self._delta)
+            self._load(state, "sent", self._sent)
+        if any(found["mean"]):
+            self._load(state, "mean", self._delta)
+        return self._sent is not None
+
+    def _load(self, state: Mapping[str, Mapping[str, torch.Tensor]], key: str, values: torch.Tensor) -> None:
+        views = self.anchor.views_in(values)
+        for name, _, _ in self.anchor.slots:
+            state_checks.copy_(views[name], state[name], name, key)

@@ -34,6 +34,7 @@ class ServerAverager:
     """
 
     table = None
+    is_even = True
 
     def __init__(
         self, gradients: ServerSync, parameters: Mapping[str, torch.nn.Parameter], policy: StepsLocally
@@ -57,7 +58,7 @@ class ServerAverager:
         """Note that what this worker drew is in its parameters; nobody else is to compute it."""
         self._gradients.keep_drawn()
 
-    def average(self, step: int, steps: int, part: float, *, is_last: bool) -> ExchangeResult:
+    def average(self, step: int, steps: int, part: float, *, fragment: int | None, is_last: bool) -> ExchangeResult:
         """Push this worker's delta, and wait for the others'. Collective.
 
         Raises:

@@ -93,6 +93,11 @@ class SwitchAverager:
         """The averager itself: the switch decides by which plan all go."""
         return self
 
+    @property
+    def is_even(self) -> bool:
+        """Whether nothing is on its way: always, behind `average`."""
+        return True
+
     def begin(self) -> None:
         """Anchor here, and join the table. Collective."""
         for anchor, base in zip(self._anchors, self._parts(self._base), strict=True):
@@ -121,7 +126,7 @@ class SwitchAverager:
     def stepped(self) -> None:
         """Do nothing: nobody else could compute what this worker drew."""
 
-    def average(self, step: int, steps: int, part: float, *, is_last: bool) -> ExchangeResult:
+    def average(self, step: int, steps: int, part: float, *, fragment: int | None, is_last: bool) -> ExchangeResult:
         """Push this worker's change, wait until it may go on, and take over the table.
 
         With no `steps` since the last time, make all replicas equal. Collective then.

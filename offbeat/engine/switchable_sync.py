@@ -30,13 +30,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offbeat.engine import state_checks
 from offbeat.engine.local_sgd import LocalSGDSync
+from offbeat.engine.local_sgd_allreduce import AllReduceAverager
 from offbeat.engine.optimizer_state import load_optimizer_state, optimizer_state
 from offbeat.fabric import SumsSome
 from offbeat.protocol.switch_control import Strategy
 from offbeat.switch.strategy import compile_policy
+from offbeat.sync import StepsLocally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+
+    import torch
 
     from offbeat.engine.batch_accounting import BatchAccount
     from offbeat.engine.exchange_result import ExchangeResult
@@ -172,6 +176,18 @@ class SwitchableSync:
     def table(self) -> SwitchAverager | None:
         """The model's table at a switch, which decides by which plan all go; None if it has none."""
         return None if self._local is None else self._local.averager.table
+
+    @property
+    def anchors(self) -> dict[str, torch.Tensor]:
+        """The parameters that all workers have in common while theirs never are, by name; empty if they sometimes are.
+
+        They are those of the last average that was applied, of each fragment.
+        """
+        is_delayed = isinstance(self._plan.sync, StepsLocally) and self._plan.sync.loss_class == "delayed"
+        if self._local is None or not self._local.is_anchored or not is_delayed:
+            return {}
+        averager = self._local.averager
+        return averager.anchors if isinstance(averager, AllReduceAverager) else {}
 
     @property
     def holds_gradient(self) -> bool:

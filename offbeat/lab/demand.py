@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from offbeat.plan import Plan
+    from offbeat.sync import Policy
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,17 @@ class Demand:
 
         policies = (plan.sync, *(() if plan.controller is None else plan.controller.policies))
         numbers = list(steps)
-        part = min(sum(one.contributes(step) is not None for step in numbers) for one in policies) / len(numbers)
+        part = min(sum(_part(one, step) for step in numbers) for one in policies) / len(numbers)
         if isinstance(innermost(plan.codec), Cast) and not plan.is_served:
             part /= 2
         return cls(all(one.replicated for one in policies), plan.tuning is not None, part)
+
+
+def _part(policy: Policy, step: int) -> float:
+    """The part of the model of which something is contributed behind a step."""
+    from offbeat.sync import StepsLocally
+
+    what = policy.contributes(step)
+    if what == "change" and isinstance(policy, StepsLocally):
+        return 1 / policy.fragments
+    return float(what is not None)

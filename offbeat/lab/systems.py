@@ -6,6 +6,7 @@ trains what comes back; which system carries the gradients is the scenario's cho
 
 from __future__ import annotations
 
+import copy
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,16 @@ class Bound:
         """Make all replicas equal now, before a digest of them is made; ddp's are after every step. Collective."""
         if self.run is not None:
             self.run.settle()
+
+    def common_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Copy a model's state as it is to be evaluated now: with what all workers have in common, if that is never
+        what this one trains (`LocalSGD` with a delay or fragments).
+        """
+        state = dict(model.state_dict())
+        if self.run is not None:
+            for one in self.run._session.models.synchronizers:
+                state |= one.anchors
+        return copy.deepcopy(state)
 
     def close(self) -> None:
         """Leave the other workers. Collective."""

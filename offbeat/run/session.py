@@ -434,8 +434,6 @@ class WorkerSession:
         elif self.membership is not None and self.membership.is_outside:
             _log.warning("This worker is done, and has not joined: prepare what the job's workers have.")
         elif self.context.world > 1:
-            for one in self.models.synchronizers:
-                one.leave()
             self._tell_pace()
             self._record_given()
             error = self._leave_together()
@@ -461,6 +459,8 @@ class WorkerSession:
     def _leave_together(self) -> OffbeatError | None:
         # A worker that closed its sockets while another still reads its last bucket would look like a crash.
         try:
+            for one in self.models.synchronizers:
+                one.leave()
             if self.membership is None:
                 self.context.control.sum(END_OF_RUN)
             else:

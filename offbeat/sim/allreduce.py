@@ -10,6 +10,10 @@ others up only where these are further ahead than the switch keeps sums.
 What a worker loses to bad luck (`[straggle]`) comes behind its backward pass, as in the lab's replays: by then an
 exchange of gradients is over, so that neither hides in the other, and the next exchange waits for whoever lost most.
 
+An average that is applied later (`LocalSGD(delay=1)`) travels while the next steps compute, from when the last worker
+has sent its part; it is waited for, if it is not there yet, where the next one is sent. Of a fragment only its bytes
+travel, the same of each.
+
 A fault strikes before the optimizer's step: behind the exchange of that step's gradients, or before that of a change.
 
 Where the plan's controller swaps the policy all confer, in four rounds of messages; that optimizers average on the way
@@ -28,7 +32,7 @@ from offbeat.sim.detection_times import MEND_S, retried_s
 from offbeat.sim.disturbances import Disturbances
 from offbeat.sim.faults import Faults
 from offbeat.sim.result import SimResult
-from offbeat.sync import KSync
+from offbeat.sync import KSync, StepsLocally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -103,6 +107,7 @@ def play(
     untold: list[dict[int, tuple[int, float, float]]] = []
     clock_s = [0.0] * world
     held_s = dict.fromkeys(range(world), 0.0)  # behind the exchange of the step before
+    landing_s = 0.0  # when the average that is on its way is there
     last_s: deque[float] = deque()  # when the last worker had the sums of the steps that are kept
     for step in range(steps):
         for rank in group.strike(step, clock_s, computed=False, played=played):
@@ -131,7 +136,16 @@ def play(
             computed_s = list(clock_s)
             gone = group.strike(step, clock_s, computed=True, played=played)
             late_s = {rank: late_s[rank] + clock_s[rank] - computed_s[rank] for rank in group.here}
-        if what is not None:
+        part = 1.0  # of the model
+        if what == "change" and isinstance(driver.policy, StepsLocally):
+            part = 1 / driver.policy.fragments
+        if what == "change" and isinstance(driver.policy, StepsLocally) and driver.policy.delay:
+            for rank in group.here:
+                clock_s[rank] = max(clock_s[rank], landing_s) + _STEP_S
+            landing_s = max(clock_s[rank] for rank in group.here)
+            for bucket in buckets:
+                landing_s = group.exchange(landing_s, part * bucket.size_bytes)
+        elif what is not None:
             end_s, ends_s = last_s.popleft() if len(last_s) > kept_steps else 0.0, dict.fromkeys(group.here, 0.0)
             enough = min(driver.policy.k, len(group.here)) if isinstance(driver.policy, KSync) else len(group.here)
             for bucket in buckets:
@@ -141,7 +155,7 @@ def play(
                 }
                 ready_s = sorted(each_s.values())[enough - 1]
                 too_late = frozenset(rank for rank, at_s in each_s.items() if at_s > ready_s)
-                end_s = group.exchange(max(end_s, ready_s), bucket.size_bytes, of_all=enough == len(group.here))
+                end_s = group.exchange(max(end_s, ready_s), part * bucket.size_bytes, of_all=enough == len(group.here))
                 ends_s = {
                     rank: end_s
                     if rank not in too_late
@@ -168,7 +182,7 @@ def play(
             played.waited_s[rank].append(waits_s[rank])
         exchanged_at_s = None if what is None else min(clock_s[rank] for rank in group.here)
         if (swap := driver.stepped(step + 1, computing_s, batch, exchanged_at_s, too_late)) is not None:
-            end_s = group.confer(max(clock_s[rank] for rank in group.here))
+            end_s = group.confer(max(landing_s, *(clock_s[rank] for rank in group.here)))
             for rank in group.here:
                 played.step_s[rank][-1] += end_s - clock_s[rank]
                 played.waited_s[rank][-1] += end_s - clock_s[rank]

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 # between. None: nothing.
 Contributes = Literal["gradient", "change"] | None
 
+# What the steps of a worker are computed on, and so what becomes of the loss. "local": on parameters that were the same
+# on all workers at the last average. "delayed": on parameters that no two workers ever have in common, since averages
+# are applied when they have moved on, or part by part; they are the same behind `Run.settle` alone.
+LossClass = Literal["local", "delayed"]
+
 
 class Policy(Protocol):
     """The Protocol of a synchronization policy."""
@@ -83,12 +88,27 @@ class StepsLocally(Protocol):
     """A policy with which workers step by themselves, and contribute how far they came: local SGD."""
 
     @property
-    def every(self) -> int:
-        """The number of a worker's own steps in a contribution, once it makes any."""
+    def interval(self) -> int:
+        """The number of a worker's own steps from one contribution to the next, once it makes any."""
 
     @property
     def outer(self) -> OuterSGD | None:
         """The optimizer that applies the mean change; None for a plain average."""
+
+    @property
+    def delay(self) -> int:
+        """The number of intervals, 0 or 1, after which an average that was begun is applied."""
+
+    @property
+    def fragments(self) -> int:
+        """The number of parts of the model of which each contribution is one."""
+
+    @property
+    def loss_class(self) -> LossClass:
+        """The class of the loss: "local" if replicas are the same behind a contribution, else "delayed"."""
+
+    def fragment(self, step: int) -> int:
+        """The part of the model of the contribution that is made behind this step, or next."""
 
     def step_of(self, number: int) -> int:
         """The worker's own step in which its contribution `number`, from 0, begins."""
@@ -124,13 +144,13 @@ def adoption(old: Policy, new: Policy, at_s: float) -> Adopted:
 
 
 def own_steps(policy: Policy) -> int:
-    """Count a worker's own steps in a contribution, once it makes any; 0 if it makes none.
+    """Count a worker's own steps from one contribution to the next, once it makes any; 0 if it makes none.
 
     >>> from offbeat.sync import BSP, LocalSGD
     >>> own_steps(LocalSGD(every=8, after=100)), own_steps(BSP())
     (8, 0)
     """
-    return policy.every if isinstance(policy, StepsLocally) else 0
+    return policy.interval if isinstance(policy, StepsLocally) else 0
 
 
 def on(policy: Policy, state: State, event: Event) -> tuple[State, tuple[Action, ...]]:

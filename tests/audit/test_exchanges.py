@@ -56,6 +56,19 @@ def test_what_all_gave_is_in_the_means_once(tmp_path: Path, policy: BSP | LocalS
 
 
 @pytest.mark.parametrize(
+    "policy", [LocalSGD(4, delay=1), LocalSGD(4, fragments=2), LocalSGD(4, delay=1, fragments=2)], ids=repr
+)
+def test_what_all_gave_to_averages_that_come_later_is_in_them_once(tmp_path: Path, policy: LocalSGD) -> None:
+    run_workers(WORLD, train, tmp_path, offbeat.Plan(sync=policy))
+    result = verify(tmp_path)
+    assert result.holds, result.violations
+    assert result.checked == {2, 3}, "replicas are the same behind settle alone, which is not recorded"
+    applied = sum(policy.contributes(step) is not None for step in range(STEPS)) - policy.delay
+    assert result.applied == result.releases == WORLD * applied
+    assert (result.lead, result.bound) == (policy.interval - 1, policy.interval - 1)
+
+
+@pytest.mark.parametrize(
     ("controller", "swap"),
     [
         (None, (3, LocalSGD(4))),

@@ -22,6 +22,7 @@ PARTS = [
     ("sync", Hybrid(BSP(), SSP(2), ((0, 1), (2, 3)))),
     ("sync", LocalSGD(8, outer=OuterSGD(lr=0.7))),
     ("sync", LocalSGD(8)),
+    ("sync", LocalSGD(8, delay=1, fragments=4)),
     ("codec", Cast("fp16")),
     ("fabric", offbeat.ParameterServer(addresses=("10.0.0.7:7070",), block_bytes=8192)),
     ("fabric", offbeat.ProcessGroup()),

@@ -28,6 +28,7 @@ POLICIES: list[tuple[Policy, int]] = [
     (KSync(k=2), 150),
     (KSync(k=3, late="carry"), 150),
     (LocalSGD(every=4), 150),
+    (LocalSGD(every=4, delay=1, fragments=2), 30),
     (QUICK, 150),
     (STRICT, 150),
     (RoundRobin(slots=2, warmup=1, lead=0, grace=0.0), 150),

@@ -21,6 +21,20 @@ POLICIES = {
     "late": LocalSGD(2, after=3),
     "outer": LocalSGD(2, outer=OuterSGD(lr=0.7, momentum=0.9)),
     "heavy ball": LocalSGD(3, outer=OuterSGD(lr=0.5, momentum=0.5, nesterov=False)),
+    "delayed": LocalSGD(2, delay=1),
+    "delayed, each step": LocalSGD(1, delay=1),
+    "delayed, outer, late": LocalSGD(2, after=1, outer=OuterSGD(lr=0.7, momentum=0.9), delay=1),
+    "fragments": LocalSGD(4, fragments=2),
+    "delayed fragments": LocalSGD(4, outer=OuterSGD(lr=0.7, momentum=0.9), delay=1, fragments=2),
+    "each parameter": LocalSGD(4, delay=1, fragments=4),
+    "more than parameters": LocalSGD(6, outer=OuterSGD(), delay=1, fragments=6),
+}
+WEIGHTS_AND_BIASES = ["0.weight", "0.bias", "2.weight", "2.bias"]
+FRAGMENTS = {
+    1: [WEIGHTS_AND_BIASES],
+    2: [WEIGHTS_AND_BIASES[:1], WEIGHTS_AND_BIASES[1:]],
+    4: [[name] for name in WEIGHTS_AND_BIASES],
+    6: [*([name] for name in WEIGHTS_AND_BIASES), [], []],
 }
 
 
@@ -47,13 +61,41 @@ def gradient_step(nets: list[nn.Module], data: list[tuple[torch.Tensor, torch.Te
         F.cross_entropy(net(x), y).backward()
 
 
-def simulate(policy: LocalSGD) -> list[dict[str, torch.Tensor]]:
-    """All workers in one loop; the definition, word for word."""
+Values = dict[str, torch.Tensor]
+
+
+def simulate(policy: LocalSGD) -> tuple[list[Values], list[Values]]:
+    """All workers in one loop; the definition, word for word. What each has, and what each has once all are settled."""
     nets = [model() for _ in range(WORLD)]
     optimizers = [optimizer_of(net) for net in nets]
     data = [batches(rank) for rank in range(WORLD)]
     anchor: dict[str, torch.Tensor] = {}
     momentum = {name: torch.zeros_like(p) for name, p in nets[0].named_parameters()}
+    fragments = FRAGMENTS[policy.fragments]
+    sent: dict[str, list[torch.Tensor]] = {}  # where each was, of what is on its way
+    means: Values = {}
+    own_steps = dict.fromkeys(momentum, 0)  # since the last average
+
+    def send(names: list[str]) -> None:
+        for name in names:
+            sent[name] = [net.get_parameter(name).detach().clone() for net in nets]
+            means[name] = torch.stack([anchor[name] - own for own in sent[name]]).mean(0)
+            own_steps[name] = 0
+
+    def land() -> None:
+        for name, mean in means.items():
+            if policy.outer is None:
+                anchor[name] = anchor[name] - mean
+            else:
+                outer = policy.outer
+                momentum[name] = outer.momentum * momentum[name] + mean
+                ahead = mean + outer.momentum * momentum[name] if outer.nesterov else momentum[name]
+                anchor[name] = anchor[name] - outer.lr * ahead
+            for net, own in zip(nets, sent[name], strict=True):
+                net.get_parameter(name).data.add_(anchor[name] - own)
+        sent.clear()
+        means.clear()
+
     for step in range(STEPS):
         gradient_step(nets, [data[rank][step] for rank in range(WORLD)])
         if policy.contributes(step) == "gradient":
@@ -65,19 +107,20 @@ def simulate(policy: LocalSGD) -> list[dict[str, torch.Tensor]]:
             anchor = {name: p.detach().clone() for name, p in nets[0].named_parameters()}
         for optimizer in optimizers:
             optimizer.step()
+        if policy.contributes(step) != "gradient":
+            own_steps.update({name: steps + 1 for name, steps in own_steps.items()})
         if policy.contributes(step) == "change":
-            for name in anchor:
-                change = torch.stack([anchor[name] - net.get_parameter(name).detach() for net in nets]).mean(0)
-                if policy.outer is None:
-                    anchor[name] = anchor[name] - change
-                else:
-                    outer = policy.outer
-                    momentum[name] = outer.momentum * momentum[name] + change
-                    ahead = change + outer.momentum * momentum[name] if outer.nesterov else momentum[name]
-                    anchor[name] = anchor[name] - outer.lr * ahead
-                for net in nets:
-                    net.get_parameter(name).data.copy_(anchor[name])
-    return [dict(net.state_dict()) for net in nets]
+            if policy.delay:
+                land()
+            interval = policy.every // policy.fragments
+            send(fragments[(step - policy.after) // interval % policy.fragments])
+            if not policy.delay:
+                land()
+    before = [copy.deepcopy(dict(net.state_dict())) for net in nets]
+    land()
+    send([name for name, steps in own_steps.items() if steps])
+    land()
+    return before, [dict(net.state_dict()) for net in nets]
 
 
 def train(name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
@@ -97,10 +140,11 @@ def train(name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], 
 def test_local_steps_and_averages(name: str) -> None:
     expected = simulate(POLICIES[name])
     results = run_workers(WORLD, train, name)
-    for (before, settled, steps), one in zip(results, expected, strict=True):
+    for (before, settled, steps), one, together in zip(results, *expected, strict=True):
         assert steps == STEPS
         for key, tensor in one.items():
             torch.testing.assert_close(before[key], tensor, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(settled[key], together[key], rtol=1e-10, atol=1e-12)
             assert torch.equal(settled[key], results[0][1][key]), "equal on all, to the bit, after settle"
 
 
@@ -127,13 +171,16 @@ def test_who_has_less_data_counts_less_and_does_not_coast() -> None:
         assert float(state["weight"]) == pytest.approx(expected, rel=1e-6)
 
 
-def interrupted(stop: int) -> bool:
-    return is_the_same_when_resumed(offbeat.Plan(sync=POLICIES["outer"]), model, optimizer_of, batches, stop)
+def interrupted(name: str, stop: int) -> bool:
+    return is_the_same_when_resumed(offbeat.Plan(sync=POLICIES[name]), model, optimizer_of, batches, stop)
 
 
-@pytest.mark.parametrize("stop", [3, 4])
-def test_a_resumed_run_is_the_uninterrupted_one(stop: int) -> None:
-    assert run_workers(WORLD, interrupted, stop) == [True] * WORLD
+@pytest.mark.parametrize(
+    ("name", "stop"),
+    [("outer", 3), ("outer", 4), ("delayed, outer, late", 4), ("delayed fragments", 4), ("delayed fragments", 5)],
+)
+def test_a_resumed_run_is_the_uninterrupted_one(name: str, stop: int) -> None:
+    assert run_workers(WORLD, interrupted, name, stop) == [True] * WORLD
 
 
 def overflowing() -> tuple[float, list[str]]:

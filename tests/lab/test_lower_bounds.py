@@ -76,6 +76,8 @@ RATES = "".join(
         ('system = "offbeat"', "", RING_S),
         ('system = "offbeat"\nplan = { codec = { kind = "Cast" } }', "", RING_S / 2),
         ('system = "offbeat"\nplan = { sync = { kind = "LocalSGD", every = 4 } }', "", RING_S / 4),
+        # A quarter of the model after every second step.
+        ('system = "offbeat"\nplan = { sync = { kind = "LocalSGD", every = 8, fragments = 4 } }', "", RING_S / 8),
         # All of a server's parameters come back in every step, however narrow a contribution is.
         (f'system = "offbeat"\nplan = {{ codec = {{ kind = "Cast" }}, {SERVED} }}', "", 0.01 + 8 * D_S),
         (f'system = "offbeat"\nplan = {{ sync = {{ kind = "LocalSGD", every = 4 }}, {SERVED} }}', "", 0.01 + 2 * D_S),

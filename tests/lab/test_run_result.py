@@ -103,6 +103,7 @@ def test_steps_are_told_apart_by_the_faults_they_follow() -> None:
         (Claim(claims.POINTS, "fast", "slow", at_least=-0.05), -0.1, False),
         (Claim(claims.STALEST, "fast", at_most=0), 0.0, True),
         (Claim(claims.NEVER, "", at_most=0), 0.0, True),
+        (Claim(claims.WAITING, "fast", at_most=0.05), 0.99, False),
         (Claim(claims.UNEVEN, "fast", "slow", at_most=0.5), None, False),
         (Claim(claims.TIME, "lost", "slow", at_most=1.0), None, False),
     ],

@@ -51,6 +51,25 @@ def test_local_steps_send_every_so_often() -> None:
     assert step_s == pytest.approx(1 + RING_S, abs=0.03)
 
 
+def test_a_delayed_average_travels_while_the_next_steps_compute() -> None:
+    thin = world(rate_mbps=10)
+    for fragments in (1, 5):
+        delayed = played(Plan(sync=LocalSGD(10, delay=1, fragments=fragments)), thin)
+        assert delayed.wait_share < 0.01
+        assert delayed.seconds_per_step == pytest.approx(1, abs=0.01)
+    waited = played(Plan(sync=LocalSGD(10, fragments=5)), thin)
+    assert waited.seconds_per_step == pytest.approx(1 + RING_S, abs=0.03), "as many bytes, one part after the other"
+    # A link that takes twice as long as the steps between two averages is what all wait for.
+    thinner = played(Plan(sync=LocalSGD(10, delay=1)), world(rate_mbps=1))
+    assert thinner.seconds_per_step == pytest.approx(10 * RING_S, rel=0.03)
+
+
+def test_a_delay_lets_bad_luck_of_one_interval_pass() -> None:
+    always = world(extra="[straggle]\nprobability = 0.2\nlow = 1.0\nhigh = 1.0", steps=200)
+    waited, delayed = (played(Plan(sync=LocalSGD(5, delay=delay)), always).wait_share for delay in (0, 1))
+    assert delayed < waited
+
+
 def test_all_wait_for_the_slowest_unless_batches_are_tuned() -> None:
     hosts = "".join(
         f'[[host]]\nname = "h{rank}"\nrate_mbps = 1000\ncompute_factor = {2.0 if rank == 0 else 1.0}\n'

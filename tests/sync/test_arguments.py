@@ -24,6 +24,8 @@ MADE: list[tuple[type, dict[str, Any], str, str, tuple[Any, ...]]] = [
     (LocalSGD, {}, "every", "plan.sync", (*NO_WHOLE, None, 0)),
     (LocalSGD, {"every": 2}, "after", "plan.sync", (*NO_WHOLE, None)),
     (LocalSGD, {"every": 2}, "outer", "plan.sync", (0.7, "OuterSGD", True, OuterSGD)),
+    (LocalSGD, {"every": 2}, "delay", "plan.sync", (*NO_WHOLE, None, 2)),
+    (LocalSGD, {"every": 2}, "fragments", "plan.sync", (*NO_WHOLE, None, 0, 3)),
     (OuterSGD, {}, "lr", "plan.sync.outer", (*NO_NUMBER, 0, math.inf)),
     (OuterSGD, {}, "momentum", "plan.sync.outer", (*NO_NUMBER, 1, math.inf)),
     (OuterSGD, {}, "nesterov", "plan.sync.outer", NO_TRUTH),

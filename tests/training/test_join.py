@@ -213,14 +213,15 @@ def test_whoever_comes_and_goes_each_sample_is_used_once(seed: int, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_who_joins_local_steps_enters_at_an_average(tmp_path: Path) -> None:
-    results = run_workers(3, train, str(tmp_path), {3: 2}, {}, "local_batch", 0, offbeat.LocalSGD(4), newcomers=1)
+@pytest.mark.parametrize("policy", [offbeat.LocalSGD(4), offbeat.LocalSGD(4, delay=1, fragments=2)], ids=repr)
+def test_who_joins_local_steps_enters_at_an_average(policy: offbeat.LocalSGD, tmp_path: Path) -> None:
+    results = run_workers(3, train, str(tmp_path), {3: 2}, {}, "local_batch", 0, policy, newcomers=1)
     newcomer = results[3]
     first = min(newcomer.digests)
-    assert first % 4 == 1
+    assert first % policy.interval == 1
     averages = [step for step in newcomer.digests if step % 4 == 0]
     assert len(averages) > 5
-    for step in averages:
+    for step in averages if policy.loss_class == "local" else ():
         assert len({one.digests[step] for one in results}) == 1
     for epoch in range(EPOCHS):
         assert Counter(itertools.chain(*(one.used[epoch] for one in results))) == Counter(range(SAMPLES))

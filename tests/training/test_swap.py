@@ -35,7 +35,16 @@ FABRICS: dict[str, FabricSpec] = {
 LR = 0.1
 STEPS = 40
 PATIENCE_S = 120.0  # starting a server takes long on a machine that does much else
-GROUP_POLICIES: tuple[Policy, ...] = (BSP(), LocalSGD(2), LocalSGD(3), LocalSGD(4, after=2), LocalSGD(5))
+GROUP_POLICIES: tuple[Policy, ...] = (
+    BSP(),
+    LocalSGD(2),
+    LocalSGD(3),
+    LocalSGD(4, after=2),
+    LocalSGD(5),
+    LocalSGD(3, delay=1),
+    LocalSGD(4, fragments=2),
+    LocalSGD(4, delay=1, fragments=4),
+)
 # Without KSync, whose updates move the parameters by more than the samples in them are of a round.
 SERVER_POLICIES: tuple[Policy, ...] = (
     BSP(),
