@@ -78,13 +78,18 @@ class InFlight(ABC):
 class BlockInFlight(InFlight):
     """One block's exchange: once it has landed the mean lies in the gradients.
 
+    Args:
+        complete_s: its gradients were, in clock seconds.
+
     Attributes:
         trailer: what the workers said along with it, once it has landed.
+        is_end_seen: whether the thread waited for it when it was done; else that may have been earlier than noted.
     """
 
-    def __init__(self, buffer: BucketBuffer, exchange: BucketExchange) -> None:
+    def __init__(self, buffer: BucketBuffer, exchange: BucketExchange, complete_s: float = 0.0) -> None:
         super().__init__()
-        self.buffer, self.exchange = buffer, exchange
+        self.buffer, self.exchange, self.complete_s = buffer, exchange, complete_s
+        self.is_end_seen = False
         self.trailer: BucketTrailer | None = None
 
     def issue(self) -> None:
@@ -93,6 +98,7 @@ class BlockInFlight(InFlight):
 
     def finish(self) -> None:
         """Complete its rounds, and leave the mean where gradients are whole."""
+        self.is_end_seen = not self.exchange.poll()
         total, part = self.exchange.wait()
         self.trailer = self.buffer.read_trailer(total, part)
         self.exchange.finish(self.trailer.weight or 1.0)  # nobody had data: the sum is zero, and so is the mean
