@@ -13,6 +13,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 _FORGETTING = 0.95
 _FAR = 3.0  # median absolute deviations
@@ -43,7 +47,8 @@ class LinkMonitor:
         # Both in units of what they were at first: 1.0 is as it was.
         self._latency, self._slowness = 1.0 if latency_s > 0 else 0.0, 1.0
         self._unsure = [[1.0, 0.0], [0.0, 1.0]]  # the covariance
-        self._ratios: deque[float] = deque(maxlen=_LAST)
+        # Of those that found the link idle and of the others, each among its like.
+        self._ratios: dict[bool, deque[float]] = {kind: deque(maxlen=_LAST) for kind in (False, True)}
         self._small_s: deque[float] = deque(maxlen=_LAST)
 
     @property
@@ -72,8 +77,8 @@ class LinkMonitor:
         if at_first_s * self._slowness < self.gap_s:
             return self._observe_small(seconds, was_idle=was_idle)
         ratio = seconds / (at_first_s + (self._latency_s if was_idle else 0.0))
-        self._ratios.append(ratio)
-        if self._is_far(ratio):
+        self._ratios[was_idle].append(ratio)
+        if _is_far(ratio, self._ratios[was_idle]):
             return False
         self._update(self._latency_s if was_idle else 0.0, at_first_s, seconds)
         return True
@@ -86,13 +91,6 @@ class LinkMonitor:
         if len(self._small_s) >= _FEW:
             self.gap_s = statistics.median(self._small_s)
         return True
-
-    def _is_far(self, ratio: float) -> bool:
-        if len(self._ratios) < _FEW:
-            return False
-        usual = statistics.median(self._ratios)
-        deviation = statistics.median(abs(one - usual) for one in self._ratios)
-        return abs(ratio - usual) > _FAR * max(deviation, _STEADY * usual)
 
     def _update(self, latency_s: float, transfer_s: float, seconds: float) -> None:
         """One step of recursive least squares, all divided by the seconds that were expected."""
@@ -108,3 +106,12 @@ class LinkMonitor:
         a, b, d = (one / _FORGETTING for one in (a - gain_x * along_x, b - gain_x * along_y, d - gain_y * along_y))
         less_x, less_y = (math.sqrt(min(1.0, _MOST_UNSURE / one)) if one > 0 else 1.0 for one in (a, d))
         self._unsure = [[a * less_x**2, b * less_x * less_y], [b * less_x * less_y, d * less_y**2]]
+
+
+def _is_far(ratio: float, last: Collection[float]) -> bool:
+    """Whether one is far from the last ones."""
+    if len(last) < _FEW:
+        return False
+    usual = statistics.median(last)
+    deviation = statistics.median(abs(one - usual) for one in last)
+    return abs(ratio - usual) > _FAR * max(deviation, _STEADY * usual)
