@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -26,6 +26,8 @@ _FEW = 5  # with fewer, nothing is known to be far from the others
 _MOST_UNSURE = 10.0  # where exchanges say nothing about one of the two for long, the next one may not throw it over
 _LEAST = 1e-6  # of the bandwidth at first, and of its inverse
 _LEAST_S = 1e-9
+
+_Exchange: TypeAlias = tuple[float, float, float]  # the latency and the transfer, as at first, and the seconds it took
 
 
 class LinkMonitor:
@@ -47,8 +49,8 @@ class LinkMonitor:
         # Both in units of what they were at first: 1.0 is as it was.
         self._latency, self._slowness = 1.0 if latency_s > 0 else 0.0, 1.0
         self._unsure = [[1.0, 0.0], [0.0, 1.0]]  # the covariance
-        # Of those that found the link idle and of the others, each among its like.
-        self._ratios: dict[bool, deque[float]] = {kind: deque(maxlen=_LAST) for kind in (False, True)}
+        # Of those that found the link idle, and of the others: each is judged among its like.
+        self._last: dict[bool, deque[_Exchange]] = {kind: deque(maxlen=_LAST) for kind in (False, True)}
         self._small_s: deque[float] = deque(maxlen=_LAST)
 
     @property
@@ -76,11 +78,11 @@ class LinkMonitor:
         at_first_s = size_bytes / self._bandwidth
         if at_first_s * self._slowness < self.gap_s:
             return self._observe_small(seconds, was_idle=was_idle)
-        ratio = seconds / (at_first_s + (self._latency_s if was_idle else 0.0))
-        self._ratios[was_idle].append(ratio)
-        if _is_far(ratio, self._ratios[was_idle]):
+        one = (self._latency_s if was_idle else 0.0, at_first_s, seconds)
+        self._last[was_idle].append(one)
+        if self._is_far(one, self._last[was_idle]):
             return False
-        self._update(self._latency_s if was_idle else 0.0, at_first_s, seconds)
+        self._update(*one)
         return True
 
     def _observe_small(self, seconds: float, *, was_idle: bool) -> bool:
@@ -92,11 +94,23 @@ class LinkMonitor:
             self.gap_s = statistics.median(self._small_s)
         return True
 
+    def _is_far(self, one: _Exchange, last: Collection[_Exchange]) -> bool:
+        """Whether one is far from the last ones, by how far each is from what is expected now."""
+        if len(last) < _FEW:
+            return False
+        ratios = [self._ratio(*other) for other in last]
+        usual = statistics.median(ratios)
+        deviation = statistics.median(abs(ratio - usual) for ratio in ratios)
+        return abs(self._ratio(*one) - usual) > _FAR * max(deviation, _STEADY * usual)
+
+    def _ratio(self, latency_s: float, transfer_s: float, seconds: float) -> float:
+        return seconds / max(_LEAST_S, self._latency * latency_s + self._slowness * transfer_s)
+
     def _update(self, latency_s: float, transfer_s: float, seconds: float) -> None:
-        """One step of recursive least squares, all divided by the seconds that were expected."""
-        expected_s = max(self._latency * latency_s + self._slowness * transfer_s, _LEAST_S)
-        x, y = latency_s / expected_s, transfer_s / expected_s
-        error = seconds / expected_s - (self._latency * x + self._slowness * y)
+        """One step of recursive least squares, all divided by the seconds that it would have taken at first."""
+        at_first_s = latency_s + transfer_s
+        x, y = latency_s / at_first_s, transfer_s / at_first_s
+        error = seconds / at_first_s - (self._latency * x + self._slowness * y)
         (a, b), (_, d) = self._unsure
         along_x, along_y = a * x + b * y, b * x + d * y
         scale = _FORGETTING + x * along_x + y * along_y
@@ -106,12 +120,3 @@ class LinkMonitor:
         a, b, d = (one / _FORGETTING for one in (a - gain_x * along_x, b - gain_x * along_y, d - gain_y * along_y))
         less_x, less_y = (math.sqrt(min(1.0, _MOST_UNSURE / one)) if one > 0 else 1.0 for one in (a, d))
         self._unsure = [[a * less_x**2, b * less_x * less_y], [b * less_x * less_y, d * less_y**2]]
-
-
-def _is_far(ratio: float, last: Collection[float]) -> bool:
-    """Whether one is far from the last ones."""
-    if len(last) < _FEW:
-        return False
-    usual = statistics.median(last)
-    deviation = statistics.median(abs(one - usual) for one in last)
-    return abs(ratio - usual) > _FAR * max(deviation, _STEADY * usual)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from offbeat.safe_read import UnreadableError
@@ -45,7 +47,7 @@ def test_five_steps_in_a_row() -> None:
 
 def test_what_was_not_worth_it_is_asked_for_ever_more_rarely() -> None:
     steps = asked(ReplanTrigger(), 2000)
-    gaps = [after - before for before, after in zip(steps, steps[1:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(steps)]
     assert steps[0] == 4
     assert gaps == sorted(gaps)
     assert len(steps) < 12

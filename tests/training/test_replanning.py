@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ from offbeat.scheduling import BackwardProfile, MadeSchedule, Prophet, Schedule,
 from tests.workers import run_workers
 
 if TYPE_CHECKING:
+    from datetime import timedelta
     from pathlib import Path
 
 LAYERS, WIDTH = 6, 256
@@ -72,7 +72,7 @@ class Computes(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         time.sleep(BACKWARD_S)
         return grad
 
@@ -90,7 +90,8 @@ class ScheduledJob:
         self.run = run
         self.net = nn.Sequential(*(SlowLayer(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
         self.replica, self.optimizer = run.prepare(self.net, torch.optim.SGD(self.net.parameters(), lr=0.01))
-        self.reducer: Any = run._session.models.synchronizers[0]._gradients
+        synchronizer: Any = run._session.models.synchronizers[0]
+        self.reducer = synchronizer._gradients
         self.link = SlowFabric(self.reducer.communicator._fabric)
         self.reducer.communicator._fabric = self.reducer._carrier._fabric = self.link
         self._generator = torch.Generator().manual_seed(run.rank)
