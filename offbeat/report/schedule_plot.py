@@ -66,16 +66,20 @@ def _draw_blocks(axes: Any, shown: ScheduledSteps) -> None:
     backward_ms, step_ms = shown.backward_s * 1e3, shown.step_s * 1e3
     axes.axvspan(0, backward_ms, color=COLOURS[0], alpha=0.08, label="backward")
     axes.axvspan(backward_ms, step_ms, color=COLOURS[2], alpha=0.08, label="next forward, with its waits")
-    for place, block in enumerate(shown.blocks):
-        issued_ms, done_ms = block.issued_s * 1e3, block.done_s * 1e3
-        axes.barh(place - 0.2, done_ms - issued_ms, left=issued_ms, height=0.4, color=COLOURS[1])
+    for number, block in enumerate(shown.blocks, 1):
+        times = (("predicted", COLOURS[1], block.issued_s, block.done_s),)
         if block.measured_issued_s is not None and block.measured_done_s is not None:
-            issued_ms, done_ms = block.measured_issued_s * 1e3, block.measured_done_s * 1e3
-            axes.barh(place + 0.2, done_ms - issued_ms, left=issued_ms, height=0.4, color=COLOURS[6])
-    axes.barh([], [], color=COLOURS[1], label="block, predicted")
-    if any(block.measured_done_s is not None for block in shown.blocks):
-        axes.barh([], [], color=COLOURS[6], label="block, measured")
-    axes.set_ylim(len(shown.blocks) - 0.4, -0.6)
+            times += (("measured", COLOURS[6], block.measured_issued_s, block.measured_done_s),)
+        for place, (how, colour, issued_s, done_s) in enumerate(times):
+            axes.barh(
+                number - 0.2 + 0.4 * place,
+                (done_s - issued_s) * 1e3,
+                left=issued_s * 1e3,
+                height=0.4,
+                color=colour,
+                label=f"block, {how}" if number == 1 else None,
+            )
+    axes.set_ylim(len(shown.blocks) + 0.6, 0.4)
     axes.set_ylabel("block")
     axes.set_xlabel("milliseconds since backward began")
     axes.legend(frameon=False, fontsize=8, loc="lower left")

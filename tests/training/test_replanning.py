@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LAYERS, WIDTH = 6, 256
-FORWARD_S, BACKWARD_S = 0.016, 0.04  # of a layer: long beside what a busy machine adds
-FAST, SLOW = 12.5e6, 4e6  # bytes in a second
+FORWARD_S, BACKWARD_S = 0.01, 0.025  # of a layer: long beside what a busy machine adds
+FAST, SLOW = 20e6, 6.4e6  # bytes in a second
 
 
 class LateReply:
