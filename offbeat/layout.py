@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offbeat.tensors import dtype_name
 
@@ -68,6 +68,11 @@ class Bucket:
         """The layers it covers, for people: ``fc.bias … conv1.weight``."""
         names = [slot.name for slot in self.slots]
         return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """It in a run's records."""
+        return {"index": self.index, "size_bytes": self.size_bytes, "parameters": [slot.name for slot in self.slots]}
 
 
 @dataclass(frozen=True)

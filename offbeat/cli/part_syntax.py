@@ -20,7 +20,7 @@ def read_part(room: str, text: str) -> Any:
     """The part that `text` describes.
 
     Args:
-        room: "sync", "codec", "fabric" or "controller".
+        room: "sync", "codec", "fabric", "controller" or "scheduling".
         text: such as "SSP(4)", or just "ASP".
 
     Raises:
@@ -58,6 +58,7 @@ _EXAMPLES = {
     "codec": "'Cast(\"bf16\")'",
     "fabric": "'ParameterServer()'",
     "controller": "'WaitThreshold(above=0.4)'",
+    "scheduling": "'Prophet()'",
 }
 
 

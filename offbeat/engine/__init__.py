@@ -9,9 +9,10 @@
 * `reducer` - hooks on the parameters, buckets issued in order during backward, the fence at its end
 * `cross_iteration` - the same hidden behind the next forward pass, too, in the order of a `Scheduler`:
   `communication_thread` - carries blocks of gradients; `schedule_learner`, `forward_watch` - what the schedule is made
-  from; `schedule_state` - a schedule in a checkpoint; `pending_gradient` - a gradient that whoever uses it waits for;
-  `partial_optimizer` - the user's optimizer, stepping some of its parameters; `freshness_check` - a debugging mode that
-  finds who reads a parameter before its step is in it; `module_hook` - a hook that a copy of a module does not have
+  from; `schedule_monitor` - whether it still holds; `schedule_state` - a schedule in a checkpoint; `pending_gradient` -
+  a gradient that whoever uses it waits for; `partial_optimizer` - the user's optimizer, stepping some of its
+  parameters; `freshness_check` - a debugging mode that finds who reads a parameter before its step is in it;
+  `module_hook` - a hook that a copy of a module does not have
 * `server_sync` - the same where a server holds the parameters: gradients out, parameters in, at `optimizer.step()`
 * `local_sgd` - workers that step by themselves, and average now and then: `local_sgd_allreduce` without a server,
   `local_sgd_server` with one, `local_sgd_switch` at each worker's own pace; `anchor` - one bucket's parameters after

@@ -4,7 +4,7 @@ It does one thing after the other, in the order in which it is told, which is th
 it begins, later rounds of an exchange too, is begun in the same order everywhere, and nothing else may be begun on the
 fabric while it has something to do. Before a block is issued it brings as many of those under way to their end as the
 schedule says. Where a schedule has two rounds, each of a block's two is a thing of its own: first all blocks are
-reduced, then all are gathered.
+reduced, then all are gathered. While it has nothing to do it notes when those under way are done.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from offbeat.errors import NetworkError
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from offbeat.engine.communicator import Communicator
     from offbeat.payload import Reply
     from offbeat.pending import Pending
+
+_LOOK_S = 0.002  # at what is under way: 2 ms too late is little beside a block, and looking takes some 30 us
 
 
 class InFlight(ABC):
@@ -44,6 +47,10 @@ class InFlight(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Bring it to its end; on the thread."""
+
+    def look(self) -> bool:
+        """Whether there is nothing to note any more of when it is done; on the thread."""
+        return True
 
     def land(self) -> None:
         """Bring it to its end, and say so."""
@@ -79,21 +86,32 @@ class InFlight(ABC):
 class BlockInFlight(InFlight):
     """One block's exchange: once it has landed the mean lies in the gradients.
 
+    Args:
+        complete_s: its gradients were, in clock seconds.
+
     Attributes:
         trailer: what the workers said along with it, once it has landed.
+        is_end_seen: whether the thread looked at it when it was done; else that may have been earlier than noted.
     """
 
-    def __init__(self, buffer: BucketBuffer, exchange: BucketExchange) -> None:
+    def __init__(self, buffer: BucketBuffer, exchange: BucketExchange, complete_s: float = 0.0) -> None:
         super().__init__()
-        self.buffer, self.exchange = buffer, exchange
+        self.buffer, self.exchange, self.complete_s = buffer, exchange, complete_s
+        self.is_end_seen = False
         self.trailer: BucketTrailer | None = None
 
     def issue(self) -> None:
         """Begin its first round."""
         self.exchange.issue(self.buffer.trailer)
 
+    def look(self) -> bool:
+        """Note when its first round is done; whether it is."""
+        self.is_end_seen = self.is_end_seen or self.exchange.poll()
+        return self.is_end_seen
+
     def finish(self) -> None:
         """Complete its rounds, and leave the mean where gradients are whole."""
+        self.is_end_seen = self.is_end_seen or not self.exchange.poll()
         total, part = self.exchange.wait()
         self.trailer = self.buffer.read_trailer(total, part)
         self.exchange.finish(self.trailer.weight or 1.0)  # nobody had data: the sum is zero, and so is the mean
@@ -180,13 +198,29 @@ class CommunicationThread:
         self._jobs.put(None)
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next_job()) is not None:
             try:
                 job()
             except BaseException as failure:
                 self._failure = failure
                 for one in self._under_way[self._landed :]:
                     one.fail(failure)
+
+    def _next_job(self) -> Callable[[], None] | None:
+        """The next thing that it is told to do; until then it looks at what is under way."""
+        for one in self._under_way[self._landed :]:
+            while not self._is_noted(one):
+                with suppress(queue.Empty):
+                    return self._jobs.get(timeout=_LOOK_S)
+        return self._jobs.get()
+
+    def _is_noted(self, one: InFlight) -> bool:
+        if self._failure is not None:
+            return True
+        try:
+            return one.look()
+        except NetworkError:  # whoever waits for it learns of that
+            return True
 
     def _issue(self, one: InFlight) -> None:
         if self._failure is not None:

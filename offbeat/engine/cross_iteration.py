@@ -19,6 +19,8 @@ in its order by a thread (`communication_thread`). Rules:
 * What the workers have said along with a step's gradients counts one step later, on all of them.
 * Where a schedule has two rounds the thread reduces all blocks in the order of backward, and then gathers them in that
   of the next forward pass. A gradient has landed when it is gathered, and so has what the workers have said.
+* Every step is watched (`schedule_monitor`). Where what the schedule was made from has moved, a worker asks for a vote,
+  and behind a step all make the schedule anew from what all have found, if that is worth it.
 """
 
 from __future__ import annotations
@@ -47,9 +49,13 @@ from offbeat.engine.partial_optimizer import PartialOptimizer
 from offbeat.engine.pending_gradient import PendingGradient, pending
 from offbeat.engine.reducer import Reducer
 from offbeat.engine.schedule_learner import ScheduleLearner
-from offbeat.engine.schedule_state import checked_schedule, schedule_state
+from offbeat.engine.schedule_monitor import BlockTimes, ScheduleMonitor, StepTaken, agreed, to_text
+from offbeat.engine.schedule_state import checked_profile, checked_schedule, schedule_state
+from offbeat.engine.step_metrics import HiddenExchange
 from offbeat.errors import PlanError
 from offbeat.layout import Bucket, Layout, Slot
+from offbeat.safe_write import write_whole
+from offbeat.scheduling import MadeSchedule, is_worth_it, lower_bound_s, play
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -61,7 +67,7 @@ if TYPE_CHECKING:
     from offbeat.engine.prepared_model import PreparedModel
     from offbeat.engine.worker_context import WorkerContext
     from offbeat.plan import Plan
-    from offbeat.scheduling import Schedule
+    from offbeat.scheduling import BackwardProfile, Schedule
 
 _log = logging.getLogger("offbeat")
 _NEVER = timedelta(days=365)
@@ -76,12 +82,14 @@ class Flight:
         step: whose.
         blocks: in the order in which they land.
         weight, stamp: of this worker's batches in it.
+        taken: what the step took beside its blocks; None if it did not go by the schedule as usual.
     """
 
     step: int
     blocks: Sequence[BlockInFlight]
     weight: float
     stamp: int
+    taken: StepTaken | None = None
     _landed: int = 0
 
     @property
@@ -117,6 +125,13 @@ class CrossIterationReducer(Reducer):
         self._gradients: dict[str, torch.Tensor] = {}  # that step() was called with, of parameters that are not stepped
         self._results: deque[tuple[int, ExchangeResult]] = deque()
         self._spans: list[tuple[float, float]] = []
+        self._waits: list[tuple[float, float, int]] = []  # for a block: began, ended, its index
+        self._landed_step = -1  # of which the spans and the waits are
+        self._profile: BackwardProfile | None = None  # that the schedule was made from, if it is known
+        self._monitor: ScheduleMonitor | None = None
+        self._looks = False  # in this step: when each gradient is complete
+        self._forward_began_s = self._forward_s = self._backward_began_s = 0.0
+        self._waited_before_s = 0.0
         self._watch_hooks: list[Any] = []
         self._names: list[str] = []  # of the gradients that the schedule counts
         self.schedule: Schedule | None = None
@@ -147,6 +162,9 @@ class CrossIterationReducer(Reducer):
     def on_forward(self, inputs: Any) -> None:
         """Count a forward pass that trains, which begins; raises as that of a `Reducer`."""
         super().on_forward(inputs)
+        if self.sync and self.is_ahead:
+            self._forward_began_s = self._context.metrics.now_s()
+            self._waited_before_s = self._context.waiter.waited_s
         if self._learner is not None and self.sync:
             self._learner.forward_begins()
 
@@ -211,7 +229,8 @@ class CrossIterationReducer(Reducer):
         if self.schedule is None:
             return state
         layout = {**state["layout"], "order": self._order}
-        return {**state, "layout": layout, "schedule": schedule_state(self._names, self.schedule)}
+        profile = {} if self._profile is None else {"profile": to_text(self._profile)}
+        return {**state, "layout": layout, "schedule": {**schedule_state(self._names, self.schedule), **profile}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned; its schedule is gone by from the next step but one on.
@@ -226,7 +245,7 @@ class CrossIterationReducer(Reducer):
         sizes = {name: entry.parameter.numel() for name, entry in self._entries.items()}
         found = checked_schedule(state.get("schedule"), sizes)
         if found is not None and self.communicator.world > 1 and self._can_go_by(found[1]):
-            self._adopt_schedule(*found)
+            self._adopt_schedule(*found, checked_profile(state["schedule"], found[0]))
         self._learn_anew()
 
     def even_out(self) -> None:
@@ -253,24 +272,42 @@ class CrossIterationReducer(Reducer):
             self._tell_barrier(why)
             return
         profile = learner.agree(self.communicator, control)
-        schedule = scheduler.schedule(profile)
+        schedule = self._made_by_all(profile)
+        self._adopt_schedule([one.name for one in profile.gradients], schedule, profile)
+        self._begin_ahead(learner, schedule)
+
+    def _made_by_all(self, profile: BackwardProfile) -> Schedule:
+        """The schedule of this profile, which all workers have come to. Collective.
+
+        Raises:
+            DisagreementError: if one has come to another; it names the first block that differs.
+            PlanError: if the fabric does not carry what it has.
+        """
+        assert self.plan.scheduling is not None
+        schedule = self.plan.scheduling.schedule(profile)
         if not self._can_go_by(schedule):
             raise PlanError(
-                f"Cannot schedule with {scheduler!r} over {self.plan.fabric!r}: its schedule has two rounds, and that "
-                "fabric cannot reduce and gather apart. Use ProcessGroup() or Elastic() - at `plan.fabric`."
+                f"Cannot schedule with {self.plan.scheduling!r} over {self.plan.fabric!r}: its schedule has two "
+                "rounds, and that fabric cannot reduce and gather apart. Use ProcessGroup() or Elastic() - at "
+                "`plan.fabric`."
             )
-        control.check_equal_now("schedule of gradients", schedule.describe(profile), "Start all with the same plan.")
-        self._adopt_schedule([one.name for one in profile.gradients], schedule)
-        self._begin_ahead(learner, schedule)
+        lines = schedule.describe(profile).splitlines()
+        self._context.control.check_equal_now(
+            "schedule of gradients",
+            "\n".join(f"block {number}: {line}" for number, line in enumerate(lines, 1)),
+            "Start all with the same plan and the same offbeat.",
+        )
+        return schedule
 
     def _can_go_by(self, schedule: Schedule) -> bool:
         """Whether the fabric carries what a schedule has."""
         return not schedule.gathers or self._model.fabric.offers.reduce_scatter
 
-    def _adopt_schedule(self, names: Sequence[str], schedule: Schedule) -> None:
+    def _adopt_schedule(self, names: Sequence[str], schedule: Schedule, profile: BackwardProfile | None) -> None:
         """Have each block be a bucket from here on."""
-        self._order = [*self.layout.names, *self.layout.sparse]
-        self._names, self.schedule = list(names), schedule
+        if self.schedule is None:
+            self._order = [*self.layout.names, *self.layout.sparse]
+        self._names, self.schedule, self._profile = list(names), schedule, profile
         self._landing = {index: before for before, index in enumerate(schedule.landing)}
         self._build(self._scheduled(self._names, schedule))
 
@@ -286,13 +323,38 @@ class CrossIterationReducer(Reducer):
             )
             for module, names in readers.items()
         ]
-        # The buffers go first, while there are no gradients yet.
-        ahead = () if self._buffers is None else (0,)
-        self._thread = CommunicationThread((*ahead, *(n and n + len(ahead) for n in schedule.after)))
+        self._start_thread(schedule)
         self._build(self.layout)
         self._hook_optimizer_and_states()
         self._context.control.before_question.append(self.synchronize)
+        if self._profile is not None:
+            self._monitor = ScheduleMonitor(self._profile, schedule)
+        self._leave_schedule("")
         _log.info("step %d: gradients are sent in %d blocks.", self.step, len(schedule.blocks))
+
+    def _start_thread(self, schedule: Schedule) -> None:
+        # The buffers go first, while there are no gradients yet.
+        ahead = () if self._buffers is None else (0,)
+        self._thread = CommunicationThread((*ahead, *(n and n + len(ahead) for n in schedule.after)))
+
+    def _leave_schedule(self, why: str) -> None:
+        """Write down the schedule that holds from here on, for those who look at the run."""
+        context, number = self._context, self._model.number
+        context.metrics.laid_out(self.step, [bucket.record for bucket in self.layout.buckets])
+        if self._profile is None or self.schedule is None or context.run_dir is None or not context.is_first:
+            return
+        made = MadeSchedule(
+            step=self.step,
+            scheduler=repr(self.plan.scheduling),
+            why=why,
+            profile=self._profile,
+            schedule=self.schedule,
+        )
+        path = context.run_dir / MadeSchedule.file_name(number)
+        try:
+            write_whole(path, made.to_bytes())
+        except OSError as error:  # a full disk is no reason to end the run
+            _log.warning("Cannot write %s: %s. `offbeat plan schedule` will not show it.", path, error.strerror)
 
     def _learn_anew(self) -> None:
         """Watch the next steps; one is enough if the schedule is known."""
@@ -324,29 +386,71 @@ class CrossIterationReducer(Reducer):
 
     @property
     def wants_vote(self) -> bool:
-        """Whether steps are no longer to be hidden behind the next one, since they are waited for all the same."""
-        return self.is_ahead and self._used_steps >= _MOST_USED
+        """Whether steps are no longer to be hidden behind the next one, or are by a schedule that is out of date."""
+        return self.is_ahead and (self._used_steps >= _MOST_USED or bool(self._why_anew))
+
+    @property
+    def _why_anew(self) -> str:
+        return "" if self._monitor is None else self._monitor.trigger.reason
 
     def vote(self) -> None:
-        """Go back to waiting behind backward, if a worker has to wait there in each step. Collective."""
+        """Go back to waiting behind backward, if a worker has to wait there in each step; else make the schedule anew,
+        if it is out of date. Collective.
+        """
         if not self.is_ahead:
             return
-        mine = "gradients are used before each step of the optimizer, as by clipping" if self.wants_vote else ""
+        is_used = self._used_steps >= _MOST_USED
+        mine = "gradients are used before each step of the optimizer, as by clipping" if is_used else ""
         if why := self._first_told("whether steps are hidden behind the next one", mine):
             self._return_to_barrier()
             self._tell_barrier(why)
+        elif why := self._first_told("whether the schedule is made anew", self._why_anew):
+            self._schedule_anew(why)
+
+    def _schedule_anew(self, why: str) -> None:
+        """Make the schedule of what all have found by now, and go by it if that is worth it. Collective."""
+        control, before = self._context.control, self.schedule
+        assert before is not None
+        monitor = self._monitor
+        mine = "" if monitor is None else to_text(monitor.measured())
+        profile = agreed(control.texts("what the last steps have taken", mine))
+        assert monitor is not None, "else this worker's own text was not read"
+        schedule = self._made_by_all(profile)
+        is_new = is_worth_it(profile, schedule, instead_of=before)
+        monitor.trigger.decided(is_new=is_new)
+        was_s, is_s = (play(profile, one).step_s for one in (before, schedule))
+        predicted = f"{is_s:.3g} s instead of {was_s:.3g} s, and at least {lower_bound_s(profile):.3g} s"
+        if is_new:
+            assert self._thread is not None
+            self._thread.close()
+            self._adopt_schedule(self._names, schedule, profile)
+            self._start_thread(schedule)
+            self._leave_schedule(why)
+            blocks = f"{len(schedule.blocks)} blocks instead of {len(before.blocks)}"
+            text = (
+                f"step {self.step}: gradients are scheduled anew ({why}): {blocks}, and a step is to take {predicted}."
+            )
+            self._context.log.all("scheduling", text)
+        else:
+            self._profile = profile
+            text = f"step {self.step}: the schedule stays ({why}): with a new one a step would take {predicted}."
+            self._context.metrics.event("scheduling", text, self.step)
+            _log.info("%s", text)
+        self._monitor = ScheduleMonitor(profile, schedule if is_new else before, monitor)
 
     def _return_to_barrier(self) -> None:
         """Wait behind backward from here on; on all workers at the same step."""
         self.synchronize()
         self._land_ahead()
         self._build(self._arranged(self._order, self.layout.version + 1))
+        self._context.metrics.laid_out(self.step, [bucket.record for bucket in self.layout.buckets])
 
     def _land_ahead(self) -> None:
         """End what was begun to be ahead, and forget the schedule."""
         if self.synchronize in (questions := self._context.control.before_question):
             questions.remove(self.synchronize)
-        self.schedule = None
+        self.schedule = self._profile = self._monitor = None
+        self._looks = False
         if self._thread is not None:
             self._thread.close()
             self._thread = None
@@ -414,6 +518,8 @@ class CrossIterationReducer(Reducer):
         super()._on_grad(entry, parameter)
         if self._learner is not None and self.sync and entry.fired == entry.expected:
             self._learner.complete(entry.name)
+        elif self._looks and self._monitor is not None and entry.fired == entry.expected:
+            self._monitor.gradient_is_complete(entry.name, self._context.metrics.now_s() - self._backward_began_s)
 
     def _fire(self) -> None:
         super()._fire()
@@ -425,14 +531,21 @@ class CrossIterationReducer(Reducer):
         self.synchronize()  # an exchange begins: it takes the memory of the one before
         super()._reset_counts()
         self._blocks = []
+        if self.is_ahead:
+            self._backward_began_s = now_s = self._context.metrics.now_s()
+            waited_s = self._context.waiter.waited_s - self._waited_before_s
+            self._forward_s = max(0.0, now_s - self._forward_began_s - waited_s)
+            self._looks = self._monitor is not None and self._monitor.watches_gradients
 
     def _issue(self, index: int) -> None:
         if self._thread is None:
             super()._issue(index)
             return
+        complete_s = self._context.metrics.now_s()
         with torch._C.DisableTorchFunctionSubclass():
             buffer, exchange = self._prepared(index, self._carrier)
-        block = GatherInFlight(buffer, exchange) if self.in_two_rounds else BlockInFlight(buffer, exchange)
+        kind = GatherInFlight if self.in_two_rounds else BlockInFlight
+        block = kind(buffer, exchange, complete_s)
         self._blocks.append(block)
         self._under_way.append((buffer, exchange))
         self._thread.issue(ReduceInFlight(buffer, exchange) if self.in_two_rounds else block)
@@ -445,7 +558,9 @@ class CrossIterationReducer(Reducer):
                 self._learner.backward_ends()  # before what is waited for
             super()._fence()
             return
-        self._context.metrics.compute_done()
+        metrics = self._context.metrics
+        metrics.compute_done()
+        ended_s = metrics.now_s()
         self._queue.flush()
         blocks = [self._blocks[index] for index in self._landing]
         for block in blocks if self.in_two_rounds else ():
@@ -457,10 +572,20 @@ class CrossIterationReducer(Reducer):
         accounting = self.accounting
         self._flight = Flight(self.step, blocks, accounting.weight, accounting.stamp)
         is_whole = accounting.weight > 0 and accounting.absent is None and all(e.used for e in self._entries.values())
-        if not is_whole:
+        hidden = HiddenExchange(self._landed_step, tuple(self._waits), (self._backward_began_s, ended_s))
+        spans, self._spans, self._waits = tuple(self._spans), [], []
+        if is_whole:
+            self._flight.taken = StepTaken(
+                (),
+                self._backward_began_s,
+                ended_s,
+                self._forward_s,
+                metrics.samples,
+                len(self._context.control.members),
+            )
+        else:
             self._land_all(hands_out=True)
-        spans, self._spans = tuple(self._spans), []
-        self._count_exchange(spans, dropped=False)
+        self._count_exchange(spans, dropped=False, hidden=hidden)
 
     def _land(self, name: str) -> None:
         """Wait for a gradient."""
@@ -476,7 +601,9 @@ class CrossIterationReducer(Reducer):
         context = WaitContext(
             "all-reduce", flight.step, bucket.index, len(flight.blocks), bucket.label, self._model.number
         )
+        began_s = self._context.metrics.now_s()
         self._context.waiter.wait(block, context)
+        self._waits.append((began_s, self._context.metrics.now_s(), bucket.index))
 
     def _land_all(self, *, hands_out: bool = False) -> None:
         """Wait for all of the flight, and read what the workers have said along with it.
@@ -500,7 +627,10 @@ class CrossIterationReducer(Reducer):
                 for block, trailer in zip(flight.blocks, trailers, strict=True):
                     block.buffer.hand_out(trailer.used_elsewhere)
         result = self._result_of(trailers, [block.exchange for block in flight.blocks], flight.weight)
-        self._spans += result.spans
+        self._spans, self._landed_step = list(result.spans), flight.step
+        if self._monitor is not None and flight.taken is not None:
+            in_order = sorted(flight.blocks, key=lambda block: block.buffer.bucket.index)  # of the schedule
+            self._monitor.step_taken(flight.taken._replace(blocks=[_times(block) for block in in_order]))
         self._results.append((flight.step, result))
         self._context.waiter.witness.exchanged(flight.stamp)
 
@@ -534,3 +664,9 @@ class CrossIterationReducer(Reducer):
         gradients = [(self._entries[name].parameter, self._gradients.pop(name)) for name in names]
         with torch.inference_mode(mode=False):  # an evaluation may be the first to need it
             self._optimizer.step([(p, g.plain if isinstance(g, PendingGradient) else g) for p, g in gradients])
+
+
+def _times(block: BlockInFlight) -> BlockTimes:
+    exchange = block.exchange
+    assert exchange.done_s is not None, "it has landed"
+    return BlockTimes(block.complete_s, exchange.issued_s, exchange.done_s, block.is_end_seen)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from offbeat.engine.bucket_buffer import BucketTrailer
     from offbeat.engine.buffers import Buffers
     from offbeat.engine.prepared_model import PreparedModel
+    from offbeat.engine.step_metrics import HiddenExchange
     from offbeat.engine.worker_context import WorkerContext
     from offbeat.pending import Pending
     from offbeat.plan import Plan
@@ -462,16 +463,21 @@ class Reducer:
         self._context.waiter.witness.exchanged(self.accounting.stamp)
         self._count_exchange(result.spans, dropped=result.dropped)
 
-    def _count_exchange(self, spans: Sequence[tuple[float, float]], *, dropped: bool) -> None:
+    def _count_exchange(
+        self, spans: Sequence[tuple[float, float]], *, dropped: bool, hidden: HiddenExchange | None = None
+    ) -> None:
         """Count an exchange.
 
         Args:
             spans: when each bucket was issued and done, in clock seconds.
             dropped: what this worker brought is not in the sum.
+            hidden: the spans are those of an earlier step's exchange.
         """
         step, weight = self.step, self.accounting.weight
         self.communicator.step += 1
-        self._context.metrics.exchange_done(step, spans, weight, model=self._model.number, dropped=dropped)
+        self._context.metrics.exchange_done(
+            step, spans, weight, model=self._model.number, dropped=dropped, hidden=hidden
+        )
         self.accounting.exchanged()
         unused = [entry.name for entry in self._entries.values() if not entry.used]
         for entry in self._entries.values():

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from offbeat.engine import state_checks
-from offbeat.errors import ModelError
-from offbeat.scheduling import GradientSlice, Schedule, ScheduledBlock
+from offbeat.engine.schedule_monitor import read_profile
+from offbeat.errors import DisagreementError, ModelError
+from offbeat.scheduling import BackwardProfile, GradientSlice, Schedule, ScheduledBlock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -60,3 +61,20 @@ def checked_schedule(saved: Mapping[str, Any] | None, sizes: Mapping[str, int]) 
 def _waits(gathers: Sequence[int], after: Sequence[int]) -> bool:
     """Whether each gather waits for its block to be reduced."""
     return all(number > index for index, number in zip(gathers, after, strict=False))
+
+
+def checked_profile(saved: Mapping[str, Any], names: Sequence[str]) -> BackwardProfile | None:
+    """The profile that a schedule in a checkpoint was made from; None if it has none.
+
+    Raises:
+        ModelError: if it is damaged, or of other gradients than these.
+    """
+    if (text := saved.get("profile")) is None:
+        return None
+    try:
+        profile = read_profile(text, "the checkpoint")
+    except DisagreementError as error:
+        raise ModelError("Cannot go by the schedule of this checkpoint: its profile is damaged.") from error
+    if [one.name for one in profile.gradients] != list(names):
+        raise ModelError("Cannot go by the schedule of this checkpoint: its profile is of other gradients.")
+    return profile

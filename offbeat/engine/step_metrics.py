@@ -20,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -131,6 +131,20 @@ class MetricsFile:
         self._is_torn = not written.endswith(b"\n")
 
 
+class HiddenExchange(NamedTuple):
+    """The exchange of an earlier step, which a step has hidden behind what it computes.
+
+    Args:
+        step: the earlier one.
+        waits: when the forward pass waited for which block of it: began and ended, in clock seconds, and its index.
+        backward: when the backward of the step at hand began and ended, in clock seconds.
+    """
+
+    step: int
+    waits: Sequence[tuple[float, float, int]]
+    backward: tuple[float, float]
+
+
 class StepMetrics:
     """Measures one model's steps.
 
@@ -198,6 +212,7 @@ class StepMetrics:
         barrier_s: float | None = None,
         resent: int = 0,
         lead: int | None = None,
+        hidden: HiddenExchange | None = None,
     ) -> None:
         """All exchanges of the step are done.
 
@@ -208,6 +223,7 @@ class StepMetrics:
             model: which of several prepared, from 0.
             dropped: what was brought is not in the parameters.
             barrier_s, resent, lead: as of an `ExchangeResult`.
+            hidden: the `spans` are those of an earlier step's exchange.
         """
         now_s, began_s = self._clock.now_s(), self._step_began_s
         early_s = self._waited_before_s - self._waited_at_step_s
@@ -232,6 +248,10 @@ class StepMetrics:
         }
         if barrier_s is not None:
             record |= {"barrier_s": barrier_s, "resent": resent, "lead": lead}
+        if hidden is not None:
+            record["buckets_of"] = hidden.step
+            record["waits"] = [[began - began_s, ended - began_s, index] for began, ended, index in hidden.waits]
+            record["backward"] = [at_s - began_s for at_s in hidden.backward]
         self._file.append(record | {"dropped": True} if dropped else record)
         self._remember(model, self.samples, own_s, self._waiter.waited_s - self._waited_before_s)
         self._remember_own(model, own_s)
@@ -261,6 +281,10 @@ class StepMetrics:
         self.events.append((self._clock.unix_s(), text))
         record = {"kind": "event", **self._stamp(step), "what": what, "text": text}
         self._file.append(record | {"plan": plan} if plan else record)
+
+    def laid_out(self, step: int, buckets: Sequence[Mapping[str, Any]]) -> None:
+        """From this step on gradients lie in these buckets: index, size_bytes and parameters of each."""
+        self._file.append({"kind": "layout", **self._stamp(step), "buckets": buckets})
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Values of the user's, such as the loss."""

@@ -10,6 +10,7 @@
 * `trace` - trace.json, for Perfetto
 * `html_report` - report.html with plots, self-contained
 * `timeline` - the whole run on one axis of time, as SVG; `plots` - the other plots; `buckets` - the time of each bucket
+* `scheduled_steps` - what a schedule predicts, beside what its steps have taken; `schedule_plot` - its picture
 * `compare` - several runs beside each other
 * `job_status` - a job as its parameter server sees it; `hub_status` - one without a server, as the workers' hub sees it
 * `prometheus` - the same as figures for Prometheus

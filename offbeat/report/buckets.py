@@ -6,8 +6,11 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from offbeat.float_sum import add_up
 from offbeat.report.plots import COLOURS, INK, svg
-from offbeat.report.records import StartRecord, StepRecord
+from offbeat.report.records import BucketNames, StepRecord, label
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,12 +42,10 @@ class BucketTimes:
 
 def bucket_times(records: Sequence[Record]) -> list[BucketTimes]:
     """The buckets of the steps after the first, in the order of the layout; none if none was exchanged."""
-    layout: Sequence[BucketRecord] = next(
-        (one.buckets for one in reversed(records) if isinstance(one, StartRecord)), ()
-    )
-    steps = [record for record in records if isinstance(record, StepRecord) and record.step > 0 and record.buckets]
+    steps = [step for step in steps_with_own_buckets(records) if step.step > 0 and step.buckets]
     if not steps:
         return []
+    layout = BucketNames(records).of(steps[-1])
     count = statistics.mode(len(step.buckets) for step in steps)
     steps = [step for step in steps if len(step.buckets) == count]
     held = [_held_up(step) for step in steps]
@@ -92,8 +93,36 @@ def draw_buckets(times: Sequence[BucketTimes]) -> str:
     return svg(draw, heights=(1.2 + _BAR * len(times),), width=14.0)
 
 
+def steps_with_own_buckets(records: Sequence[Record]) -> list[StepRecord]:
+    """The steps, each with the times of its own exchange and with what waited for that: where it was hidden behind the
+    next step these stand in that one's record.
+    """
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    by_number = {(step.rank, step.step): step for step in steps}
+    found = []
+    for step in steps:
+        if step.buckets_of < 0:
+            if step.backward is None:
+                found.append(step)
+            continue
+        if (own := by_number.get((step.rank, step.buckets_of))) is None:
+            continue
+        late_s = step.time_s - own.time_s
+        found.append(
+            msgspec.structs.replace(
+                own,
+                buckets=[(issued_s + late_s, done_s + late_s) for issued_s, done_s in step.buckets],
+                waits=[(began_s + late_s, ended_s + late_s, index) for began_s, ended_s, index in step.waits],
+                buckets_of=own.step,
+            )
+        )
+    return found
+
+
 def _held_up(step: StepRecord) -> list[float]:
     """Seconds that the step waited for each bucket."""
+    if step.buckets_of >= 0:
+        return [add_up(ended - began for began, ended, i in step.waits if i == j) for j in range(len(step.buckets))]
     latest = step.compute_s + step.early_wait_s
     held = [0.0] * len(step.buckets)
     for index in sorted(range(len(held)), key=lambda index: step.buckets[index][1]):
@@ -106,6 +135,4 @@ def _held_up(step: StepRecord) -> list[float]:
 def _name(index: int, count: int, layout: Sequence[BucketRecord]) -> str:
     if count != len(layout):
         return "all buckets" if count == 1 else f"exchange {index + 1} of {count}"
-    names = layout[index].parameters
-    within = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
-    return f"bucket {index + 1} of {count} ({within})"
+    return f"bucket {index + 1} of {count} ({label(layout[index])})"

@@ -44,6 +44,15 @@ class StartRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="start", kw
     buckets: list[BucketRecord]
 
 
+class LayoutRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="layout", kw_only=True):
+    """From the exchange of this step on gradients lie in these buckets: the blocks of a schedule, if there is one."""
+
+    rank: int
+    step: int
+    time_s: float
+    buckets: list[BucketRecord]
+
+
 class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step", kw_only=True):
     """One exchange of one worker.
 
@@ -51,6 +60,9 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step", kw_o
         wait_s: for the others; `early_wait_s` of it before the exchange, for data or answers.
         buckets: [issued, done] of each, in seconds since `time_s`.
         dropped: what was brought is not in the parameters.
+        buckets_of: the earlier step whose exchange the buckets are, and this one has hidden; -1 if they are this one's.
+        waits: [began, ended, bucket] of each wait for one of these buckets, in seconds since `time_s`.
+        backward: [began, ended], likewise; None where nothing is hidden behind the next step.
     """
 
     rank: int
@@ -67,6 +79,9 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step", kw_o
     staleness: int = 0
     buckets: list[tuple[float, float]]
     dropped: bool = False
+    buckets_of: int = -1
+    waits: list[tuple[float, float, int]] = []
+    backward: tuple[float, float] | None = None
 
 
 class LogRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="log", kw_only=True):
@@ -125,7 +140,38 @@ class EndRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="end", kw_onl
     left: bool = False
 
 
-Record = StartRecord | StepRecord | LogRecord | EventRecord | ResourceRecord | EndRecord
+Record = StartRecord | LayoutRecord | StepRecord | LogRecord | EventRecord | ResourceRecord | EndRecord
+
+
+class BucketNames:
+    """The buckets of each step, by rank: those of a schedule from the step on from which it held.
+
+    Args:
+        records: in the order in which they were written.
+    """
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self._layouts: dict[int, list[tuple[int, Sequence[BucketRecord]]]] = {}
+        for record in records:
+            if isinstance(record, StartRecord | LayoutRecord):
+                first = record.step if isinstance(record, LayoutRecord) else -1
+                self._layouts.setdefault(record.rank, []).append((first, record.buckets))
+
+    def of(self, step: StepRecord) -> Sequence[BucketRecord]:
+        """The buckets whose times a step's record has; none if they are not known."""
+        number = step.step if step.buckets_of < 0 else step.buckets_of
+        layouts = [buckets for first, buckets in self._layouts.get(step.rank, ()) if first <= number]
+        return layouts[-1] if layouts else ()
+
+
+def label(bucket: BucketRecord) -> str:
+    """Between which layers a bucket reaches.
+
+    >>> label(BucketRecord(0, 8, ["fc.bias", "fc.weight", "conv.weight"]))
+    'fc.bias … conv.weight'
+    """
+    names = bucket.parameters
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
 
 
 class Records:

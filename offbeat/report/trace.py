@@ -1,6 +1,7 @@
 """trace.json in Chrome's trace event format, which https://ui.perfetto.dev opens.
 
-One process per worker with a track each for computing and waiting and one per bucket on the wire; one for the parameter
+One process per worker with a track each for computing and waiting and one per bucket on the wire, or per block of a
+schedule; where a forward pass waited for a block, what that holds stands beside it; one for the parameter
 server, if there was one, with a track per worker: from a contribution's announcement until that worker had the
 parameters for its next step, as the worker measured it, and what the server told people. Clocks of several machines
 are taken as they are: their offset is that of their system clocks.
@@ -11,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from offbeat.report.job_events import job_events
-from offbeat.report.records import OF_JOB, EventRecord, LogRecord, StartRecord, StepRecord
+from offbeat.report.records import OF_JOB, BucketNames, EventRecord, LogRecord, StartRecord, StepRecord, label
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,13 +30,13 @@ def trace(records: Sequence[Record]) -> dict[str, Any]:
     """The records as a trace; times in microseconds since the first record."""
     records, first_step = _shown(records)
     origin_s = min((record.time_s for record in records), default=0.0)
-    buckets = {record.rank: record.buckets for record in reversed(records) if isinstance(record, StartRecord)}
+    names = BucketNames(records)
     served = _served_times(records)
     events: list[dict[str, Any]] = _told_by_server(records, origin_s)
     for record in records:
         start_us = (record.time_s - origin_s) * 1e6
         if isinstance(record, StepRecord):
-            events += _step(record, start_us, buckets.get(record.rank, []))
+            events += _step(record, start_us, names.of(record))
             if any(begin <= record.time_s + record.step_s <= end for begin, end in served):
                 events += _contribution(record, start_us)
         elif isinstance(record, LogRecord):
@@ -58,7 +59,7 @@ def _shown(records: Sequence[Record]) -> tuple[Sequence[Record], int]:
     left = _MOST_SLICES
     for record in reversed(records):
         if isinstance(record, StepRecord):
-            left -= 2 + len(record.buckets)
+            left -= 2 + len(record.buckets) + len(record.waits)
             if left < 0:
                 first = record.step + 1
                 return [r for r in records if not isinstance(r, StepRecord | LogRecord) or r.step >= first], first
@@ -74,11 +75,18 @@ def _step(record: StepRecord, start_us: float, buckets: Sequence[BucketRecord]) 
         _slice(record.rank, _WAIT, f"waiting in step {record.step}", fence_us, record.wait_s - record.early_wait_s, {}),
     ]
     for index, (issued_s, done_s) in enumerate(record.buckets):
-        about: dict[str, Any] = {"step": record.step}
+        about: dict[str, Any] = {"step": record.step if record.buckets_of < 0 else record.buckets_of}
+        name = f"bucket {index + 1}"
         if index < len(buckets):
             about |= {"size_bytes": buckets[index].size_bytes, "parameters": ", ".join(buckets[index].parameters)}
+            if record.buckets_of >= 0:
+                name = f"block {index + 1}: {label(buckets[index])}"
         start, took_s = start_us + issued_s * 1e6, done_s - issued_s
-        events.append(_slice(record.rank, _FIRST_BUCKET + index, f"bucket {index + 1}", start, took_s, about))
+        events.append(_slice(record.rank, _FIRST_BUCKET + index, name, start, took_s, about))
+    for began_s, ended_s, index in record.waits:
+        what = f"block {index + 1}" + (f": {label(buckets[index])}" if index < len(buckets) else "")
+        start, about = start_us + began_s * 1e6, {"step": record.buckets_of}
+        events.append(_slice(record.rank, _WAIT, f"waiting for {what}", start, ended_s - began_s, about))
     return events
 
 

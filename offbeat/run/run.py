@@ -232,10 +232,7 @@ class Run:
         context.history.record_model(one.number, self.plan, self.world, one.parameters.values())
 
     def _write_start(self, model: torch.nn.Module, synchronizer: SwitchableSync) -> None:
-        buckets = [
-            {"index": b.index, "size_bytes": b.size_bytes, "parameters": [s.name for s in b.slots]}
-            for b in synchronizer.layout.buckets
-        ]
+        buckets = [bucket.record for bucket in synchronizer.layout.buckets]
         self._session.context.metrics.begin(
             world=self.world,
             host=os.uname().nodename,

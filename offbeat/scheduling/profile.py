@@ -5,7 +5,13 @@ All workers plan from the same profile: of the slowest worker's times, and of th
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,38 @@ class BackwardProfile:
         return sum(one.forward_s for one in self.gradients)
 
     @property
+    def trouble(self) -> str:
+        """What of it cannot be, in words; "" if all can: what a worker has told is checked by it."""
+        for one in self.gradients:
+            if not all(math.isfinite(s) and s >= 0 for s in (one.ready_s, one.forward_s)):
+                return f"{one.name} is complete after {one.ready_s} s, and its layer takes {one.forward_s} s"
+        if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
+            return f"a bandwidth of {self.bandwidth} bytes in a second"
+        times = {"backward": self.backward_s, "latency": self.latency_s, "gap": self.gap_s}
+        wrong = (f"a {name} of {s} s" for name, s in times.items() if not (math.isfinite(s) and s >= 0))
+        return next(wrong, "")
+
+    @property
     def arrivals(self) -> list[int]:
         """Indices of the gradients in the order in which they are complete."""
         last = len(self.gradients) - 1
         return sorted(range(last + 1), key=lambda i: (self.gradients[i].ready_s, last - i))
+
+
+def slowest(profiles: Sequence[BackwardProfile]) -> BackwardProfile:
+    """The profile of which each time is the longest, and the bandwidth the least, of these of the same gradients."""
+    first = profiles[0]
+    return BackwardProfile(
+        tuple(
+            dataclasses.replace(
+                gradient,
+                ready_s=max(one.gradients[i].ready_s for one in profiles),
+                forward_s=max(one.gradients[i].forward_s for one in profiles),
+            )
+            for i, gradient in enumerate(first.gradients)
+        ),
+        backward_s=max(one.backward_s for one in profiles),
+        latency_s=max(one.latency_s for one in profiles),
+        bandwidth=min(one.bandwidth for one in profiles),
+        gap_s=max(one.gap_s for one in profiles),
+    )

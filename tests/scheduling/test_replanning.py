@@ -1,0 +1,115 @@
+"""A schedule is asked for when something has moved for long enough, and not again and again where that is of no use."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from offbeat.safe_read import UnreadableError
+from offbeat.scheduling import (
+    FIFO,
+    BackwardProfile,
+    GradientTimes,
+    MadeSchedule,
+    Prophet,
+    ReplanTrigger,
+    is_worth_it,
+    slowest,
+)
+
+
+def profile(bandwidth: float = 25e6, ready_s: float = 0.02) -> BackwardProfile:
+    gradients = tuple(GradientTimes(f"layer{i}", 1 << 16, 4, "float32", (6 - i) * ready_s, 0.008) for i in range(6))
+    return BackwardProfile(gradients, 6 * ready_s, 0.0005, bandwidth, 0.0005)
+
+
+def asked(trigger: ReplanTrigger, steps: int) -> list[int]:
+    """The steps in which it wants a schedule, where something has moved in all of them and no schedule is worth it."""
+    found = []
+    for step in range(steps):
+        trigger.observe({"bandwidth": "it has halved"})
+        if trigger.reason:
+            found.append(step)
+            trigger.decided(is_new=False)
+    return found
+
+
+def test_five_steps_in_a_row() -> None:
+    trigger = ReplanTrigger()
+    for has_moved in (True, True, True, True, False, True, True, True, True):
+        trigger.observe({"bandwidth": "it has halved" if has_moved else "", "batch": ""})
+        assert not trigger.reason
+    assert trigger.is_suspicious
+    trigger.observe({"bandwidth": "it has halved", "batch": ""})
+    assert trigger.reason == "it has halved"
+
+
+def test_what_was_not_worth_it_is_asked_for_ever_more_rarely() -> None:
+    steps = asked(ReplanTrigger(), 2000)
+    gaps = [after - before for before, after in itertools.pairwise(steps)]
+    assert steps[0] == 4
+    assert gaps == sorted(gaps)
+    assert len(steps) < 12
+
+
+def test_a_new_schedule_ends_the_quiet() -> None:
+    trigger = ReplanTrigger()
+    asked(trigger, 500)
+    trigger.decided(is_new=True)
+    assert asked(trigger, 5) == [4]
+
+
+def test_a_schedule_for_half_the_bandwidth_is_worth_it_and_the_same_one_is_not() -> None:
+    before, now = profile(), profile(bandwidth=8e6)
+    assert is_worth_it(now, Prophet().schedule(now), instead_of=Prophet().schedule(before))
+    assert not is_worth_it(now, Prophet().schedule(now), instead_of=Prophet().schedule(now))
+
+
+def test_of_workers_the_slowest_counts() -> None:
+    both = slowest([profile(bandwidth=9e6), profile(ready_s=0.03)])
+    assert both.bandwidth == 9e6
+    assert both.backward_s == pytest.approx(0.18)
+    assert both.gradients[0].ready_s == pytest.approx(0.18)
+
+
+def made() -> MadeSchedule:
+    one = profile()
+    return MadeSchedule(step=7, scheduler="FIFO()", profile=one, schedule=FIFO(1 << 19).schedule(one))
+
+
+def test_a_schedule_comes_back_from_its_bytes() -> None:
+    assert MadeSchedule.from_bytes(made().to_bytes()) == made()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        (b'"version":1', b'"version":2', "it is of version 2, and this offbeat reads version 1"),
+        (b'"bandwidth":25000000.0', b'"bandwidth":0.0', "a bandwidth of 0.0 bytes"),
+        (b'"bandwidth":25000000.0', b'"bandwidth":-1', "a bandwidth of -1"),
+        (b'"ready_s":0.02', b'"ready_s":-0.02', "layer5 is complete after -0.02 s"),
+        (b'"gradient":5', b'"gradient":9', "holds no gradient of the profile"),
+        (b'"gradient":5', b'"gradient":4', "layer4 is not in its schedule whole, and once"),
+        (b'"stop":65536', b'"stop":65535', "a gradient is not in its schedule whole"),
+        (b'"after":[0', b'"after":[1', "waits for one that comes later"),
+        (b'"after"', b'"before"', "missing required field `after`"),
+        (b"{", b"", "Expected `object`"),
+    ],
+)
+def test_a_damaged_one_is_refused_in_words(old: bytes, new: bytes, why: str) -> None:
+    data = made().to_bytes()
+    assert old in data
+    with pytest.raises(UnreadableError, match=why):
+        MadeSchedule.from_bytes(data.replace(old, new, 1))
+
+
+def test_whatever_bit_is_another_it_is_read_or_refused() -> None:
+    data = made().to_bytes()
+    for bit in range(0, 8 * len(data), 5):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        try:
+            MadeSchedule.from_bytes(flipped)
+        except UnreadableError:
+            continue

@@ -1,0 +1,193 @@
+"""A schedule is made anew, on all workers at the same step, where what it was made from has changed."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import offbeat
+from offbeat.errors import DisagreementError
+from offbeat.payload import Sum
+from offbeat.safe_read import read_file
+from offbeat.scheduling import BackwardProfile, MadeSchedule, Prophet, Schedule, play
+from tests.workers import run_workers
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+    from pathlib import Path
+
+LAYERS, WIDTH = 6, 256
+FORWARD_S, BACKWARD_S = 0.01, 0.025  # of a layer: long beside what a busy machine adds
+FAST, SLOW = 20e6, 6.4e6  # bytes in a second
+
+
+class LateReply:
+    """A reply that is there at a certain time. A `Pending`."""
+
+    def __init__(self, pending: Any, at_s: float) -> None:
+        self._pending, self._at_s, self.sent_bytes = pending, at_s, pending.sent_bytes
+
+    def done(self) -> bool:
+        return time.monotonic() >= self._at_s and self._pending.done()
+
+    def wait(self, timeout: timedelta) -> bool:
+        left_s = self._at_s - time.monotonic()
+        if left_s > timeout.total_seconds():
+            time.sleep(timeout.total_seconds())
+            return False
+        time.sleep(max(0.0, left_s))
+        return bool(self._pending.wait(timeout))
+
+    def result(self) -> Any:
+        return self._pending.result()
+
+
+class SlowFabric:
+    """A fabric over a link that carries one sum after the other, at a rate that a test sets."""
+
+    def __init__(self, fabric: Any) -> None:
+        self._fabric, self.bandwidth, self._free_s = fabric, FAST, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fabric, name)
+
+    def start(self, payload: Any) -> Any:
+        pending = self._fabric.start(payload)
+        if not isinstance(payload, Sum):
+            return pending
+        takes_s = payload.tensor.numel() * payload.tensor.itemsize / self.bandwidth
+        self._free_s = max(time.monotonic(), self._free_s) + takes_s
+        return LateReply(pending, self._free_s)
+
+
+class Computes(torch.autograd.Function):
+    """Takes as long as a layer would."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(FORWARD_S)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        time.sleep(BACKWARD_S)
+        return grad
+
+
+class SlowLayer(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Computes.apply(super().forward(x)).tanh()  # type: ignore[no-any-return, no-untyped-call]
+
+
+class ScheduledJob:
+    """A job with a schedule, over a link that a test can make slower."""
+
+    def __init__(self, run: offbeat.Run) -> None:
+        torch.manual_seed(2)
+        self.run = run
+        self.net = nn.Sequential(*(SlowLayer(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+        self.replica, self.optimizer = run.prepare(self.net, torch.optim.SGD(self.net.parameters(), lr=0.01))
+        synchronizer: Any = run._session.models.synchronizers[0]
+        self.reducer = synchronizer._gradients
+        self.link = SlowFabric(self.reducer.communicator._fabric)
+        self.reducer.communicator._fabric = self.reducer._carrier._fabric = self.link
+        self._generator = torch.Generator().manual_seed(run.rank)
+
+    def step(self) -> None:
+        x = torch.randn(4, WIDTH, generator=self._generator)
+        self.replica(x).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def steps_until(self, is_so: Any, most: int) -> int:
+        """The steps that it takes until something is so on this worker; all make as many."""
+        for count in range(most):
+            if self.run.mean(float(is_so())) == 1.0:
+                return count
+            self.step()
+        return most
+
+    @property
+    def weights(self) -> float:
+        return float(sum(p.double().sum() for p in self.net.state_dict().values()))
+
+
+PLAN = offbeat.Plan(scheduling=Prophet(least_bytes=1 << 14))
+
+
+def slowed_down(run_dir: Path) -> tuple[int, int, int, float, float]:
+    """The blocks before and after, the steps that it took, the bandwidth that was found, and the weights."""
+    with offbeat.init(PLAN, run_dir=run_dir) as run:
+        job = ScheduledJob(run)
+        job.steps_until(lambda: job.reducer.is_ahead, 12)
+        for _ in range(3):
+            job.step()
+        before: Schedule = job.reducer.schedule
+        job.link.bandwidth = SLOW
+        took = job.steps_until(lambda: job.reducer.schedule != before, 60)
+        job.step()
+        job.run.synchronize()
+        after: Schedule = job.reducer.schedule
+        return len(before.blocks), len(after.blocks), took, job.reducer._monitor.link.bandwidth, job.weights
+
+
+def test_a_link_that_slows_down_has_the_schedule_made_anew(tmp_path: Path) -> None:
+    first, second = run_workers(2, slowed_down, tmp_path, timeout_s=120)
+    before, after, took, bandwidth, weights = first
+    assert (before, after, weights) == (second[0], second[1], second[4])
+    assert after > before
+    assert 5 <= took < 30, "five steps in a row, and what says so travels with one"
+    assert bandwidth < 1.2 * SLOW
+    made = read_file(tmp_path / "schedule.json", MadeSchedule.from_bytes)
+    assert "the link carries" in made.why
+    assert len(made.schedule.blocks) == after
+    events = [line for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if "scheduled anew" in line]
+    assert len(events) == 2, "each worker records it once"
+
+
+def of_another_mind() -> str:
+    with offbeat.init(PLAN) as run:
+        job = ScheduledJob(run)
+        if run.rank == 1:
+            usual = Prophet.schedule
+
+            def other(self: Prophet, profile: BackwardProfile) -> Schedule:
+                made = usual(self, profile)
+                return Schedule((made.blocks[0], made.blocks[2], made.blocks[1], *made.blocks[3:]), made.after)
+
+            Prophet.schedule = other  # type: ignore[method-assign]
+        try:
+            for _ in range(12):
+                job.step()
+        except DisagreementError as error:
+            return str(error)
+        return ""
+
+
+def test_workers_whose_schedules_differ_are_told_the_first_block() -> None:
+    for text in run_workers(2, of_another_mind, timeout_s=120):
+        assert text.startswith("The schedule of gradients differs between workers: rank 1 against rank 0.")
+        assert "'block 2: behind" in text
+
+
+def resumed() -> tuple[bool, bool]:
+    """Whether a run that goes on from a checkpoint has the same schedule and profile, and watches its steps."""
+    with offbeat.init(PLAN) as run:
+        job = ScheduledJob(run)
+        job.steps_until(lambda: job.reducer.is_ahead, 12)
+        state = run.state_dict()
+        schedule, profile = job.reducer.schedule, job.reducer._profile
+        run.load_state_dict(state)
+        for _ in range(4):
+            job.step()
+        run.synchronize()
+        monitor = job.reducer._monitor
+        is_same = job.reducer.schedule == schedule and job.reducer._profile == profile
+        return is_same, monitor is not None and monitor.predicted == play(profile, schedule)
+
+
+def test_a_run_that_goes_on_is_watched_too() -> None:
+    assert run_workers(2, resumed, timeout_s=120) == [(True, True)] * 2
