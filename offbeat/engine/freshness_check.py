@@ -47,7 +47,7 @@ class _Stretch(NamedTuple):
 
 
 class FreshnessCheck(TorchDispatchMode):
-    """Refuses operations that use a parameter too early. Call order: `open`, `expect`, `allow` ..., `close`."""
+    """A mode that refuses to use a parameter too early. Call order: `open`, `expect`, `allow` ..., `close`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -40,7 +40,7 @@ def predictions(scenario: Scenario, folder: Path, known: Known, *, steps: int | 
             faults=job.faults,
         )
         for job in jobs(scenario, folder)
-        if is_modelled(job.row)
+        if is_modelled(job.row, scenario.workload)
     ]
 
 

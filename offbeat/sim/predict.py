@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from offbeat.fault_spec import Fault
     from offbeat.plan import Plan
-    from offbeat.scenario import Row, Scenario
+    from offbeat.scenario import Row, Scenario, TrainingScript
     from offbeat.sim.result import SimResult
 
 _PEERS = {"ddp": 1.0, "ddp+bf16": 0.5}
@@ -103,8 +103,11 @@ class Known:
         )
 
 
-def is_modelled(row: Row) -> bool:
-    """Whether a row's system is, and its policies are known before it is run."""
+def is_modelled(row: Row, workload: Replay | TrainingScript | None = None) -> bool:
+    """Whether a row's system is, its policies are known before it is run, and so are, for a schedule, its gradients."""
+    is_scheduled = isinstance(row.plan, dict) and "scheduling" in row.plan
+    if is_scheduled and workload is not None and not isinstance(workload, Replay):
+        return False
     return not row.swap and (row.system == "offbeat" or row.system in _PEERS)
 
 

@@ -13,7 +13,7 @@ from offbeat.errors import ScenarioError
 from offbeat.lab import results
 from offbeat.lab.predictions import errors, known_of, predictions
 from offbeat.scenario import Scenario
-from offbeat.sim import is_modelled
+from offbeat.sim import Known, is_modelled
 
 SCENARIOS = Path(__file__).parents[2] / "benchmarks/scenarios"
 # Steps of a few milliseconds on two cores: what is measured there is this machine's Python.
@@ -25,7 +25,7 @@ def test_every_result_says_what_the_simulator_says_today(name: str) -> None:
     report = results.read(RESULTS / f"{name}.json")
     scenario = Scenario.from_toml(report.scenario)
     found = predictions(scenario, SCENARIOS, known_of(scenario, report))
-    assert [one.row for one in found] == [row.name for row in scenario.row if is_modelled(row)]
+    assert [one.row for one in found] == [row.name for row in scenario.row if is_modelled(row, scenario.workload)]
     assert [one.row for one in report.simulated] == [one.row for one in found], "run `make predictions`"
     for theirs, ours in zip(report.simulated, found, strict=True):
         assert theirs.seconds_per_step == pytest.approx(ours.seconds_per_step, rel=1e-6), "run `make predictions`"
@@ -52,3 +52,9 @@ def test_a_script_needs_a_measurement() -> None:
         known_of(scenario, None)
     with pytest.raises(ScenarioError, match="it has another workload"):
         known_of(scenario, results.read(RESULTS / "loopback.json"))
+
+
+def test_a_schedule_of_a_script_is_not_predicted_and_the_other_rows_are() -> None:
+    scenario = Scenario.from_toml((SCENARIOS / "schedule_chars.toml").read_text())
+    found = predictions(scenario, SCENARIOS, Known([0.02, 0.02], 450_000, 16))
+    assert [one.row for one in found] == ["ddp", "ddp, 0.1 MB", "offbeat"]
