@@ -84,7 +84,7 @@ class Flight:
 
     @property
     def landed(self) -> int:
-        """So many of the first blocks have landed."""
+        """The number of the first blocks that have landed."""
         while self._landed < len(self.blocks) and self.blocks[self._landed].has_landed:
             self._landed += 1
         return self._landed
