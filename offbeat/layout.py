@@ -71,7 +71,7 @@ class Bucket:
 
     @property
     def record(self) -> dict[str, Any]:
-        """It in a run's records."""
+        """The bucket in a run's records."""
         return {"index": self.index, "size_bytes": self.size_bytes, "parameters": [slot.name for slot in self.slots]}
 
 

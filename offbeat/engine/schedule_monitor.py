@@ -155,7 +155,7 @@ class ScheduleMonitor:
         return len(times) >= _ENOUGH and self.profile.forward_s > 0
 
     def _moved(self, step: StepTaken) -> Mapping[str, str]:
-        """What has moved since the schedule was made, in words."""
+        """The things that have moved since the schedule was made, in words."""
         before, now, limit_s = self.profile.bandwidth, self.link.bandwidth, BLOCKS_LATE * self._pause_s
         late_s = statistics.median(
             one.complete_s - step.backward_began_s - expected_s
@@ -205,7 +205,7 @@ class ScheduleMonitor:
             self.link.observe(size, seconds, was_idle=was_idle)
 
     def _error(self, step: StepTaken) -> float:
-        """How far the ends of blocks are from the predicted ones, relative to these."""
+        """The distance of the ends of blocks from the predicted ones, relative to these."""
         ends = zip(step.blocks, self.predicted.done, strict=True)
         errors = [
             abs(one.done_s - step.backward_began_s - done_s) / done_s for one, done_s in ends if one.is_seen and done_s

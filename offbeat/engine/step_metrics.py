@@ -283,7 +283,7 @@ class StepMetrics:
         self._file.append(record | {"plan": plan} if plan else record)
 
     def laid_out(self, step: int, buckets: Sequence[Mapping[str, Any]]) -> None:
-        """From this step on gradients lie in these buckets: index, size_bytes and parameters of each."""
+        """Record where gradients lie from this step on: index, size_bytes and parameters of each bucket."""
         self._file.append({"kind": "layout", **self._stamp(step), "buckets": buckets})
 
     def log(self, step: int, values: dict[str, float]) -> None:

@@ -45,7 +45,7 @@ class StartRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="start", kw
 
 
 class LayoutRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="layout", kw_only=True):
-    """From the exchange of this step on gradients lie in these buckets: the blocks of a schedule, if there is one."""
+    """The buckets in which gradients lie from the exchange of this step on; the blocks of a schedule, if there is one."""
 
     rank: int
     step: int
@@ -165,7 +165,7 @@ class BucketNames:
 
 
 def label(bucket: BucketRecord) -> str:
-    """Between which layers a bucket reaches.
+    """The layers between which a bucket reaches.
 
     >>> label(BucketRecord(0, 8, ["fc.bias", "fc.weight", "conv.weight"]))
     'fc.bias … conv.weight'

@@ -1,4 +1,4 @@
-"""What a run's schedule predicts, and what its steps have taken: for `offbeat plan schedule`."""
+"""The predictions of a run's schedule, and what its steps have taken: for `offbeat plan schedule`."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class ScheduledSteps(msgspec.Struct, frozen=True):
 
 
 def scheduled_steps(made: MadeSchedule, records: Sequence[Record] = ()) -> ScheduledSteps:
-    """What a schedule predicts, beside what the records say.
+    """The predictions of a schedule, beside what the records say.
 
     Args:
         records: of the run whose schedule it is; none where it is only asked what another scheduler would do.
@@ -196,7 +196,7 @@ def _steps_of(records: Sequence[Record], made_at: int, blocks: int) -> list[Step
 
 
 def _measured(steps: Sequence[StepRecord]) -> list[tuple[float, float]] | None:
-    """Of each block, when it was issued and done in the median step, since the backward of its own step began."""
+    """The times at which each block was issued and done in the median step, since its own step's backward began."""
     began = {(step.rank, step.step): step.time_s + step.backward[0] for step in steps if step.backward is not None}
     found = []
     for step in steps:
@@ -212,7 +212,7 @@ def _measured(steps: Sequence[StepRecord]) -> list[tuple[float, float]] | None:
 
 
 def _periods_s(steps: Sequence[StepRecord]) -> list[float]:
-    """Of each step, the time from the beginning of its backward to that of the next, of the slowest worker."""
+    """The time from the beginning of each step's backward to that of the next, of the slowest worker."""
     began: Mapping[tuple[int, int], float] = {
         (step.rank, step.step): step.time_s + step.backward[0] for step in steps if step.backward is not None
     }

