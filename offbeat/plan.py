@@ -208,11 +208,18 @@ class Plan:
             )
         lacking = (
             (
-                self.fabric.offers.holds != "server",
-                "a server takes a contribution whole: use ProcessGroup() or Elastic()",
+                not self.is_served or not (self.sync.gated or self.steps_locally),
+                f"with {self.sync!r} a worker has nothing to push, or may not, before its optimizer steps: use BSP(), "
+                "ASP(), SSP(...) or DSSP(...)",
             ),
-            (self.sync == BSP(), "only where the gradients of every step are of all can a step be hidden: use BSP()"),
-            (self.nonfinite == "pass", "what holds NaN is known when the next step has begun: use nonfinite='pass'"),
+            (
+                self.is_served or self.sync == BSP(),
+                "only where the gradients of every step are of all can a step be hidden: use BSP()",
+            ),
+            (
+                self.is_served or self.nonfinite == "pass",
+                "what holds NaN is known when the next step has begun: use nonfinite='pass'",
+            ),
             (
                 not isinstance(self.codec, ErrorFeedback),
                 "a gradient that is cut has no residual: use Dense() or Cast()",

@@ -49,6 +49,8 @@ class ModelState:
     optimizer: OptimizerSpec | None = None
     about: ContributionInfo | None = None  # what is said of the contribution that it has
     announced: tuple[int, ...] = ()  # numbers under which that was announced
+    pushed: set[int] = field(default_factory=set)  # blocks that were pushed before the contribution was announced
+    void: set[int] = field(default_factory=set)  # of these, those that not every shard may have any more
     life: int = 0  # of the server, when it was let in last; 0 before the first time
     new_life: int = 0  # of the server that is to let it in now
     version: int = 0  # of the parameters it has
@@ -64,6 +66,21 @@ class ModelState:
     def waits(self) -> bool:
         """Whether the training thread waits for the parameters, so that they may be overwritten."""
         return not self.request.is_over
+
+    @property
+    def may_push_early(self) -> bool:
+        """Whether blocks of the contribution that is being computed may be pushed."""
+        return self.is_in and not self.is_gated and not self.is_entering and self.going is None and self.parts is None
+
+    def forget_pushes(self) -> None:
+        """Have all that was pushed before the contribution is announced be pushed again: some shards forget it."""
+        self.void |= self.pushed
+        self.pushed = set()
+
+    def count_on(self, clock: int) -> None:
+        """Compute, or bring, the contribution of this number next."""
+        if clock != self.clock:
+            self.clock, self.pushed, self.void = clock, set(), set()
 
     def expects(self, block: int, number: int) -> bool:
         """Whether this block may come; also once more, with a greater number."""
