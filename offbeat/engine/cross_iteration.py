@@ -34,6 +34,7 @@ from offbeat.diagnosis.wait import BlockingWait, WaitContext
 from offbeat.engine import worker_questions
 from offbeat.engine.communication_thread import BlockInFlight, BroadcastInFlight, CommunicationThread
 from offbeat.engine.communicator import Communicator
+from offbeat.engine.forward_watch import hook_readers
 from offbeat.engine.partial_optimizer import PartialOptimizer
 from offbeat.engine.pending_gradient import PendingGradient, pending
 from offbeat.engine.reducer import Reducer
@@ -244,14 +245,7 @@ class CrossIterationReducer(Reducer):
 
     def _begin_ahead(self, learner: ScheduleLearner, schedule: Schedule) -> None:
         """Have blocks carried by a thread, and modules wait for what they read."""
-        readers: dict[torch.nn.Module, list[str]] = {}
-        for name, modules in learner.readers.items():
-            for module in modules:
-                readers.setdefault(module, []).append(name)
-        self._watch_hooks = [
-            module.register_forward_pre_hook(functools.partial(self._before_module, tuple(names)), prepend=True)
-            for module, names in readers.items()
-        ]
+        self._watch_hooks = hook_readers(learner.readers, self._before_module)
         # The buffers go first, while there are no gradients yet.
         ahead = () if self._buffers is None else (0,)
         self._thread = CommunicationThread((*ahead, *(n and n + len(ahead) for n in schedule.after)))
@@ -353,7 +347,7 @@ class CrossIterationReducer(Reducer):
             buckets.append(Bucket(index, dtype, like.device, tuple(slots)))
         return Layout(tuple(buckets), version=self.layout.version + 1)
 
-    def _before_module(self, names: tuple[str, ...], module: torch.nn.Module, inputs: Any) -> None:
+    def _before_module(self, names: tuple[str, ...]) -> None:
         if self._gradients:
             self._step_some(names)
 

@@ -27,6 +27,8 @@ from offbeat.engine.schedule_learner import ScheduleLearner
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import torch
+
     from offbeat.engine.prepared_model import PreparedModel
     from offbeat.scheduling import Schedule, Scheduler
     from offbeat.server.blocks import Block
@@ -52,6 +54,7 @@ class EarlyPush:
         order: in which blocks are pushed; empty until it is known.
         taken: gradients that were copied since the last step, in the backward at hand or before.
         pushed: blocks that were pushed since then.
+        readers: modules that read each parameter; empty until the order is known, or if that is not known of all.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class EarlyPush:
         self._is_open = False  # within a backward whose gradients are pushed
         self._changed_steps = 0  # in a row
         self.order: Sequence[int] = ()
+        self.readers: dict[str, tuple[torch.nn.Module, ...]] = {}
         self.taken: set[str] = set()
         self.pushed: list[int] = []
 
@@ -169,6 +173,7 @@ class EarlyPush:
         self.order = order_of(self._blocks, names, self._scheduler.schedule(profile))
         self._held_back = frozenset({self._shards[block]: block for block in self.order}.values())
         self._queue = IssueQueue(self.order, self._issue)
+        self.readers = {} if learner.unread else learner.readers
         self.close()
 
     def close(self) -> None:

@@ -79,6 +79,7 @@ class ScheduleLearner:
         self._forward_s: list[float] = []
         self._backward_s: list[float] = []
         self.readers: dict[str, tuple[torch.nn.Module, ...]] = {}
+        self.unread: set[str] = set()  # parameters that no module's forward pass has been seen to read, in some step
 
     def forward_begins(self) -> None:
         """A forward pass begins."""
@@ -91,10 +92,12 @@ class ScheduleLearner:
         if self._steps < self._skipped:
             return
         self.readers = self._watch.readers(self._parameters)
+        began_s = self._watch.began_s
+        self.unread |= {name for name, modules in self.readers.items() if not any(one in began_s for one in modules)}
         self._forward_s.append(self._backward_began_s - self._forward_began_s)
         for name, modules in self.readers.items():
-            began_s = min(self._watch.began_s.get(module, self._forward_began_s) for module in modules)
-            self._needed[name].append(began_s - self._forward_began_s)
+            first_s = min(began_s.get(module, self._forward_began_s) for module in modules)
+            self._needed[name].append(first_s - self._forward_began_s)
 
     def complete(self, name: str) -> None:
         """A gradient is complete."""

@@ -7,14 +7,15 @@ itself finds no gradient and does nothing. What it was asked to do (learning rat
 Clipping, accumulation and scaling act on this worker's own gradient, before it is sent.
 
 With a scheduler gradients leave while backward computes (`early_push`), and what they weigh and are to be applied with
-follows at `optimizer.step()`: it is the server that weighs contributions.
+follows at `optimizer.step()`: it is the server that weighs contributions. That returns at once, and the next forward
+pass begins while parameters come back (`parameter_return`), all of which are here before the next backward.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -27,6 +28,7 @@ from offbeat.engine.early_push import EarlyPush
 from offbeat.engine.exchange_result import ExchangeResult
 from offbeat.engine.nonfinite import leave_out
 from offbeat.engine.optimizer_state import load
+from offbeat.engine.parameter_return import ParameterReturn
 from offbeat.engine.synchronizer import RUN_IS_CLOSED
 from offbeat.errors import ModelError, PeerError
 from offbeat.payload import Sum, Total
@@ -45,10 +47,27 @@ if TYPE_CHECKING:
     from offbeat.engine.worker_context import WorkerContext
     from offbeat.layout import Bucket
     from offbeat.plan import Plan
+    from offbeat.server.client.requests import PulledParameters, ServerRequest
     from offbeat.server.optimizer_checkpoint import States
 
 _QUESTIONS = 3  # to find out how long the way to the server and back takes
 _log = logging.getLogger("offbeat")
+
+
+class ServerFlight(NamedTuple):
+    """A contribution that was brought, and the parameters that come for it.
+
+    Args:
+        step: whose it is, for reports.
+        weight, stamp: of this worker's batches in it.
+        issued_s: when it was announced.
+    """
+
+    request: ServerRequest[PulledParameters]
+    step: int
+    weight: float
+    issued_s: float
+    stamp: int
 
 
 class ServerSync:
@@ -98,6 +117,8 @@ class ServerSync:
         self._changed: set[str] = set()  # gradients that were taken in backward, and are others now
         self._blocks = cut(self.layout, server.block_bytes)
         shards = deal(self._blocks, server.shards)
+        self._flight: ServerFlight | None = None
+        self._return: ParameterReturn | None = None  # once modules wait for what they read
         self._early: EarlyPush | None = None
         if plan.scheduling is not None:
             self._early = EarlyPush(
@@ -147,6 +168,7 @@ class ServerSync:
         """
         if self._closed:
             raise ModelError(RUN_IS_CLOSED)
+        self._land()
         self._look_for_cleared()
         self._computed = True
         self.accounting.backward()
@@ -200,24 +222,30 @@ class ServerSync:
             NumericsError: if what is pushed holds NaN or Inf and the plan says to raise.
             WorkerLostError, NetworkError: if the server is gone.
         """
+        self.synchronize()  # of an earlier call; or a part that was given again
         metrics = self._context.metrics
         metrics.compute_done()
         self._server.keep_drawn()
         if self._early is not None and self._computed:
             self._early.backward_ends()
         info = ContributionInfo(self.weight(self.accounting.weight), hyper(self._model.optimizer))
-        result = self.pending_result = self.exchange(info, self._pack())
+        flight = self._issue(info, self._pack(), self.step)
+        if self._return is None:
+            self.pending_result = self._finish(flight)
+        else:
+            self._flight = flight
+            self._return.begin(flight.request)
+        result = self.pending_result  # of the step before, if this one's is not known yet
         metrics.exchange_done(
             self.step,
-            result.spans,
-            result.weights[0],
-            result.staleness,
+            () if result is None else result.spans,
+            flight.weight,
+            0 if result is None else result.staleness,
             model=self._model.number,
-            dropped=result.dropped,
+            dropped=result is not None and result.dropped,
         )
         self.step += 1
         self._computed = False
-        self._context.waiter.witness.exchanged(self.accounting.stamp)
         self.accounting.exchanged()
 
     def exchange(
@@ -234,10 +262,12 @@ class ServerSync:
             NumericsError: if it holds NaN or Inf and the plan says to raise.
             WorkerLostError, NetworkError: if the server is gone.
         """
+        return self._finish(self._issue(info, unused, self.step if step is None else step))
+
+    def _issue(self, info: ContributionInfo, unused: Sequence[str], step: int) -> ServerFlight:
         metrics, number = self._context.metrics, self._model.number
-        issued_s = metrics.now_s()
+        issued_s, stamp = metrics.now_s(), self.accounting.stamp
         encoded = self._encode(deltas=info.change)
-        step = self.step if step is None else step
         weight = info.weight if self._finite(encoded, "change" if info.change else "gradient", step) else 0.0
         info = msgspec.structs.replace(info, weight=weight, used=tuple(self._server.used), step=step)
         self._server.used = []
@@ -251,23 +281,33 @@ class ServerSync:
             order=() if early is None else early.order,
             changed=self._blocks_with(self._changed),
         )
+        metrics.sent_bytes += request.sent_bytes
+        return ServerFlight(request, step, weight, issued_s, stamp)
+
+    def _finish(self, flight: ServerFlight) -> ExchangeResult:
+        """Wait for the next parameters, and take those that were not taken yet."""
+        metrics, number = self._context.metrics, self._model.number
+        request, step, weight = flight.request, flight.step, flight.weight
         operation = f"the exchange with the server ({short_name(self.plan.sync)})"
         self._context.waiter.wait(request, WaitContext(operation, step, model=number, through_server=True))
-        self._take_values()
-        if early is not None:
-            self._after_exchange(early, metrics.now_s() - issued_s)
+        if self._return is None:
+            self._take_values()
+        else:
+            self._return.finish()
+        self._context.waiter.witness.exchanged(flight.stamp)
+        if self._early is not None:
+            self._after_exchange(self._early, metrics.now_s() - flight.issued_s)
         pulled = request.value
         if pulled.fate:
             text = f"Rank {self._client.rank} is back: what it had computed in step {step} {pulled.fate}."
             _log.warning("%s", text)
             metrics.event("server", text, step)
-        metrics.sent_bytes += request.sent_bytes
         self._context.history.record_server_parameters(number, step, self.values, pulled, samples=weight)
         return ExchangeResult(
             weights=(weight,),
             staleness=pulled.staleness,
             dropped=weight > 0 and not pulled.is_counted,
-            spans=((issued_s, metrics.now_s()),),
+            spans=((flight.issued_s, metrics.now_s()),),
         )
 
     def take_over_optimizer(self) -> None:
@@ -304,11 +344,22 @@ class ServerSync:
         for name, grad in self._set_aside.items():
             self._model.parameters[name].grad = grad
         self._set_aside.clear()
+        if self._context.history.is_kept:  # of this very step
+            self.synchronize()
         result, self.pending_result = self.pending_result, None
         return result
 
     def synchronize(self) -> None:
-        """Do nothing: all of a step is done when `optimizer.step()` returns."""
+        """Have all parameters of the next step here. This worker's own: others may be anywhere."""
+        self._land()
+        if self._return is not None:
+            self._return.take_again()
+
+    def _land(self) -> None:
+        """Have all parameters here; those that a forward pass has read stay as it read them."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self.pending_result = self._finish(flight)
 
     @property
     def wants_vote(self) -> bool:
@@ -381,8 +432,13 @@ class ServerSync:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._flight = None  # who leaves in order has waited before it said good-bye
         if self._early is not None:
             self._early.close()
+        if self._return is not None:
+            self._return.close()
+            self._server.before_question.remove(self.synchronize)
+            self._return = None
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -472,6 +528,22 @@ class ServerSync:
         elif early.is_enough:
             early.plan(min(self._answer_s() for _ in range(_QUESTIONS)))
             _log.info("step %d: gradients are pushed in %d blocks.", self.step, len(self._blocks))
+            if early.readers:
+                self._return_ahead(early.readers)
+
+    def _return_ahead(self, readers: Mapping[str, tuple[torch.nn.Module, ...]]) -> None:
+        """Have `optimizer.step()` return at once from here on, and modules wait for what they read."""
+        self.land(in_place=False)  # what comes must not land under a forward pass's feet
+        self._return = ParameterReturn(
+            self._model.model,
+            {name: (parameter, value) for name, parameter, value in self._slots},
+            self._blocks,
+            self._client.state(self._model.number),
+            readers,
+            self._context.waiter,
+            come_to_rest=self.synchronize,
+        )
+        self._server.before_question.append(self.synchronize)
 
     def _answer_s(self) -> float:
         """How long the server takes to answer a question."""

@@ -202,7 +202,9 @@ class ModelExchanges:
         """Handle that a block of the parameters is here."""
         state = self.state(message.model)
         state.versions[message.block] = message.version
-        state.take(message.block, message.number)
+        with state.block_came:
+            state.take(message.block, message.number)
+            state.block_came.notify_all()
         self._finish(state)
 
     def forget_done(self, message: SnapshotAck) -> None:
@@ -233,6 +235,7 @@ class ModelExchanges:
         """Fail what is waited for: there will be no links again."""
         for state in self.states.values():
             state.request.fail(error)
+            state.tell_over()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -323,7 +326,7 @@ class ModelExchanges:
         if go.values:
             if state.about is not None:
                 self._leases.queues.brought(state.about.used)
-            state.parts, state.version = None, go.version
+            state.parts, state.version, state.last_number = None, go.version, state.number
             state.await_all()
             self._connections.progressed()
             self._connections.say(PullDone(state.model, state.clock))
@@ -337,6 +340,7 @@ class ModelExchanges:
                     fate=go.fate,
                 )
             )
+            state.tell_over()
         if state.is_entering:
             state.is_entering = False
             if self.can_ask:

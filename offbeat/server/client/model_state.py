@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,8 @@ class ModelState:
     parts: Mapping[int, torch.Tensor] | None = None
     missing: set[int] = field(default_factory=set)  # blocks that have not come with this number:
     number: int = 0  # the highest that came with `PullBlock` for the step that it waits for
+    last_number: int = 0  # with which the parameters that it has came
+    block_came: threading.Condition = field(default_factory=threading.Condition)  # or there is nothing to wait for
     going: ReleaseWorker | None = None  # the release whose parameters are still coming
     is_gated: bool = True  # whether it waits for its grant before it pushes
     names: dict[str, int] = field(default_factory=dict)
@@ -96,6 +99,11 @@ class ModelState:
             self.missing, self.number = set(range(len(self.blocks))), number
         if number == self.number:
             self.missing.discard(block)
+
+    def tell_over(self) -> None:
+        """Wake up whoever waits for blocks: the request is over."""
+        with self.block_came:
+            self.block_came.notify_all()
 
     def name_all(self) -> None:
         """Number all parameters."""
