@@ -239,6 +239,11 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim(TIME, "Prophet", row, at_most=0.8)
         for row in ("ddp, 0.5 MB", "ddp, 1 MB", "ddp, 2 MB", "ddp, 4 MB", "ddp, 8 MB")
     ),
+    "schedule_server": (
+        Claim(THROUGHPUT, "bsp, Prophet", "bsp", at_least=1.25),
+        Claim(THROUGHPUT, "ssp(4), Prophet", "ssp(4)", at_least=1.0),
+        Claim(THROUGHPUT, "asp, Prophet", "asp", at_least=1.0),
+    ),
     "innetwork": (Claim(SPEED, "switch", "ddp", at_least=1.3),),
     "innetwork_eight": (Claim(SPEED, "switch", "ddp", at_least=1.5),),
     "innetwork_stragglers": (

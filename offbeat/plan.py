@@ -89,7 +89,8 @@ class Plan:
             or the "global_batch", which they share.
         controller: decides that another policy than `sync` decides; None if only people do.
         scheduling: in what order and in what portions gradients are sent, hidden behind the next forward pass as well
-            as behind backward; None for buckets that are waited for at the end of backward.
+            as behind backward; None for buckets that are waited for at the end of backward. With a server, in what
+            order they are pushed while backward computes; parameters come back during the next forward pass.
 
     Raises:
         PlanError: if the parts cannot work together; the plan is checked when it is made.

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import ScenarioError
+from offbeat.fabric import ParameterServer
 from offbeat.plan import Plan
 from offbeat.scenario import Scenario
 from offbeat.scheduling import FIFO, Prophet, lower_bound_s
@@ -37,6 +38,13 @@ def test_a_slow_machine_sets_the_pace() -> None:
     )
     text = TEXT.replace("[hosts]\ncount = 4\nrate_mbps = 200\n", hosts)
     assert step_s(Scenario.from_toml(text), Plan(scheduling=Prophet())) > 1.0
+
+
+def test_a_server_to_which_blocks_are_pushed_early_is_refused() -> None:
+    scenario = Scenario.from_toml(TEXT)
+    known = Known([0.1] * 4, 1e6, 32)
+    with pytest.raises(ScenarioError, match="pushed while backward computes are not modelled"):
+        predict(scenario, scenario.row[0], Plan(fabric=ParameterServer(), scheduling=Prophet()), known)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from offbeat.protocol.status import WorkerStatus
+    from offbeat.server.client.model_state import ModelState
 
 TIMEOUT = timedelta(seconds=TIMEOUT_S)
 STEPS = 16  # of which seven are learnt from
@@ -117,17 +118,28 @@ def test_where_nothing_can_be_pushed_early_a_plan_says_so(policy: Policy) -> Non
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
+class Sums(nn.Module):
+    """Layers whose gradients are ones, and of which some are complete before others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3000, 1, bias=False) for _ in range(4)])
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, times: float) -> torch.Tensor:
+        return torch.cat([layer(torch.full((3000,), times)) for layer in self.layers])
+
+
 class BlockCounter(Counter):
-    """The same with several parameters, so that some are complete before others."""
+    """The same with several parameters, which are read by a forward pass."""
 
     def __init__(self, run: offbeat.Run) -> None:
-        self.model = nn.Sequential(*[nn.Linear(3000, 1, bias=False) for _ in range(4)])  # type: ignore[assignment]
-        for layer in self.model:  # type: ignore[attr-defined]
-            nn.init.zeros_(layer.weight)
-        _, self.optimizer = run.prepare(self.model, torch.optim.SGD(self.model.parameters(), lr=1.0))
+        self.model = Sums()  # type: ignore[assignment]
+        self.replica, self.optimizer = run.prepare(self.model, torch.optim.SGD(self.model.parameters(), lr=1.0))
 
     def backward(self, times: float = 1.0) -> None:
-        sum(times * layer.weight.sum() for layer in self.model).backward()  # type: ignore[attr-defined]
+        self.replica(times).sum().backward()
 
     def step(self, times: float = 1.0) -> None:
         self.backward(times)
@@ -136,7 +148,7 @@ class BlockCounter(Counter):
 
     @property
     def count(self) -> float:
-        values = torch.cat([layer.weight.detach().flatten() for layer in self.model]).unique()  # type: ignore[attr-defined]
+        values = torch.cat([value.flatten() for value in self.model.state_dict().values()]).unique()
         assert len(values) == 1, values
         return -float(values[0])
 
@@ -171,6 +183,56 @@ def test_who_dies_before_it_announces_leaves_nothing_behind(tmp_path: Path, poli
     )
     assert count == other, "all have the same parameters after settle"
     assert (seen[1].phase, seen[1].applied, seen[1].lost) == ("gone", 12, 0)
+    if policy == BSP():
+        assert count == STEPS
+
+
+def dies_half_way(folder: Path, policy: Policy, shards: int) -> tuple[float, list[WorkerStatus], bool]:
+    """Rank 1 announces a contribution, and dies when blocks with it have come back to others that compute."""
+    serve(folder, shards)
+    with offbeat.init(plan(policy), timeout=TIMEOUT) as run:
+        counter = BlockCounter(run)
+        for step in range(STEPS):
+            if run.rank == 1 and step == 12:
+                die_with_the_last_block(run)
+                counter.step(10.0)
+            counter.step()
+        run.settle()
+        ahead = run._session.models.synchronizers[0]._gradients._return is not None  # type: ignore[attr-defined]
+        return counter.count, look(run), ahead
+
+
+def die_with_the_last_block(run: offbeat.Run) -> None:
+    """Once all but one block of the next contribution have come back with it, this worker is gone."""
+    server = run._session.server
+    assert server is not None
+    client, hear, push = server.client, server.client.hear, server.client._models._push_block
+    last = max(client.state(0).shards.index(shard) for shard in set(client.state(0).shards))
+
+    def push_but_one(state: ModelState, block: int, part: torch.Tensor, *, again: bool = False) -> None:
+        if block != last:
+            push(state, block, part, again=again)
+
+    def hear_and_die(shard: int, message: Any) -> None:
+        hear(shard, message)
+        if client.state(0).missing == {last}:
+            kill(os.getpid())
+
+    client._models._push_block, client.hear = push_but_one, hear_and_die  # type: ignore[method-assign]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("policy", "shards"), [(BSP(), 1), (BSP(), 2), pytest.param(ASP(), 1, marks=pytest.mark.slow)], ids=str
+)
+def test_what_is_given_again_lands_behind_backward(tmp_path: Path, policy: Policy, shards: int) -> None:
+    """Blocks with half a contribution are there before the next forward pass, which reads them; and then without it."""
+    (count, seen, ahead), _, (other, _, _) = run_workers(
+        3, dies_half_way, tmp_path, policy, shards, faulty=1, timeout_s=110
+    )
+    assert ahead
+    assert count == other, "all have the same parameters after settle, in all elements"
+    assert (seen[1].phase, seen[1].applied, seen[1].lost) == ("gone", 12, 1)
     if policy == BSP():
         assert count == STEPS
 
