@@ -116,7 +116,7 @@ class EarlyPush:
             self._lacking = [len({piece.name for piece in block.pieces}) for block in self._blocks]
 
     def complete(self, name: str) -> None:
-        """Something was added to a gradient: perhaps the last of it."""
+        """A gradient was added to: perhaps it is complete now."""
         self._fired[name] += 1
         if self._learner is not None:
             self._expected[name] = max(self._expected.get(name, 0), self._fired[name])

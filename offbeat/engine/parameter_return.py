@@ -13,7 +13,7 @@ import torch
 
 from offbeat.diagnosis.wait import WaitContext
 from offbeat.engine.forward_watch import hook_readers
-from offbeat.server.client.requests import PulledBlocks
+from offbeat.server.client.pulled_blocks import PulledBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

@@ -546,7 +546,7 @@ class ServerSync:
         self._server.before_question.append(self.synchronize)
 
     def _answer_s(self) -> float:
-        """How long the server takes to answer a question."""
+        """The time that the server takes to answer a question."""
         began_s = self._context.metrics.now_s()
         self._context.waiter.wait(self._client.look(), WaitContext("an answer of the server", through_server=True))
         return self._context.metrics.now_s() - began_s

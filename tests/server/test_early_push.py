@@ -111,7 +111,10 @@ def test_who_dies_before_it_announces_leaves_nothing_behind(
     moved = (before - left.values).unique()
     assert len(moved) == 1 or torch.allclose(moved, moved[:1])
     assert float(moved[0]) <= 0.5 + 1e-6
-    assert arrived(job, 1) == 0
+    deadline_s = time.monotonic() + SOON.total_seconds()
+    while arrived(job, 1):  # another shard hears of it a little later
+        assert time.monotonic() < deadline_s, "something is left"
+        time.sleep(0.001)
     look = left.client.look()
     assert look.wait(SOON)
     assert [(one.applied, one.lost) for one in look.value[0].workers] == [(1, 0), (0, 0)], "nobody had heard of it"

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from offbeat.errors import PlanError
 from offbeat.fabric import ParameterServer
 from offbeat.sync import ASP, BSP, SSP, LocalSGD, Policy, RoundRobin
 from tests.training.server_jobs import TIMEOUT_S, Counter, kept, kill, look, serve, wait_for_snapshot
+from tests.training.test_fabric_migration import a_server
 from tests.workers import run_workers
 
 if TYPE_CHECKING:
@@ -274,3 +276,65 @@ def test_a_server_that_dies_meanwhile_goes_on(tmp_path: Path, policy: Policy, sh
     if policy == BSP():
         assert count == seen.applied
     assert seen.applied + seen.dropped + seen.lost == 2 * STEPS + 1, "each counts, or is reported"
+
+
+# -- with data, and from one fabric to another -------------------------------------------------------------------------
+
+
+def crossing(server: ParameterServer | None) -> tuple[list[torch.Tensor], list[bool]]:
+    """Six epochs, the third and fourth with a server; whether parameters came back ahead at each swap."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
+    data = TensorDataset(torch.randn(160, 64), torch.randn(160, 64))
+    scheduling = None if server is None else offbeat.Prophet()
+    group = offbeat.Plan(scheduling=scheduling)
+    ahead: list[bool] = []
+    with offbeat.init(group) as run:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        replica, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, batch_size=8, shuffle=True))
+        for epoch in range(6):
+            for x, y in loader:
+                nn.functional.mse_loss(replica(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if server is not None and epoch in (1, 3):
+                gradients = run._session.models.synchronizers[0]._gradients
+                ahead.append(getattr(gradients, "_return", None) is not None)
+                if run.rank == 0:
+                    run.swap(offbeat.Plan(fabric=server, scheduling=scheduling) if epoch == 1 else group)
+        run.settle()
+        return [tensor.clone() for tensor in model.state_dict().values()], ahead
+
+
+@pytest.mark.timeout(120)
+def test_a_server_for_a_while_changes_no_bit() -> None:
+    plain = run_workers(2, crossing, None, timeout_s=55)
+    with a_server() as server:
+        crossed = run_workers(2, crossing, server, timeout_s=55)
+    for (one, _), (other, ahead) in zip(plain, crossed, strict=True):
+        assert all(map(torch.equal, one, other))
+        assert ahead == [False, True]
+
+
+def with_leases(schedules: bool) -> tuple[list[int], bool]:
+    """The samples that this worker has computed, out of data that the server leases."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
+    data = TensorDataset(torch.arange(400))
+    seen: list[int] = []
+    with offbeat.init(plan(early=schedules)) as run:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        replica, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, batch_size=10, shuffle=True))
+        for (numbers,) in loader:
+            seen += numbers.tolist()
+            replica(numbers.float().unsqueeze(1).expand(-1, 64) / 400).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ahead = run._session.models.synchronizers[0]._gradients._return is not None  # type: ignore[attr-defined]
+    return seen, ahead
+
+
+@pytest.mark.timeout(120)
+def test_each_sample_is_computed_once() -> None:
+    (one, ahead), (other, _) = run_workers(2, with_leases, True, timeout_s=55)
+    assert ahead
+    assert sorted(one + other) == list(range(400))
