@@ -292,6 +292,11 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     "schedule_rate": (Claim(FOLLOWED, "Prophet", at_least=0.9), Claim(TIME, "Prophet", "ddp", at_most=1.02)),
     "schedule_chars": (Claim(SAME, "Prophet", "ddp", at_least=1), Claim(TO_TARGET, "Prophet", "ddp", at_most=1.02)),
     "schedule_mnist": (Claim(SAME, "Prophet", "ddp", at_least=1), Claim(TO_TARGET, "Prophet", "ddp", at_most=1.02)),
+    "schedule_server": (
+        Claim(THROUGHPUT, "bsp, Prophet", "bsp", at_least=1.25),
+        Claim(THROUGHPUT, "ssp(4), Prophet", "ssp(4)", at_least=1.0),
+        Claim(THROUGHPUT, "asp, Prophet", "asp", at_least=1.0),
+    ),
     "innetwork": (Claim(SPEED, "switch", "ddp", at_least=1.3),),
     "innetwork_eight": (Claim(SPEED, "switch", "ddp", at_least=1.5),),
     "innetwork_stragglers": (

@@ -90,7 +90,8 @@ class Plan:
             or the "global_batch", which they share.
         controller: decides that another policy than `sync` decides; None if only people do.
         scheduling: in what order and in what portions gradients are sent, hidden behind the next forward pass as well
-            as behind backward; None for buckets that are waited for at the end of backward.
+            as behind backward; None for buckets that are waited for at the end of backward. With a server, in what
+            order they are pushed while backward computes; parameters come back during the next forward pass.
 
     Raises:
         PlanError: if the parts cannot work together; the plan is checked when it is made.
@@ -220,11 +221,18 @@ class Plan:
             )
         lacking = (
             (
-                self.fabric.offers.holds != "server",
-                "a server takes a contribution whole: use ProcessGroup() or Elastic()",
+                not self.is_served or not (self.sync.gated or self.steps_locally),
+                f"with {self.sync!r} a worker has nothing to push, or may not, before its optimizer steps: use BSP(), "
+                "ASP(), SSP(...) or DSSP(...)",
             ),
-            (self.sync == BSP(), "only where the gradients of every step are of all can a step be hidden: use BSP()"),
-            (self.nonfinite == "pass", "what holds NaN is known when the next step has begun: use nonfinite='pass'"),
+            (
+                self.is_served or self.sync == BSP(),
+                "only where the gradients of every step are of all can a step be hidden: use BSP()",
+            ),
+            (
+                self.is_served or self.nonfinite == "pass",
+                "what holds NaN is known when the next step has begun: use nonfinite='pass'",
+            ),
             (
                 not isinstance(self.codec, ErrorFeedback),
                 "a gradient that is cut has no residual: use Dense() or Cast()",

@@ -31,7 +31,10 @@ class Arrivals:
         """Note that nearly all of a shard's blocks of a contribution have arrived; whether the policy is to know."""
         one, push = self._job.model(message.model), (message.worker, message.clock)
         is_here = push[0] in one.runner.state.members
-        return is_here and one.everywhere(one.nearly, push) and not one.is_too_early(push)
+        if not is_here or not one.everywhere(one.nearly, push):
+            return False
+        # Of one that is pushed while it is computed the policy has not heard yet.
+        return one.clocks.get(push[0]) == push[1] and not one.is_too_early(push)
 
     def whole(self, message: PushDone) -> bool:
         """Note that all of a shard's blocks of a contribution have arrived; whether the policy is to know."""
@@ -99,6 +102,8 @@ class Arrivals:
     def lost(self, model: int, push: Push) -> None:
         """The coordinating shard has lost a contribution that is in no update, with its worker if that is gone."""
         one = self._job.models[model]
+        if one.clocks.get(push[0]) != push[1]:
+            return  # it was being computed: nobody had heard of it
         if push[0] not in one.runner.state.members and push[0] not in one.runner.state.away:
             one.lost[push[0]] = push[1]
             one.record(push[0]).lost += 1

@@ -147,8 +147,9 @@ class Coordinator:
         return self._job.started
 
     def has_granted(self, model: int, push: Push) -> bool:
-        """Whether this is the last contribution that the worker was let push."""
-        return self._job.model(model).latest.get(push[0]) == push[1]
+        """Whether this is the last contribution that the worker was let push; perhaps before it is announced."""
+        one, (worker, clock) = self._job.model(model), push
+        return clock in (one.latest.get(worker), one.at_once.get(worker))
 
     def status(self, at_s: float) -> tuple[ModelStatus, ...]:
         """The status of all models, for people."""

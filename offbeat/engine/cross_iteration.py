@@ -44,6 +44,7 @@ from offbeat.engine.communication_thread import (
     ReduceInFlight,
 )
 from offbeat.engine.communicator import Communicator
+from offbeat.engine.forward_watch import hook_readers
 from offbeat.engine.module_hook import ModuleHook
 from offbeat.engine.partial_optimizer import PartialOptimizer
 from offbeat.engine.pending_gradient import PendingGradient, pending
@@ -313,16 +314,7 @@ class CrossIterationReducer(Reducer):
 
     def _begin_ahead(self, learner: ScheduleLearner, schedule: Schedule) -> None:
         """Have blocks carried by a thread, and modules wait for what they read."""
-        readers: dict[torch.nn.Module, list[str]] = {}
-        for name, modules in learner.readers.items():
-            for module in modules:
-                readers.setdefault(module, []).append(name)
-        self._watch_hooks = [
-            module.register_forward_pre_hook(
-                ModuleHook(functools.partial(self._before_module, tuple(names))), prepend=True
-            )
-            for module, names in readers.items()
-        ]
+        self._watch_hooks = hook_readers(learner.readers, self._before_module)
         self._start_thread(schedule)
         self._build(self.layout)
         self._hook_optimizer_and_states()
@@ -494,7 +486,7 @@ class CrossIterationReducer(Reducer):
             buckets.append(Bucket(index, dtype, like.device, tuple(slots)))
         return Layout(tuple(buckets), version=self.layout.version + 1)
 
-    def _before_module(self, names: tuple[str, ...], module: torch.nn.Module, inputs: Any) -> None:
+    def _before_module(self, names: tuple[str, ...]) -> None:
         if self._gradients:
             self._step_some(names)
         if self._freshness is not None:

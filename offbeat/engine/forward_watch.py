@@ -61,6 +61,21 @@ def _is_compiled(module: torch.nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
+def hook_readers(
+    readers: Mapping[str, tuple[torch.nn.Module, ...]], before: Callable[[tuple[str, ...]], None]
+) -> list[Any]:
+    """Have `before` called with the names of the parameters that a module reads, before each forward pass of it."""
+    read: dict[torch.nn.Module, list[str]] = {}
+    for name, modules in readers.items():
+        for module in modules:
+            read.setdefault(module, []).append(name)
+
+    def hook(names: tuple[str, ...]) -> ModuleHook:
+        return ModuleHook(lambda module, inputs: before(names))
+
+    return [module.register_forward_pre_hook(hook(tuple(names)), prepend=True) for module, names in read.items()]
+
+
 def _nearest(path: str, called: Mapping[str, torch.nn.Module]) -> str:
     """The path of the nearest module, from this one on outwards, that was called; "" if none was."""
     while path and path not in called:

@@ -79,6 +79,7 @@ class ScheduleLearner:
         self._forward_s: list[float] = []
         self._backward_s: list[float] = []
         self.readers: dict[str, tuple[torch.nn.Module, ...]] = {}
+        self.unread: set[str] = set()  # parameters that no module's forward pass has been seen to read, in some step
 
     def forward_begins(self) -> None:
         """A forward pass begins."""
@@ -91,10 +92,12 @@ class ScheduleLearner:
         if self._steps < self._skipped:
             return
         self.readers = self._watch.readers(self._parameters)
+        began_s = self._watch.began_s
+        self.unread |= {name for name, modules in self.readers.items() if not any(one in began_s for one in modules)}
         self._forward_s.append(self._backward_began_s - self._forward_began_s)
         for name, modules in self.readers.items():
-            began_s = min(self._watch.began_s.get(module, self._forward_began_s) for module in modules)
-            self._needed[name].append(began_s - self._forward_began_s)
+            first_s = min(began_s.get(module, self._forward_began_s) for module in modules)
+            self._needed[name].append(first_s - self._forward_began_s)
 
     def complete(self, name: str) -> None:
         """A gradient is complete."""
@@ -132,16 +135,24 @@ class ScheduleLearner:
         Raises:
             DisagreementError: if another worker has other gradients.
         """
-        mine = Measured(
+        exchanges_s = [self._exchange_s(communicator, size) for size in _SIZES]
+        mine = self._measured(exchanges_s, self._gap_s(communicator))
+        told = control.texts("what the steps so far have taken", msgspec.json.encode(mine).decode())
+        return self.profile([msgspec.json.decode(text, type=Measured) for text in told.values()])
+
+    def measured(self, latency_s: float, bandwidth: float) -> Measured:
+        """The measurements of this worker, where it is known what the link carries."""
+        return self._measured([latency_s + size / bandwidth for size in _SIZES], 0.0)
+
+    def _measured(self, exchanges_s: list[float], gap_s: float) -> Measured:
+        return Measured(
             ready_s=[statistics.median(times) for times in self._ready.values()],
             needed_s=[statistics.median(times) for times in self._needed.values()],
             forward_s=statistics.median(self._forward_s),
             backward_s=statistics.median(self._backward_s),
-            exchanges_s=[self._exchange_s(communicator, size) for size in _SIZES],
-            gap_s=self._gap_s(communicator),
+            exchanges_s=exchanges_s,
+            gap_s=gap_s,
         )
-        told = control.texts("what the steps so far have taken", msgspec.json.encode(mine).decode())
-        return self.profile([msgspec.json.decode(text, type=Measured) for text in told.values()])
 
     def profile(self, measured: Sequence[Measured]) -> BackwardProfile:
         """The profile of what all workers have measured; the same from the same numbers.

@@ -116,6 +116,8 @@ class ServerSession:
         self.drawn: list[tuple[int, int]] = []
         self.used: list[tuple[int, int]] = []
         self.is_brought = True  # what this worker has to bring for all to load a checkpoint
+        # Called before each question to all, and at the end: nothing else of this worker's is to be under way then.
+        self.before_question: list[Callable[[], None]] = []
         self._loop = loop
 
     @property
@@ -140,6 +142,7 @@ class ServerSession:
             DisagreementError: if the workers ask different questions.
             NetworkError: if the server is gone.
         """
+        self._come_to_rest()
         asked = self.client.ask(question, numbers)
         waiter.wait(asked, WaitContext(question, through_server=True))
         return asked.value.numbers
@@ -157,6 +160,7 @@ class ServerSession:
             DisagreementError: if the workers ask different questions.
             NetworkError: if the server is gone.
         """
+        self._come_to_rest()
         asked = self.client.ask(question, bit_of(self.client.rank, _BITS) if flag else (), refresh=refresh)
         waiter.wait(asked, WaitContext(awaited or question, through_server=True))
         return ranks_in(asked.value.numbers, _BITS)
@@ -167,6 +171,7 @@ class ServerSession:
         Raises:
             NetworkError: if the server is gone.
         """
+        self._come_to_rest()
         asked = self.client.ask("the newest parameters", refresh=True)
         waiter.wait(asked, WaitContext("all workers to call run.settle()", through_server=True))
 
@@ -180,6 +185,7 @@ class ServerSession:
             ModelError: on all workers, if one cannot, or the first is gone.
             NetworkError: if the server is gone.
         """
+        self._come_to_rest()
         brought = float(self.brings_state and self.is_brought and not refusal)
         self.is_brought = True
         asked = self.client.ask(LOADING, (brought, float(bool(refusal))), refresh=True, refusal=refusal)
@@ -220,6 +226,7 @@ class ServerSession:
             PlanError: if it cannot be; the present one goes on.
             NetworkError: if the server is gone.
         """
+        self._come_to_rest()
         asked = self.client.swap(plan, whole=True)
         waiter.wait(asked, WaitContext("a swap of the plan, on which all agree", through_server=True))
         if refusal := asked.value:
@@ -248,8 +255,13 @@ class ServerSession:
 
     def close(self, told_at: int | None = None) -> None:
         """Say good-bye; `told_at` as in `Client.close`."""
+        self._come_to_rest()
         self.client.close(told_at)
         self._loop.close()
+
+    def _come_to_rest(self) -> None:
+        for come_to_rest in self.before_question:
+            come_to_rest()
 
 
 def connect(

@@ -5,12 +5,17 @@ waits until the policy lets this worker go on, and returns with the parameters o
 itself finds no gradient and does nothing. What it was asked to do (learning rate, momentum ...) travels along.
 
 Clipping, accumulation and scaling act on this worker's own gradient, before it is sent.
+
+With a scheduler gradients leave while backward computes (`early_push`), and what they weigh and are to be applied with
+follows at `optimizer.step()`: it is the server that weighs contributions. That returns at once, and the next forward
+pass begins while parameters come back (`parameter_return`), all of which are here before the next backward.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -19,9 +24,11 @@ from offbeat.diagnosis.wait import WaitContext
 from offbeat.engine import state_checks
 from offbeat.engine.batch_accounting import BatchAccount
 from offbeat.engine.bucket_buffer import view_in
+from offbeat.engine.early_push import EarlyPush
 from offbeat.engine.exchange_result import ExchangeResult
 from offbeat.engine.nonfinite import leave_out
 from offbeat.engine.optimizer_state import load
+from offbeat.engine.parameter_return import ParameterReturn
 from offbeat.engine.synchronizer import RUN_IS_CLOSED
 from offbeat.errors import ModelError, PeerError
 from offbeat.payload import Sum, Total
@@ -32,17 +39,35 @@ from offbeat.server.optimizers import OUTER, check_states, hyper
 from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from offbeat.codec import Exchange
+    from offbeat.codec import Exchange, State
     from offbeat.engine.prepared_model import PreparedModel
     from offbeat.engine.server_session import ServerSession
     from offbeat.engine.worker_context import WorkerContext
     from offbeat.layout import Bucket
     from offbeat.plan import Plan
+    from offbeat.server.client.requests import PulledParameters, ServerRequest
     from offbeat.server.optimizer_checkpoint import States
 
+_QUESTIONS = 3  # to find out how long the way to the server and back takes
 _log = logging.getLogger("offbeat")
+
+
+class ServerFlight(NamedTuple):
+    """A contribution that was brought, and the parameters that come for it.
+
+    Args:
+        step: whose it is, for reports.
+        weight, stamp: of this worker's batches in it.
+        issued_s: when it was announced.
+    """
+
+    request: ServerRequest[PulledParameters]
+    step: int
+    weight: float
+    issued_s: float
+    stamp: int
 
 
 class ServerSync:
@@ -87,21 +112,37 @@ class ServerSync:
         self.values = [_memory(bucket) for bucket in self.layout.buckets]
         self.grads = [_memory(bucket) for bucket in self.layout.buckets]
         self._slots = list(self._lay_out())
+        self._places = self._lay_out_grads()
         self._set_aside: dict[str, torch.Tensor] = {}
+        self._changed: set[str] = set()  # gradients that were taken in backward, and are others now
         self._blocks = cut(self.layout, server.block_bytes)
+        shards = deal(self._blocks, server.shards)
+        self._flight: ServerFlight | None = None
+        self._return: ParameterReturn | None = None  # once modules wait for what they read
+        self._early: EarlyPush | None = None
+        if plan.scheduling is not None:
+            self._early = EarlyPush(
+                model,
+                plan.scheduling,
+                self._blocks,
+                shards,
+                context.metrics.now_s,
+                take=self._take_gradient,
+                push=self._push_early,
+            )
         opening = self._client.open(
             model.number,
             plan=plan.to_toml(),
             layout=self.layout.digest,
             blocks=self._blocks,
-            shards=deal(self._blocks, server.shards),
+            shards=shards,
             values=[self.values[b.bucket][b.offset : b.offset + b.numel] for b in self._blocks],
             optimizer=model.describe(),
         )
         context.waiter.wait(opening, WaitContext("the parameters of the server", through_server=True))
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(lambda _: self.accounting.computed())
-            for parameter in model.parameters.values()
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._on_grad, name))
+            for name, parameter in model.parameters.items()
         ]
         self._take_values()
 
@@ -116,18 +157,28 @@ class ServerSync:
         self._context.metrics.forward(inputs)
         self.accounting.forward()
         self._look_for_cleared()
+        if self._early is not None and self.sync:
+            self._early.forward_begins()
 
     def on_backward(self) -> None:
-        """Note that the outermost backward has begun; nothing is sent before the optimizer steps.
+        """Note that the outermost backward has begun; without a scheduler nothing is sent before the optimizer steps.
 
         Raises:
             ModelError: if the run is closed: the replicas would silently drift apart.
         """
         if self._closed:
             raise ModelError(RUN_IS_CLOSED)
+        self._land()
         self._look_for_cleared()
         self._computed = True
         self.accounting.backward()
+        if self._early is not None and self.sync:
+            self._early.backward_begins()
+
+    def _on_grad(self, name: str, parameter: torch.Tensor) -> None:
+        self.accounting.computed()
+        if self._early is not None and self.sync:
+            self._early.complete(name)
 
     def _look_for_cleared(self) -> None:
         """Count gradients that are gone in no step: the optimizer's was left out (as GradScaler does)."""
@@ -153,7 +204,7 @@ class ServerSync:
     def land(self, *, in_place: bool) -> None:
         """Have what the server sends land in the parameters themselves from now on, or not."""
         self._in_place = in_place
-        for _, parameter, value, _ in self._slots:
+        for _, parameter, value in self._slots:
             if in_place and self._lands_in(parameter):
                 value.copy_(parameter.data)
                 parameter.data = value
@@ -171,22 +222,30 @@ class ServerSync:
             NumericsError: if what is pushed holds NaN or Inf and the plan says to raise.
             WorkerLostError, NetworkError: if the server is gone.
         """
+        self.synchronize()  # of an earlier call; or a part that was given again
         metrics = self._context.metrics
         metrics.compute_done()
         self._server.keep_drawn()
+        if self._early is not None and self._computed:
+            self._early.backward_ends()
         info = ContributionInfo(self.weight(self.accounting.weight), hyper(self._model.optimizer))
-        result = self.pending_result = self.exchange(info, self._pack())
+        flight = self._issue(info, self._pack(), self.step)
+        if self._return is None:
+            self.pending_result = self._finish(flight)
+        else:
+            self._flight = flight
+            self._return.begin(flight.request)
+        result = self.pending_result  # of the step before, if this one's is not known yet
         metrics.exchange_done(
             self.step,
-            result.spans,
-            result.weights[0],
-            result.staleness,
+            () if result is None else result.spans,
+            flight.weight,
+            0 if result is None else result.staleness,
             model=self._model.number,
-            dropped=result.dropped,
+            dropped=result is not None and result.dropped,
         )
         self.step += 1
         self._computed = False
-        self._context.waiter.witness.exchanged(self.accounting.stamp)
         self.accounting.exchanged()
 
     def exchange(
@@ -203,30 +262,52 @@ class ServerSync:
             NumericsError: if it holds NaN or Inf and the plan says to raise.
             WorkerLostError, NetworkError: if the server is gone.
         """
+        return self._finish(self._issue(info, unused, self.step if step is None else step))
+
+    def _issue(self, info: ContributionInfo, unused: Sequence[str], step: int) -> ServerFlight:
         metrics, number = self._context.metrics, self._model.number
-        issued_s = metrics.now_s()
+        issued_s, stamp = metrics.now_s(), self.accounting.stamp
         encoded = self._encode(deltas=info.change)
-        step = self.step if step is None else step
         weight = info.weight if self._finite(encoded, "change" if info.change else "gradient", step) else 0.0
         info = msgspec.structs.replace(info, weight=weight, used=tuple(self._server.used), step=step)
         self._server.used = []
         parts = [encoded[block.bucket][block.offset : block.offset + block.numel] for block in self._blocks]
-        request = self._client.exchange(number, parts, about=info, unused=tuple(unused))
+        early = self._early
+        request = self._client.exchange(
+            number,
+            parts,
+            about=info,
+            unused=tuple(unused),
+            order=() if early is None else early.order,
+            changed=self._blocks_with(self._changed),
+        )
+        metrics.sent_bytes += request.sent_bytes
+        return ServerFlight(request, step, weight, issued_s, stamp)
+
+    def _finish(self, flight: ServerFlight) -> ExchangeResult:
+        """Wait for the next parameters, and take those that were not taken yet."""
+        metrics, number = self._context.metrics, self._model.number
+        request, step, weight = flight.request, flight.step, flight.weight
         operation = f"the exchange with the server ({short_name(self.plan.sync)})"
         self._context.waiter.wait(request, WaitContext(operation, step, model=number, through_server=True))
-        self._take_values()
+        if self._return is None:
+            self._take_values()
+        else:
+            self._return.finish()
+        self._context.waiter.witness.exchanged(flight.stamp)
+        if self._early is not None:
+            self._after_exchange(self._early, metrics.now_s() - flight.issued_s)
         pulled = request.value
         if pulled.fate:
             text = f"Rank {self._client.rank} is back: what it had computed in step {step} {pulled.fate}."
             _log.warning("%s", text)
             metrics.event("server", text, step)
-        metrics.sent_bytes += request.sent_bytes
         self._context.history.record_server_parameters(number, step, self.values, pulled, samples=weight)
         return ExchangeResult(
             weights=(weight,),
             staleness=pulled.staleness,
             dropped=weight > 0 and not pulled.is_counted,
-            spans=((issued_s, metrics.now_s()),),
+            spans=((flight.issued_s, metrics.now_s()),),
         )
 
     def take_over_optimizer(self) -> None:
@@ -263,11 +344,22 @@ class ServerSync:
         for name, grad in self._set_aside.items():
             self._model.parameters[name].grad = grad
         self._set_aside.clear()
+        if self._context.history.is_kept:  # of this very step
+            self.synchronize()
         result, self.pending_result = self.pending_result, None
         return result
 
     def synchronize(self) -> None:
-        """Do nothing: all of a step is done when `optimizer.step()` returns."""
+        """Have all parameters of the next step here. This worker's own: others may be anywhere."""
+        self._land()
+        if self._return is not None:
+            self._return.take_again()
+
+    def _land(self) -> None:
+        """Have all parameters here; those that a forward pass has read stay as it read them."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self.pending_result = self._finish(flight)
 
     @property
     def wants_vote(self) -> bool:
@@ -315,7 +407,7 @@ class ServerSync:
         self.step = state_checks.whole(state["step"], "step")
         if self._server.brings_state:
             portions = list(scatter(brought, self._blocks))
-            for _, parameter, value, _ in self._slots:
+            for _, parameter, value in self._slots:
                 value.copy_(parameter.data)
             put = self._client.put(self._model.number, portions)
             self._context.waiter.wait(put, WaitContext("the server to take over a checkpoint", through_server=True))
@@ -340,23 +432,38 @@ class ServerSync:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._flight = None  # who leaves in order has waited before it said good-bye
+        if self._early is not None:
+            self._early.close()
+        if self._return is not None:
+            self._return.close()
+            self._server.before_question.remove(self.synchronize)
+            self._return = None
 
     # -- memory --------------------------------------------------------------------------------------------------
 
-    def _lay_out(self) -> Iterator[tuple[str, torch.nn.Parameter, torch.Tensor, torch.Tensor]]:
-        """Move each parameter into its bucket, if that is on its device; (name, it, its place, its gradient's)."""
-        for bucket, values, grads in zip(self.layout.buckets, self.values, self.grads, strict=True):
+    def _lay_out(self) -> Iterator[tuple[str, torch.nn.Parameter, torch.Tensor]]:
+        """Move each parameter into its bucket, if that is on its device; (name, it, its place)."""
+        for bucket, values in zip(self.layout.buckets, self.values, strict=True):
             for slot in bucket.slots:
                 parameter = self._model.parameters[slot.name]
-                value, grad = view_in(values, slot.offset, parameter), view_in(grads, slot.offset, parameter)
+                value = view_in(values, slot.offset, parameter)
                 value.copy_(parameter.data)
                 if self._lands_in(parameter):
                     parameter.data = value
-                yield slot.name, parameter, value, grad
+                yield slot.name, parameter, value
+
+    def _lay_out_grads(self) -> dict[str, torch.Tensor]:
+        """The place of each gradient in `grads`, by name."""
+        return {
+            slot.name: view_in(grads, slot.offset, self._model.parameters[slot.name])
+            for bucket, grads in zip(self.layout.buckets, self.grads, strict=True)
+            for slot in bucket.slots
+        }
 
     def _take_values(self) -> None:
         """Bring what arrived to the model's device."""
-        for _, parameter, value, _ in self._slots:
+        for _, parameter, value in self._slots:
             if not self._lands_in(parameter):
                 parameter.data.copy_(value, non_blocking=True)
 
@@ -366,16 +473,83 @@ class ServerSync:
     def _pack(self) -> list[str]:
         """Copy every gradient into its bucket and set it aside; the names of those that are missing."""
         unused = []
-        for name, parameter, _, place in self._slots:
-            grad = parameter.grad
+        taken = set() if self._early is None else self._early.taken
+        self._changed = {name for name in taken if not self._is_as_taken(name)}
+        if self._changed:  # what was taken is on its way
+            self.grads = [grads.clone() for grads in self.grads]
+            self._places = self._lay_out_grads()
+        for name, parameter, _ in self._slots:
+            place, grad = self._places[name], parameter.grad
             if grad is None:
                 unused.append(name)
                 place.zero_()
                 continue
-            place.copy_(grad.to_dense() if grad.is_sparse else grad.detach())
+            if name not in taken or name in self._changed:
+                place.copy_(grad.to_dense() if grad.is_sparse else grad.detach())
             self._set_aside[name] = grad
             parameter.grad = None
         return unused
+
+    # -- what leaves during backward -----------------------------------------------------------------------------
+
+    def _take_gradient(self, name: str) -> bool:
+        """Copy a gradient that is complete into its bucket, unless it is sparse."""
+        grad = self._model.parameters[name].grad
+        if grad is None or grad.is_sparse:
+            return False
+        self._places[name].copy_(grad.detach())
+        return True
+
+    def _is_as_taken(self, name: str) -> bool:
+        grad = self._model.parameters[name].grad
+        if grad is None or grad.is_sparse:
+            return False
+        return torch.equal(grad.detach().to(self._places[name].device), self._places[name])
+
+    def _push_early(self, index: int) -> None:
+        block = self._blocks[index]
+        grad = self.grads[block.bucket][block.offset : block.offset + block.numel]
+        self._client.push_early(self._model.number, index, self._payload(grad, {}))
+
+    def _blocks_with(self, names: Collection[str]) -> list[int]:
+        """The blocks that any of these gradients is in."""
+        return [b.index for b in self._blocks if any(piece.name in names for piece in b.pieces)] if names else []
+
+    def _after_exchange(self, early: EarlyPush, exchange_s: float) -> None:
+        """Find the order when enough is known, or push behind backward from here on."""
+        changed, self._changed = bool(self._changed), set[str]()
+        early.stepped(exchange_s, changed=changed)
+        if why := early.objection:
+            early.close()
+            self._early = None
+            text = f"step {self.step}: gradients are pushed behind backward: {why}."
+            self._context.metrics.event("scheduling", text, self.step)
+            _log.warning("%s", text)
+        elif early.is_enough:
+            early.plan(min(self._answer_s() for _ in range(_QUESTIONS)))
+            _log.info("step %d: gradients are pushed in %d blocks.", self.step, len(self._blocks))
+            if early.readers:
+                self._return_ahead(early.readers)
+
+    def _return_ahead(self, readers: Mapping[str, tuple[torch.nn.Module, ...]]) -> None:
+        """Have `optimizer.step()` return at once from here on, and modules wait for what they read."""
+        self.land(in_place=False)  # what comes must not land under a forward pass's feet
+        self._return = ParameterReturn(
+            self._model.model,
+            {name: (parameter, value) for name, parameter, value in self._slots},
+            self._blocks,
+            self._client.state(self._model.number),
+            readers,
+            self._context.waiter,
+            come_to_rest=self.synchronize,
+        )
+        self._server.before_question.append(self.synchronize)
+
+    def _answer_s(self) -> float:
+        """The time that the server takes to answer a question."""
+        began_s = self._context.metrics.now_s()
+        self._context.waiter.wait(self._client.look(), WaitContext("an answer of the server", through_server=True))
+        return self._context.metrics.now_s() - began_s
 
     def _finite(self, encoded: Sequence[torch.Tensor], what: str, step: int) -> bool:
         """Whether what is sent can be taken; with a narrow codec it may overflow where the gradient did not."""
@@ -393,18 +567,21 @@ class ServerSync:
         """Encode each bucket of `grads`."""
         codec, encoded = self.plan.codec, []
         for bucket, grad in zip(self.layout.buckets, self.grads, strict=True):
-            state = self._model.codec_state.of(codec, bucket, deltas=deltas)
-            exchange = codec.exchange(grad, state)
-            payload = next(exchange)
-            if not isinstance(payload, Sum) or payload.tensor.shape != grad.shape:
-                raise ModelError(
-                    f"Cannot push with {codec!r}: a parameter server takes one dense sum per bucket. Use Dense() "
-                    "or Cast()."
-                )
-            encoded.append(payload.tensor)
-            if any(state.values()):
-                _end(exchange, payload.tensor)
+            encoded.append(self._payload(grad, self._model.codec_state.of(codec, bucket, deltas=deltas)))
         return encoded
+
+    def _payload(self, grad: torch.Tensor, state: State) -> torch.Tensor:
+        """Encode a gradient, or a part of one that a codec without a state can encode by itself."""
+        codec = self.plan.codec
+        exchange = codec.exchange(grad, state)
+        payload = next(exchange)
+        if not isinstance(payload, Sum) or payload.tensor.shape != grad.shape:
+            raise ModelError(
+                f"Cannot push with {codec!r}: a parameter server takes one dense sum per bucket. Use Dense() or Cast()."
+            )
+        if any(state.values()):
+            _end(exchange, payload.tensor)
+        return payload.tensor
 
 
 def _end(exchange: Exchange, sent: torch.Tensor) -> None:

@@ -20,11 +20,13 @@ class Demand:
         together: whether one update takes the contributions of all workers.
         tuned: whether batches follow the machines.
         part: bytes that pass between a worker and the others in a step, on average, for each of a gradient's.
+        overlaps: whether a server's links work while workers compute, where they wait for each other.
     """
 
     together: bool = True
     tuned: bool = False
     part: float = 1.0
+    overlaps: bool = False
 
     @classmethod
     def of(cls, plan: Plan, steps: Iterable[int]) -> Demand:
@@ -40,7 +42,8 @@ class Demand:
         part = min(sum(_part(one, step) for step in numbers) for one in policies) / len(numbers)
         if isinstance(innermost(plan.codec), Cast) and not plan.is_served:
             part /= 2
-        return cls(all(one.replicated for one in policies), plan.tuning is not None, part)
+        together = all(one.replicated for one in policies)
+        return cls(together, plan.tuning is not None, part, overlaps=plan.scheduling is not None)
 
 
 def _part(policy: Policy, step: int) -> float:

@@ -10,6 +10,8 @@
   come back whole, however narrow contributions are; where they come back after every eighth step only, so does d.
 * server, contributions applied one by one: while one worker has the link the others compute: max(C + d, N d). (Without
   pipelining max(C + 2 d, N d).) N d holds as long as all train.
+* server, with a scheduler: contributions leave while backward computes, parameters come back while the next forward
+  pass does: max(C, N d), whatever the policy.
 
 C is that of the slowest worker where all wait for all; the mean where each goes at its own pace; and the harmonic mean
 where batches follow the machines: then all take equally long for a round of the same number of samples.
@@ -42,6 +44,7 @@ ALLREDUCE = "max(C, S/min B, 2 (N-1) S/sum B)"
 IN_NETWORK = "max(C, S/min B)"
 TOGETHER = "C + N d"
 ONE_BY_ONE = "max(C + d, N d)"
+OVERLAPPED = "max(C, N d)"
 
 
 def limit(job: RowJob, raw: Sequence[RawRun]) -> tuple[float, str]:
@@ -69,7 +72,12 @@ def _limit(job: RowJob, scenario: Scenario, raw: Sequence[RawRun]) -> tuple[floa
     size_bytes = demand.part * max(one.gradient_bytes for one in raw)
     if job.served and scenario.servers:
         return served(
-            scenario, compute_s=compute_s, size_bytes=size_bytes, workers=len(staying), together=demand.together
+            scenario,
+            compute_s=compute_s,
+            size_bytes=size_bytes,
+            workers=len(staying),
+            together=demand.together,
+            overlaps=demand.overlaps,
         )
     names = {hosts[rank].name for rank in staying}
     links = tuple(link for link in scenario.workers.links if link.a in names)
@@ -123,15 +131,24 @@ def allreduce(workers: Topology, *, compute_s: float, size_bytes: float) -> tupl
 
 
 def served(
-    scenario: Scenario, *, compute_s: float, size_bytes: float, workers: int, together: bool
+    scenario: Scenario,
+    *,
+    compute_s: float,
+    size_bytes: float,
+    workers: int,
+    together: bool,
+    overlaps: bool = False,
 ) -> tuple[float, str]:
     """The same for a row with a server.
 
     Args:
         workers: N.
         together: whether one update takes the contributions of all workers.
+        overlaps: whether all that passes the link can do so while workers compute.
     """
     all_s = scenario.topology.server_bound_s(size_bytes, scenario.servers, workers)
+    if overlaps:
+        return max(compute_s, all_s), OVERLAPPED
     if together:
         return compute_s + all_s, TOGETHER
     return max(compute_s + all_s / workers, all_s), ONE_BY_ONE

@@ -30,17 +30,11 @@ def predictions(scenario: Scenario, folder: Path, known: Known, *, steps: int | 
     from offbeat.plan import Plan
     from offbeat.sim import is_modelled, predict
 
+    rows = [(job, Plan.from_toml(job.toml) if job.toml else None) for job in jobs(scenario, folder)]
     return [
-        predict(
-            scenario,
-            job.row,
-            Plan.from_toml(job.toml) if job.toml else None,
-            known,
-            steps=steps,
-            faults=job.faults,
-        )
-        for job in jobs(scenario, folder)
-        if is_modelled(job.row, scenario.workload)
+        predict(scenario, job.row, plan, known, steps=steps, faults=job.faults)
+        for job, plan in rows
+        if is_modelled(job.row, scenario.workload, plan)
     ]
 
 

@@ -165,6 +165,8 @@ class ContributionInfo(msgspec.Struct, frozen=True):
             optimizer, which is empty for a plain average.
         ends: it is the last of the worker's own steps, perhaps fewer than usual, and in an update by itself.
         step: how many steps the worker's script has made of this model before, for people.
+        again: blocks that were pushed before the contribution was announced, and have changed since: of each of them
+            only the `PushBlock` that comes `again` counts.
     """
 
     weight: Samples
@@ -174,6 +176,7 @@ class ContributionInfo(msgspec.Struct, frozen=True):
     change: bool = False
     ends: bool = False
     step: Count = 0
+    again: Annotated[tuple[Count, ...], msgspec.Meta(max_length=1 << 20)] = ()
 
 
 class Announce(msgspec.Struct, tag=True, frozen=True):
@@ -203,12 +206,17 @@ BlockPayload = DensePayload | CastPayload
 
 
 class PushBlock(msgspec.Struct, tag=True, frozen=True):
-    """One block of a contribution; `payload` says what its body is, see `offbeat.server.pushed_block`."""
+    """One block of a contribution; `payload` says what its body is, see `offbeat.server.pushed_block`.
+
+    Args:
+        again: it takes the place of one that came before the contribution was announced, if that is still here.
+    """
 
     model: Model
     clock: Count
     block: Count
     payload: BlockPayload
+    again: bool = False
 
 
 class ReleaseWorker(msgspec.Struct, tag=True, frozen=True):

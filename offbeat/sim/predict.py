@@ -103,12 +103,13 @@ class Known:
         )
 
 
-def is_modelled(row: Row, workload: Replay | TrainingScript | None = None) -> bool:
+def is_modelled(row: Row, workload: Replay | TrainingScript | None = None, plan: Plan | None = None) -> bool:
     """Whether a row's system is, its policies are known before it is run, and so are, for a schedule, its gradients."""
     is_scheduled = isinstance(row.plan, dict) and "scheduling" in row.plan
     if is_scheduled and workload is not None and not isinstance(workload, Replay):
         return False
-    return not row.swap and (row.system == "offbeat" or row.system in _PEERS)
+    pushes_early = plan is not None and plan.is_served and plan.scheduling is not None
+    return not row.swap and not pushes_early and (row.system == "offbeat" or row.system in _PEERS)
 
 
 def predict(
@@ -176,6 +177,11 @@ def _played(
 
         plan, links = dataclasses.replace(plan, fabric=ParameterServer()), links.meeting_at_switch
     if plan is not None and plan.is_served:
+        if plan.scheduling is not None:
+            raise ScenarioError(
+                f"Cannot simulate {plan.scheduling!r} with {plan.fabric!r}: blocks that are pushed while backward "
+                "computes are not modelled. Leave out scheduling, or the fabric."
+            )
         return SimulatedServer(
             plan,
             compute_times,

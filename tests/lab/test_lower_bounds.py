@@ -51,6 +51,17 @@ def test_a_server(servers: int, compute_s: float, together: bool, wanted_s: floa
     assert words == (lower_bounds.TOGETHER if together else lower_bounds.ONE_BY_ONE)
 
 
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(("compute_s", "wanted_s"), [(8.5 * D_S, 8.5 * D_S), (0.1, 8 * D_S)])
+def test_a_server_whose_links_work_while_workers_compute(compute_s: float, wanted_s: float, together: bool) -> None:
+    scenario = Scenario.from_toml(TEXT.format(servers=1))
+    limit_s, words = lower_bounds.served(
+        scenario, compute_s=compute_s, size_bytes=1.25e6, workers=8, together=together, overlaps=True
+    )
+    assert limit_s == pytest.approx(wanted_s)
+    assert words == lower_bounds.OVERLAPPED
+
+
 @pytest.mark.parametrize(("compute_s", "wanted_s"), [(0.4, 0.4), (0.01, 2 * 7 / 8 * D_S)])
 def test_a_ring(compute_s: float, wanted_s: float) -> None:
     workers = Scenario.from_toml(TEXT.format(servers=1)).workers

@@ -3,7 +3,7 @@
 * `client` - what the training thread asks of all shards; `receiver` - what is heard from one of them
 * `model_exchanges` - opening models, contributions, and the parameters that come back; `model_state` - one model there
 * `question_client` - what all workers are asked; `coordinator_requests` - the status, and swaps of the plan
-* `requests` - what the training thread waits for, and what comes of it
+* `requests` - what the training thread waits for, and what comes of it; `pulled_blocks` - a part of the parameters
 * `lease_requests` - asks for leases of data; `lease_queue` - those that it has
 * `plan_judge` - what it makes of another plan that is proposed
 * `state_transfer` - what it fetches and puts for checkpoints

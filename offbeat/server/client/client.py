@@ -49,7 +49,7 @@ from offbeat.server.client.state_transfer import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     import torch
 
@@ -167,17 +167,33 @@ class Client:
         *,
         about: ContributionInfo,
         unused: tuple[str, ...] = (),
+        order: Sequence[int] = (),
+        changed: Collection[int] = (),
     ) -> ServerRequest[PulledParameters]:
         """Bring a contribution and wait for the parameters of the next step.
 
         Args:
             parts: [D] gradient of each block, contiguous, on the CPU; it may not change until the exchange is done.
-            about: what it is; its `unused` is filled in.
+            about: what it is; its `unused` and `again` are filled in.
             unused: names of parameters without a gradient.
+            order: in which the blocks are pushed; that of `parts` if empty.
+            changed: blocks that were pushed early, and are not what they were then.
         """
         sent_bytes = sum(part.numel() * part.element_size() for part in parts)
         request: ServerRequest[PulledParameters] = ServerRequest(sent_bytes)
-        return self._begin(request, self._models.announce, model, dict(enumerate(parts)), about, unused)
+        in_order = {block: parts[block] for block in order or range(len(parts))}
+        return self._begin(request, self._models.announce, model, in_order, about, unused, changed)
+
+    def push_early(self, model: int, block: int, part: torch.Tensor) -> None:
+        """Push a block of the contribution that is being computed, before `exchange`, which pushes what is left.
+
+        Nothing comes of it before `exchange`, and nothing at all if this worker is lost first. A policy that wants to
+        grant pushes, or a server that is away, has it wait for `exchange`.
+
+        Args:
+            part: as of `exchange`. Of each shard, one block at least is left for that.
+        """
+        self._loop.call(self._push_early, model, block, part)
 
     def register_loader(self, about: RegisterLoader) -> LeaseQueue:
         """Take part in a loader's data; where the leases come."""
@@ -306,6 +322,10 @@ class Client:
         else:
             self._models.open(state)
 
+    def _push_early(self, model: int, block: int, part: torch.Tensor) -> None:
+        if self._error is None:
+            self._models.push_early(model, block, part)
+
     def _transfer(self, request: ServerRequest[Any], transfer: StateTransfer) -> None:
         """Begin a transfer; if it cannot begin now, it does when all models are open again."""
         self.transfers.add(transfer)
@@ -324,6 +344,7 @@ class Client:
             request.fail(ModelError(f"Cannot ask all workers for {question}: call run.prepare first."))
             return
         ask = self._questions.add(request, question, numbers, refresh=refresh, refusal=refusal)
+        self._models.forget_pushes()
         self._models.come_again()
         if self._connections.is_up and self._models.can_ask:
             self._connections.say(ask)

@@ -19,7 +19,7 @@ from offbeat.server.pushed_block import payload_of
 from offbeat.tensors import bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     import torch
 
@@ -106,24 +106,40 @@ class ModelExchanges:
         parts: Mapping[int, torch.Tensor],
         about: ContributionInfo,
         unused: tuple[str, ...],
+        changed: Collection[int] = (),
     ) -> None:
         """Bring a contribution; done when this worker has the next parameters.
 
         Args:
-            parts: [D] of each block.
+            parts: [D] of each block, in the order in which they are pushed.
             unused: names of parameters without a gradient.
+            changed: blocks that are not what was pushed of them before.
         """
         state = self.states[model]
         state.request, state.parts, state.announced = request, parts, ()
         # A parameter without elements is in no block.
         known = tuple(state.names[name] for name in unused if name in state.names)
-        state.about = msgspec.structs.replace(about, unused=known)
+        again = state.void.union(state.pushed.intersection(changed))
+        state.about = msgspec.structs.replace(about, unused=known, again=tuple(sorted(again)))
         if state.is_in:
             self._announce(state, state.about)
             if not state.is_gated:
                 self._push(state, state.clock)
         elif state.is_outdated:
             self._come_again(state)
+
+    def push_early(self, model: int, block: int, part: torch.Tensor) -> None:
+        """Push a block of the contribution that is being computed, if the server takes it before it is announced."""
+        state = self.states[model]
+        can_push = state.may_push_early and self._connections.is_up and not self._questions.is_asking
+        if can_push and block not in state.void | state.pushed:
+            self._push_block(state, block, part)
+            state.pushed.add(block)
+
+    def forget_pushes(self) -> None:
+        """Push anew what was pushed of contributions that are not announced: this worker steps out with a question."""
+        for state in self.states.values():
+            state.forget_pushes()
 
     def come_again(self) -> None:
         """Come again with all models that are outdated, although there is no contribution yet: something is asked."""
@@ -176,7 +192,7 @@ class ModelExchanges:
             self._leases.enrol_again()
         if not was_in and state.parts is not None and not go.values:
             assert state.about is not None
-            state.clock = go.step
+            state.count_on(go.step)
             self._announce(state, state.about)
             return
         state.going, state.is_entering = go, state.is_entering or not was_in
@@ -186,7 +202,9 @@ class ModelExchanges:
         """Handle that a block of the parameters is here."""
         state = self.state(message.model)
         state.versions[message.block] = message.version
-        state.take(message.block, message.number)
+        with state.block_came:
+            state.take(message.block, message.number)
+            state.block_came.notify_all()
         self._finish(state)
 
     def forget_done(self, message: SnapshotAck) -> None:
@@ -206,6 +224,7 @@ class ModelExchanges:
         """Handle the loss of all links."""
         for state in self.states.values():
             state.is_in = state.is_outdated = False
+            state.forget_pushes()
 
     def arrived(self) -> None:
         """Open all models: there are links to all shards again."""
@@ -216,6 +235,7 @@ class ModelExchanges:
         """Fail what is waited for: there will be no links again."""
         for state in self.states.values():
             state.request.fail(error)
+            state.tell_over()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -284,9 +304,15 @@ class ModelExchanges:
         if parts is None or clock != state.clock:
             raise PeerError(f"The server granted contribution {clock}, this worker has {state.clock}.")
         state.await_all()
-        for block, part in parts.items():
-            payload = payload_of(part, state.blocks[block].dtype)
-            self._links[state.shards[block]].send(pack(PushBlock(state.model, clock, block, payload)), bytes_of(part))
+        again = () if state.about is None else state.about.again
+        # What comes again goes first: without the rest no shard takes the contribution to be whole.
+        for block in sorted(parts, key=lambda one: one not in again):
+            if block in again or block not in state.pushed:
+                self._push_block(state, block, parts[block], again=block in again)
+
+    def _push_block(self, state: ModelState, block: int, part: torch.Tensor, *, again: bool = False) -> None:
+        push = PushBlock(state.model, state.clock, block, payload_of(part, state.blocks[block].dtype), again)
+        self._links[state.shards[block]].send(pack(push), bytes_of(part))
 
     def _finish(self, state: ModelState) -> None:
         """Take the next step, if the parameters for it are here."""
@@ -295,11 +321,12 @@ class ModelExchanges:
             return
         if go.counted and state.about is not None:
             state.done.append((state.clock, state.about.weight))
-        state.going, state.clock = None, go.step
+        state.going = None
+        state.count_on(go.step)
         if go.values:
             if state.about is not None:
                 self._leases.queues.brought(state.about.used)
-            state.parts, state.version = None, go.version
+            state.parts, state.version, state.last_number = None, go.version, state.number
             state.await_all()
             self._connections.progressed()
             self._connections.say(PullDone(state.model, state.clock))
@@ -313,6 +340,7 @@ class ModelExchanges:
                     fate=go.fate,
                 )
             )
+            state.tell_over()
         if state.is_entering:
             state.is_entering = False
             if self.can_ask:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,8 @@ class ModelState:
     parts: Mapping[int, torch.Tensor] | None = None
     missing: set[int] = field(default_factory=set)  # blocks that have not come with this number:
     number: int = 0  # the highest that came with `PullBlock` for the step that it waits for
+    last_number: int = 0  # with which the parameters that it has came
+    block_came: threading.Condition = field(default_factory=threading.Condition)  # or there is nothing to wait for
     going: ReleaseWorker | None = None  # the release whose parameters are still coming
     is_gated: bool = True  # whether it waits for its grant before it pushes
     names: dict[str, int] = field(default_factory=dict)
@@ -49,6 +52,8 @@ class ModelState:
     optimizer: OptimizerSpec | None = None
     about: ContributionInfo | None = None  # what is said of the contribution that it has
     announced: tuple[int, ...] = ()  # numbers under which that was announced
+    pushed: set[int] = field(default_factory=set)  # blocks that were pushed before the contribution was announced
+    void: set[int] = field(default_factory=set)  # of these, those that not every shard may have any more
     life: int = 0  # of the server, when it was let in last; 0 before the first time
     new_life: int = 0  # of the server that is to let it in now
     version: int = 0  # of the parameters it has
@@ -65,6 +70,21 @@ class ModelState:
         """Whether the training thread waits for the parameters, so that they may be overwritten."""
         return not self.request.is_over
 
+    @property
+    def may_push_early(self) -> bool:
+        """Whether blocks of the contribution that is being computed may be pushed."""
+        return self.is_in and not self.is_gated and not self.is_entering and self.going is None and self.parts is None
+
+    def forget_pushes(self) -> None:
+        """Have all that was pushed before the contribution is announced be pushed again: some shards forget it."""
+        self.void |= self.pushed
+        self.pushed = set()
+
+    def count_on(self, clock: int) -> None:
+        """Compute, or bring, the contribution of this number next."""
+        if clock != self.clock:
+            self.clock, self.pushed, self.void = clock, set(), set()
+
     def expects(self, block: int, number: int) -> bool:
         """Whether this block may come; also once more, with a greater number."""
         return block in self.missing or (number > self.number and block < len(self.blocks))
@@ -79,6 +99,11 @@ class ModelState:
             self.missing, self.number = set(range(len(self.blocks))), number
         if number == self.number:
             self.missing.discard(block)
+
+    def tell_over(self) -> None:
+        """Wake up whoever waits for blocks: the request is over."""
+        with self.block_came:
+            self.block_came.notify_all()
 
     def name_all(self) -> None:
         """Number all parameters."""

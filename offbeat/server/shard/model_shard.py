@@ -162,17 +162,17 @@ class ModelShard:
         """Number of the worker's contribution that is next or on its way; None if it does not take part."""
         return self._scheduler.next(worker)
 
-    def expects(self, push: Push, block: int) -> bool:
-        """Whether this block of a contribution is still to come."""
-        return self._scheduler.expects(push, block)
+    def expects(self, push: Push, block: int, *, again: bool = False) -> bool:
+        """Whether this block of a contribution is still to come, or may come `again`."""
+        return self._scheduler.expects(push, block, again=again)
 
     def is_past(self, push: Push) -> bool:
         """Whether nobody waits for this contribution any more, so that what still comes of it is discarded."""
         return self._scheduler.is_past(push)
 
-    def arrive(self, push: Push, block: int, part: PushedBlock) -> int:
+    def arrive(self, push: Push, block: int, part: PushedBlock, *, again: bool = False) -> int:
         """A block of a contribution is here; returns how many are still to come."""
-        missing = self._scheduler.arrive(push, block, part)
+        missing = self._scheduler.arrive(push, block, part, again=again)
         self._perform(block)
         return missing
 
@@ -189,7 +189,8 @@ class ModelShard:
             case ApplyContributions(pushes=pushes, hyper=hyper, rate=rate, in_order=in_order):
                 about = [msgspec.structs.replace(one, hyper=hyper) for one in decision.about]
                 told = dict(zip(pushes, zip(pushes, about, strict=True), strict=True))
-                self._scheduler.apply(Apply(pushes, rate, in_order), told)
+                again = {push: frozenset(one.again) for push, one in zip(pushes, about, strict=True) if one.again}
+                self._scheduler.apply(Apply(pushes, rate, in_order), told, again)
             case DropContribution(worker=worker, clock=clock, coming=coming):
                 self._scheduler.drop((worker, clock), coming=coming)
             case ReleaseFromShard(worker=worker, step=step):

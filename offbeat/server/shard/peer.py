@@ -50,7 +50,9 @@ class PeerHandler(Protocol):
 
     def fill(self, peer: Peer, model: int, block: int) -> None: ...
 
-    def arrive(self, peer: Peer, model: int, push: Push, block: int, part: PushedBlock) -> None: ...
+    def arrive(
+        self, peer: Peer, model: int, push: Push, block: int, part: PushedBlock, *, again: bool = False
+    ) -> None: ...
 
     def fetch(self, peer: Peer, message: FetchState) -> None: ...
 
@@ -86,7 +88,8 @@ class Peer:
         self._unseen = 0  # answers that it has not received
         self._is_fetching = False
         self.may_put: set[int] = set()  # models that it may put other parameters into, until `PutStateDone`
-        self.early: dict[tuple[int, int], tuple[Push, PushedBlock]] = {}  # by model and block: not known of yet
+        # By model and block, with whether it comes again: not known of yet.
+        self.early: dict[tuple[int, int], tuple[Push, PushedBlock, bool]] = {}
         self._landing: torch.Tensor | None = None
         self._pushed: PushedBlock | None = None
         self._filled: int | None = None  # the block whose values are being received
@@ -203,11 +206,11 @@ class Peer:
                 if filled != block:
                     raise PeerError(f"Rank {self.rank} sends values of block {block} without a body.")
                 shard.fill(self, model, block)
-            case PushBlock(model=model, clock=clock, block=block):
+            case PushBlock(model=model, clock=clock, block=block, again=again):
                 pushed, self._pushed = self._pushed, None
                 if pushed is None:
                     raise PeerError(f"Rank {self.rank} sends block {block} without a body.")
-                shard.arrive(self, model, (self.rank, clock), block, pushed)
+                shard.arrive(self, model, (self.rank, clock), block, pushed, again=again)
             case FetchState(model=model):
                 if model not in self.models:
                     raise PeerError(f"Rank {self.rank} does not take part in model {model}.")
@@ -246,18 +249,19 @@ class Peer:
             raise PeerError(f"Rank {self.rank} does not take part in model {model}.")
         model_shard = self._shard.model_shard(model)
         values = model_shard.values(block)
-        self._check_turn((self.rank, message.clock), model_shard, block)
+        self._check_turn(message, model_shard)
         try:
             self._pushed = receive(message.payload, values, block, size_bytes)
             return bytes_of(self._pushed.body)
         except PeerError as error:
             raise self._refused(error) from error
 
-    def _check_turn(self, push: Push, model_shard: ModelShard, block: int) -> None:
+    def _check_turn(self, message: PushBlock, model_shard: ModelShard) -> None:
         expected, shard = model_shard.next(self.rank), self._shard
+        push, block = (self.rank, message.clock), message.block
         if shard.is_early(self, model_shard.model):
             return
-        if model_shard.expects(push, block):
+        if model_shard.expects(push, block, again=message.again):
             if not shard.may_push(model_shard.model, push):
                 raise PeerError(f"Cannot accept contribution {push[1]} of rank {self.rank}: it has not been granted.")
         elif expected is not None and (shard.coordinates or not model_shard.is_past(push)):

@@ -366,16 +366,19 @@ class Shard:
             peer.filling.discard(model)
             self._report(ModelFilled(model))
 
-    def arrive(self, peer: Peer, model: int, push: Push, block: int, part: PushedBlock) -> None:
-        """A block of a contribution is here."""
+    def arrive(self, peer: Peer, model: int, push: Push, block: int, part: PushedBlock, *, again: bool = False) -> None:
+        """A block of a contribution is here; perhaps `again`."""
         model_shard = self.model_shard(model)
         if self.is_early(peer, model):
-            peer.early[(model, block)] = (push, part)
+            peer.early[(model, block)] = (push, part, again)
             return
         # Not if the worker was sent away in the meantime.
-        if not model_shard.expects(push, block):
+        if not model_shard.expects(push, block, again=again):
             return
-        missing, count = model_shard.arrive(push, block, part), len(model_shard.sizes)
+        is_first = model_shard.expects(push, block)
+        missing, count = model_shard.arrive(push, block, part, again=again), len(model_shard.sizes)
+        if not is_first:
+            return
         if missing == min(max(1, count // _NEARLY), count - 1):
             self._report(PushNearlyDone(model, *push))
         if missing == 0:
@@ -563,8 +566,8 @@ class Shard:
         peer = self._peers.get(admit.worker)
         if peer is not None:
             for model, block in [key for key in peer.early if key[0] == admit.model]:
-                push, part = peer.early.pop((model, block))
-                self.arrive(peer, model, push, block, part)
+                push, part, again = peer.early.pop((model, block))
+                self.arrive(peer, model, push, block, part, again=again)
 
     def refuse(self, reason: str) -> None:
         """The coordinator does not want this shard."""
@@ -680,9 +683,12 @@ class Shard:
             self._to_give.append((peer, message, values))
 
     def _give_all(self) -> None:
-        """Send the values that are due, after what lets others go on: that would wait behind them on the link."""
+        """Send the values that are due, after what lets others go on: that would wait behind them on the link.
+
+        Blocks begin with what backward has first, so the last ones are what the next forward pass needs first.
+        """
         to_give, self._to_give = self._to_give, []
-        for peer, message, values in to_give:
+        for peer, message, values in sorted(to_give, key=lambda one: -one[1].block):
             peer.say(message, bytes_of(values))
 
     def _report(self, message: ModelFilled | PushNearlyDone | PushDone) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from offbeat.sync import Apply, Push
 
@@ -28,6 +28,7 @@ class LoggedUpdate:
         open: its contributions that may still be withdrawn.
         withdrawn: those that were.
         is_held: it was taken out again, and is made once nothing in it is open.
+        again: of each contribution, blocks that come once more, and count only then.
     """
 
     version: int
@@ -37,6 +38,7 @@ class LoggedUpdate:
     open: set[Push]
     withdrawn: set[Push] = field(default_factory=set)
     is_held: bool = False
+    again: Mapping[Push, Collection[int]] = field(default_factory=dict)
 
     @property
     def pushes(self) -> list[Push]:

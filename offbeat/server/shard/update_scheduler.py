@@ -11,7 +11,9 @@ Rules:
   earlier updates of the block have been made as well.
 * A released worker is given a block once the update with its own contribution has been made there; if that was dropped
   or there was none, once all updates so far have.
-* Each block of a contribution is taken once, and contributions of a worker come in order, one at a time.
+* Each block of a contribution is taken once, and contributions of a worker come in order, one at a time. Blocks may
+  come before anybody has heard of the contribution, while their worker still computes others: then nothing is made of
+  them. Of those that have changed when it is announced (`again`) a second one is taken, and only that counts.
 * A contribution is *open* until the coordinator says that it is whole at all shards (`commit`), or that it never will
   be (`withdraw`), because its worker is lost. Of a lost worker a shard takes nothing more, and no update goes on
   without it before that word. One that is withdrawn is in no block: updates that have it are undone, and made anew from
@@ -46,7 +48,7 @@ from typing import TYPE_CHECKING, Any
 from offbeat.server.shard.undo_log import LoggedUpdate, UndoLog
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from offbeat.server.shard.undo_log import UndoEntry
     from offbeat.sync import Apply, Push
@@ -113,11 +115,13 @@ class IncomingContribution:
 
     Args:
         is_whole: it has arrived at all shards.
+        again: blocks that have come to take the place of an earlier one.
     """
 
     blocks: dict[int, Any] = field(default_factory=dict)
     wanted: bool = True
     is_whole: bool = False
+    again: set[int] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -169,22 +173,26 @@ class UpdateScheduler:
         """Number of the contribution that is next or on its way; None if the worker does not take part."""
         return self._next.get(worker)
 
-    def expects(self, push: Push, block: int) -> bool:
-        """Whether this block of a contribution is still to come."""
+    def expects(self, push: Push, block: int, *, again: bool = False) -> bool:
+        """Whether this block of a contribution is still to come, or may come `again`."""
         worker, clock = push
         if self._next.get(worker) != clock or block not in self._blocks:
             return False
-        return push not in self._arrivals or block not in self._arrivals[push].blocks
+        if (arrival := self._arrivals.get(push)) is None:
+            return True
+        return block not in (arrival.again if again else arrival.blocks)
 
     def is_past(self, push: Push) -> bool:
         """Whether the worker has brought this contribution before, or does not take part any more."""
         worker, clock = push
         return worker not in self._next or clock < self._next[worker]
 
-    def arrive(self, push: Push, block: int, part: Any) -> int:
+    def arrive(self, push: Push, block: int, part: Any, *, again: bool = False) -> int:
         """A block of a contribution that is expected is here; returns how many are still to come."""
-        assert self.expects(push, block), (push, block)
+        assert self.expects(push, block, again=again), (push, block)
         arrival = self._arrivals.setdefault(push, IncomingContribution())
+        if again:
+            arrival.again.add(block)
         arrival.blocks[block] = part if arrival.wanted else None
         missing = len(self._blocks) - len(arrival.blocks)
         if not missing:
@@ -193,11 +201,14 @@ class UpdateScheduler:
                 del self._arrivals[push]
         return missing
 
-    def apply(self, apply: Apply, about: Mapping[Push, Any]) -> None:
+    def apply(
+        self, apply: Apply, about: Mapping[Push, Any], again: Mapping[Push, Collection[int]] | None = None
+    ) -> None:
         """The policy's decision about contributions that have arrived or will.
 
         Args:
             about: what is to be handed on about each.
+            again: of some of them, the blocks that come once more, and count only then.
         """
         self.version += 1
         is_open = set()
@@ -205,7 +216,7 @@ class UpdateScheduler:
             if not self._arrivals.setdefault(push, IncomingContribution()).is_whole:
                 is_open.add(push)
             self._applied[push[0]] = push[1]
-        self._updates.append(LoggedUpdate(self.version, apply, about, set(self._blocks), is_open))
+        self._updates.append(LoggedUpdate(self.version, apply, about, set(self._blocks), is_open, again=again or {}))
 
     def commit(self, push: Push) -> bool:
         """The contribution is whole at all shards; whether anything may be due now."""
@@ -259,6 +270,7 @@ class UpdateScheduler:
             arrival = self._arrivals.setdefault(push, IncomingContribution())
             arrival.wanted, arrival.blocks = False, dict.fromkeys(arrival.blocks)
         else:
+            self._arrivals.pop(push, None)  # that came before it was announced
             self._next[worker] = clock + 1
 
     def release(self, worker: int, step: int) -> None:
@@ -329,7 +341,7 @@ class UpdateScheduler:
             if (
                 (first or not update.apply.in_order)
                 and not is_held
-                and all(block in self._arrivals[push].blocks for push in pushes)
+                and all(self._has(block, push, update) for push in pushes)
             ):
                 update.left.discard(block)
                 parts = {push: self._arrivals[push].blocks[block] for push in pushes}
@@ -338,6 +350,11 @@ class UpdateScheduler:
                 yield self._make(block, update, parts)
             else:
                 first = False
+
+    def _has(self, block: int, push: Push, update: LoggedUpdate) -> bool:
+        """Whether a block of a contribution is here, as it is to be in the update."""
+        arrival = self._arrivals[push]
+        return block in arrival.blocks and (block in arrival.again or block not in update.again.get(push, ()))
 
     def _make(self, block: int, update: LoggedUpdate, parts: Mapping[Push, Any]) -> ApplyUpdate:
         entry = self._undo_log.write(block, update, parts)
