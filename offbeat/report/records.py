@@ -45,7 +45,7 @@ class StartRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="start", kw
 
 
 class LayoutRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="layout", kw_only=True):
-    """The buckets in which gradients lie from the exchange of this step on; blocks of a schedule, if there is one."""
+    """The buckets in which gradients lie from this step on; the blocks of a schedule, if there is one."""
 
     rank: int
     step: int
