@@ -332,6 +332,11 @@ class Plan:
                 f"Cannot swap {here!r} for {there!r} while batches follow the machines: what {self.tuning!r} has "
                 "learnt holds for one of them. Save a checkpoint, and start again - at `plan.fabric`."
             )
+        if self.scheduling is not None:
+            raise PlanError(
+                f"Cannot swap {here!r} for {there!r} while gradients are sent by {self.scheduling!r}: its schedule "
+                "holds for one of them. Save a checkpoint, and start again - at `plan.fabric`."
+            )
 
     @property
     def _takes_single_turns(self) -> bool:

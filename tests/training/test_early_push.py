@@ -18,7 +18,6 @@ from offbeat.errors import PlanError
 from offbeat.fabric import ParameterServer
 from offbeat.sync import ASP, BSP, SSP, LocalSGD, Policy, RoundRobin
 from tests.training.server_jobs import TIMEOUT_S, Counter, kept, kill, look, serve, wait_for_snapshot
-from tests.training.test_fabric_migration import a_server
 from tests.workers import run_workers
 
 if TYPE_CHECKING:
@@ -278,42 +277,14 @@ def test_a_server_that_dies_meanwhile_goes_on(tmp_path: Path, policy: Policy, sh
     assert seen.applied + seen.dropped + seen.lost == 2 * STEPS + 1, "each counts, or is reported"
 
 
-# -- with data, and from one fabric to another -------------------------------------------------------------------------
+# -- with data, and with another fabric --------------------------------------------------------------------------------
 
 
-def crossing(server: ParameterServer | None) -> tuple[list[torch.Tensor], list[bool]]:
-    """Six epochs, the third and fourth with a server; whether parameters came back ahead at each swap."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
-    data = TensorDataset(torch.randn(160, 64), torch.randn(160, 64))
-    scheduling = None if server is None else offbeat.Prophet()
-    group = offbeat.Plan(scheduling=scheduling)
-    ahead: list[bool] = []
-    with offbeat.init(group) as run:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        replica, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, batch_size=8, shuffle=True))
-        for epoch in range(6):
-            for x, y in loader:
-                nn.functional.mse_loss(replica(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            if server is not None and epoch in (1, 3):
-                gradients = run._session.models.synchronizers[0]._gradients
-                ahead.append(getattr(gradients, "_return", None) is not None)
-                if run.rank == 0:
-                    run.swap(offbeat.Plan(fabric=server, scheduling=scheduling) if epoch == 1 else group)
-        run.settle()
-        return [tensor.clone() for tensor in model.state_dict().values()], ahead
-
-
-@pytest.mark.timeout(120)
-def test_a_server_for_a_while_changes_no_bit() -> None:
-    plain = run_workers(2, crossing, None, timeout_s=55)
-    with a_server() as server:
-        crossed = run_workers(2, crossing, server, timeout_s=55)
-    for (one, _), (other, ahead) in zip(plain, crossed, strict=True):
-        assert all(map(torch.equal, one, other))
-        assert ahead == [False, True]
+def test_a_job_with_a_scheduler_stays_on_its_fabric() -> None:
+    group = offbeat.Plan(scheduling=offbeat.Prophet())
+    for here, there in ((group, plan()), (plan(), group)):
+        with pytest.raises(PlanError, match="while gradients are sent by Prophet"):
+            here.swapped(there.to_toml(), whole=True)
 
 
 def with_leases(schedules: bool) -> tuple[list[int], bool]:
