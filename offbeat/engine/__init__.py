@@ -11,7 +11,7 @@
   `communication_thread` - carries blocks of gradients; `schedule_learner`, `forward_watch` - what the schedule is made
   from; `schedule_monitor` - whether it still holds; `schedule_state` - a schedule in a checkpoint; `pending_gradient` -
   a gradient that whoever uses it waits for; `partial_optimizer` - the user's optimizer, stepping some of its
-  parameters; `freshness_check` - a debugging mode that finds who reads a parameter before its step is in it;
+  parameters; `freshness_mode` - a debugging mode that finds who reads a parameter before its step is in it;
   `module_hook` - a hook that a copy of a module does not have
 * `server_sync` - the same where a server holds the parameters: gradients out, parameters in, at `optimizer.step()`;
   `early_push` - gradients that leave while backward computes, in the order of a `Scheduler`; `parameter_return` -
@@ -48,7 +48,7 @@
 from offbeat.engine.batch_accounting import BatchCounts, DrawnBatch
 from offbeat.engine.buffers import Buffers
 from offbeat.engine.control_group import ControlGroup
-from offbeat.engine.freshness_check import FreshnessCheck
+from offbeat.engine.freshness_mode import FreshnessMode
 from offbeat.engine.history_recorder import HistoryRecorder
 from offbeat.engine.ignored_parameters import ignored_names
 from offbeat.engine.join import JobInfo, JoinCheck, JoinClient, JoinServer, LeaveBarrier
@@ -67,7 +67,7 @@ __all__ = [
     "Buffers",
     "ControlGroup",
     "DrawnBatch",
-    "FreshnessCheck",
+    "FreshnessMode",
     "HistoryRecorder",
     "JobInfo",
     "JoinCheck",

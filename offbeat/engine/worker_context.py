@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from offbeat.clock import Clock
     from offbeat.diagnosis.wait import BlockingWait
     from offbeat.engine.control_group import ControlGroup
-    from offbeat.engine.freshness_check import FreshnessCheck
+    from offbeat.engine.freshness_mode import FreshnessMode
     from offbeat.engine.history_recorder import HistoryRecorder
     from offbeat.engine.run_log import RunLog
     from offbeat.engine.step_metrics import StepMetrics
@@ -89,7 +89,7 @@ class WorkerContext:
     history: HistoryRecorder
     log: RunLog
     launcher: LauncherInfo
-    freshness: FreshnessCheck | None = None
+    freshness: FreshnessMode | None = None
 
     @property
     def is_first(self) -> bool:

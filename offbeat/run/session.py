@@ -27,7 +27,7 @@ from offbeat.diagnosis.stall_witness import SentinelWitness
 from offbeat.diagnosis.wait import BlockingWait, NullWitness
 from offbeat.engine import (
     ControlGroup,
-    FreshnessCheck,
+    FreshnessMode,
     HistoryRecorder,
     JoinClient,
     MetricsFile,
@@ -228,8 +228,8 @@ class WorkerSession:
         self._put_together(plan)
         self._start_watch(meeting.job)
 
-    def _check_freshness(self) -> FreshnessCheck:
-        freshness = FreshnessCheck()
+    def _check_freshness(self) -> FreshnessMode:
+        freshness = FreshnessMode()
         freshness.open()
         self.resources.callback(freshness.close)
         return freshness

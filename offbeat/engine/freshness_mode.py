@@ -2,7 +2,7 @@
 
 Between `optimizer.step()` and the forward pass of a module that was seen to read it, a parameter may be the one of the
 step before: how soon it is stepped depends on the link. Whoever reads it then without having asked for it gets now one
-and now the other. `FreshnessCheck` sees every operation of torch on the training thread, and refuses those that use
+and now the other. `FreshnessMode` sees every operation of torch on the training thread, and refuses those that use
 such a parameter, whether or not its step happened to be in it by then:
 
     expect      the optimizer's step was called; nobody may use these
@@ -46,7 +46,7 @@ class _Stretch(NamedTuple):
     end: int
 
 
-class FreshnessCheck(TorchDispatchMode):
+class FreshnessMode(TorchDispatchMode):
     """A mode that refuses to use a parameter too early. Call order: `open`, `expect`, `allow` ..., `close`."""
 
     def __init__(self) -> None:
