@@ -206,8 +206,9 @@ def resume_with_buffers(stop: int) -> bool:
         with offbeat.init(plan) as run:
             replica, optimizer = run.prepare(net, optimizer)
             if state is not None:
-                for one, saved in zip((net, optimizer, run), state, strict=True):
-                    one.load_state_dict(saved)
+                net.load_state_dict(state[0])
+                optimizer.load_state_dict(state[1])
+                run.load_state_dict(state[2])
             for step in range(12)[first:last]:
                 x = torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + run.rank))
                 replica(x).square().sum().backward()
@@ -229,7 +230,7 @@ def test_what_is_on_its_way_is_in_a_checkpoint(stop: int) -> None:
 
 def resume_otherwise(policy: LocalSGD) -> tuple[str, float]:
     """With other fragments than the state was written with."""
-    states = []
+    states: list[Any] = []
     for plan in (offbeat.Plan(sync=LocalSGD(4, delay=1, fragments=2)), offbeat.Plan(sync=policy)):
         model = Known()
         with offbeat.init(plan) as run:

@@ -18,8 +18,8 @@ from tests.workers import run_workers
 class NeverWaits(CrossIterationReducer):
     """Lets each forward pass read what is there."""
 
-    def _before_module(self, names: tuple[str, ...], module: torch.nn.Module, inputs: object) -> None:
-        del names, module, inputs
+    def _before_module(self, names: tuple[str, ...]) -> None:
+        del names
 
 
 def replayed(waits: bool) -> str:

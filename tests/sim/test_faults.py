@@ -160,7 +160,8 @@ def test_a_rate_that_changes_is_that_of_every_step_behind(policy: Policy, target
 
     def took_s(*faults: Fault) -> float:
         found = predict(scenario, scenario.row[0], served(policy), known, faults=faults)
-        assert found.others_s == found.faults == []
+        assert not found.others_s
+        assert not found.faults
         return found.simulated_s
 
     usual_s, down_s, both_s = took_s(), took_s(rates[0]), took_s(*rates)

@@ -50,7 +50,7 @@ def test_fragments_that_do_not_divide_the_steps_are_refused(every: int, fragment
     for way_out in ways_out:
         assert way_out in str(caught.value)
         changed = {way_out.partition("=")[0]: int(way_out.partition("=")[2])}
-        LocalSGD(**{"every": every, "fragments": fragments, **changed})
+        LocalSGD(changed.get("every", every), fragments=changed.get("fragments", fragments))
 
 
 @pytest.mark.parametrize("policy", [LocalSGD(8, delay=1), LocalSGD(8, fragments=2)])

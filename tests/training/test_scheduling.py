@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 STEPS = 14  # of which seven are learnt from
 
 
-def network() -> nn.Module:
+def network() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(
         nn.Linear(16, 40), nn.BatchNorm1d(40), nn.Tanh(), nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 3)

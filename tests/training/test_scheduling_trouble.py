@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -37,10 +38,14 @@ class Branches(nn.Module):
         return torch.as_tensor(self.last(x))
 
 
+def plan_of(hides: bool) -> offbeat.Plan:
+    return offbeat.Plan(scheduling=offbeat.Priority(slice_bytes=400) if hides else None)
+
+
 def branched(hides: bool, skips_on: int | None) -> tuple[list[torch.Tensor], bool]:
     """The parameters of a loop that turns the order around, and then leaves a layer out, on one worker or on all."""
     net = Branches()
-    with offbeat.init(plan("group", hides=hides)) as run:
+    with offbeat.init(plan_of(hides)) as run:
         replica, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
         generator = torch.Generator().manual_seed(run.rank)
         for step in range(STEPS):
@@ -77,7 +82,7 @@ def struck(fabric: str, how: str) -> tuple[str, float, int, list[float]]:
                     raise ValueError("raised in a forward pass")
                 loss = replica(torch.ones(2, 200)).square().mean()
                 if strikes and how == "backward":
-                    net[3].weight.register_hook(lambda _: 1 / 0)  # type: ignore[union-attr]
+                    next(net[3].parameters()).register_hook(lambda _: 1 / 0)
                 loss.backward()
                 optimizer.step()
                 if strikes and how == "kill":
@@ -109,7 +114,7 @@ def test_elastic_workers_go_on_without_who_fails_with_blocks_on_their_way(how: s
 def uneven(hides: bool) -> tuple[list[torch.Tensor], bool]:
     """One worker is done before the others, within `join`, twice."""
     net = network()
-    with offbeat.init(plan("group", hides=hides)) as run:
+    with offbeat.init(plan_of(hides)) as run:
         replica, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
         generator = torch.Generator().manual_seed(run.rank)
         was_ahead = False
@@ -134,7 +139,7 @@ def test_uneven_inputs_come_to_the_same() -> None:
 def loaded(hides: bool) -> list[torch.Tensor]:
     """A model that is set back by its own `load_state_dict`, right behind a step."""
     net = network()
-    with offbeat.init(plan("group", hides=hides)) as run:
+    with offbeat.init(plan_of(hides)) as run:
         replica, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.3))
         start = copy.deepcopy(net.state_dict())
         generator = torch.Generator().manual_seed(run.rank)
@@ -160,10 +165,10 @@ def test_a_state_that_is_loaded_is_not_stepped_by_the_step_before() -> None:
 def compiled(how: str, hides: bool) -> tuple[list[torch.Tensor], bool, list[str]]:
     """A model that is compiled: as a whole, a part of it, or around what `prepare` returned."""
     told, net = listen(), network()
-    with offbeat.init(plan("group", hides=hides)) as run:
+    with offbeat.init(plan_of(hides)) as run:
         if how == "part":
             net[3].compile(backend="aot_eager")
-        model = torch.compile(net, backend="aot_eager") if how == "whole" else net
+        model: Any = torch.compile(net, backend="aot_eager") if how == "whole" else net
         replica, optimizer = run.prepare(model, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
         called = torch.compile(replica, backend="aot_eager") if how == "replica" else replica
         generator = torch.Generator().manual_seed(run.rank)
