@@ -392,7 +392,7 @@ class CrossIterationReducer(Reducer):
         if not self.is_ahead:
             return
         is_used = self._used_steps >= _MOST_USED
-        mine = "gradients are used before each step of the optimizer, as by clipping" if is_used else ""
+        mine = "gradients are used in each step, as by clipping or zero_grad(set_to_none=False)" if is_used else ""
         if why := self._first_told("whether steps are hidden behind the next one", mine):
             self._return_to_barrier()
             self._tell_barrier(why)

@@ -29,9 +29,14 @@ STAYS = ("unused", "unused, adamw", "different ones unused per rank", "frozen mi
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_same_bits_as_ddp(plan: offbeat.Plan) -> None:
-    assert_same_bits(
-        {name: dataclasses.replace(job, steps=16, plan=plan, is_ahead=name not in STAYS) for name, job in JOBS.items()}
-    )
+    made = {}
+    for name, job in JOBS.items():
+        # Who uses gradients in each step, or sets them to zero in place, goes back to the barrier at some step.
+        goes_back = job.before_step is not None or not job.set_to_none
+        made[name] = dataclasses.replace(
+            job, steps=16, plan=plan, is_ahead=None if goes_back and name not in STAYS else name not in STAYS
+        )
+    assert_same_bits(made)
 
 
 @pytest.mark.parametrize("plan", PLANS)

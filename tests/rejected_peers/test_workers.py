@@ -38,7 +38,6 @@ MAD: dict[str, tuple[Callable[[int], list[tuple[Any, bytes]]], str]] = {
         lambda n: [(part(n - 2), bytes(56))],
         "contribution {n-2} of rank 0: what is left of number {n} is",
     ),
-    "a push not granted": (lambda n: [(part(n), bytes(56))], "contribution {n} of rank 0: it has not been granted"),
     "a future contribution": (lambda n: [(announce(n + 9), b"")], "contribution {n+9} of rank 0: it is computing, and"),
     "an ancient contribution": (
         lambda n: [(announce(0), b"")],

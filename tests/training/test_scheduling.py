@@ -98,11 +98,9 @@ def test_three_workers_have_the_same_bits_by_sums_in_two_rounds(fabric: str, cod
         assert other[1:] == (hides, operations)
 
 
-@pytest.mark.parametrize(
-    ("fabric", "says"), [(offbeat.Switch(), "use ProcessGroup.. or Elastic"), (offbeat.ParameterServer(), "a server")]
-)
-def test_what_cannot_reduce_and_gather_apart_is_refused_with_the_plan(fabric: FabricSpec, says: str) -> None:
-    with pytest.raises(PlanError, match=says):
+@pytest.mark.parametrize("fabric", [offbeat.Switch(), offbeat.ParameterServer()])
+def test_what_cannot_reduce_and_gather_apart_is_refused_with_the_plan(fabric: FabricSpec) -> None:
+    with pytest.raises(PlanError, match=r"use ProcessGroup.. or Elastic"):
         offbeat.Plan(fabric=fabric, scheduling=offbeat.ReduceScatterGather())
     with pytest.raises(PlanError, match="a block holds at least one byte"):
         offbeat.ReduceScatterGather(bucket_bytes=0)
