@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from offbeat.scheduling import Schedule
 
+_LATE = 0.1  # of backward: less is what it costs to carry blocks meanwhile, where bursts are close
 _EACH = 4  # steps: gradients are looked at in one of them, unless something has moved
 _KEPT = 5  # steps, of which the median counts
 _ENOUGH = 3  # of them: with fewer, times are as they were
@@ -156,7 +157,8 @@ class ScheduleMonitor:
 
     def _moved(self, step: StepTaken) -> Mapping[str, str]:
         """The things that have moved since the schedule was made, in words."""
-        before, now, limit_s = self.profile.bandwidth, self.link.bandwidth, BLOCKS_LATE * self._pause_s
+        before, now = self.profile.bandwidth, self.link.bandwidth
+        limit_s = max(BLOCKS_LATE * self._pause_s, _LATE * self.profile.backward_s)
         late_s = statistics.median(
             one.complete_s - step.backward_began_s - expected_s
             for one, expected_s in zip(step.blocks, self._complete_s, strict=True)
