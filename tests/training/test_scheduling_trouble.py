@@ -96,7 +96,7 @@ def struck(fabric: str, how: str) -> tuple[str, float, int, list[float]]:
         return str(error), time.monotonic() - began_s, steps, []
 
 
-@pytest.mark.parametrize("how", ["forward", "backward", "kill"])
+@pytest.mark.parametrize("how", [pytest.param("forward", marks=pytest.mark.slow), "backward", "kill"])
 def test_who_fails_with_blocks_on_their_way_ends_all_soon_and_is_named(how: str) -> None:
     for said, took_s, steps, _ in (run_workers(3, struck, "group", how, faulty=1)[rank] for rank in (0, 2)):
         assert "ank 1" in said, said
@@ -104,7 +104,7 @@ def test_who_fails_with_blocks_on_their_way_ends_all_soon_and_is_named(how: str)
         assert STRIKES_AT <= steps <= STRIKES_AT + 2
 
 
-@pytest.mark.parametrize("how", ["forward", "backward", "kill"])
+@pytest.mark.parametrize("how", [pytest.param("forward", marks=pytest.mark.slow), "backward", "kill"])
 def test_elastic_workers_go_on_without_who_fails_with_blocks_on_their_way(how: str) -> None:
     first, _, last = run_workers(3, struck, "elastic", how, faulty=1)
     assert (first[0], first[2]) == (last[0], last[2]) == ("", STEPS)
@@ -180,7 +180,7 @@ def compiled(how: str, hides: bool) -> tuple[list[torch.Tensor], bool, list[str]
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("how", ["whole", "part", "replica"])
+@pytest.mark.parametrize("how", ["part", *(pytest.param(how, marks=pytest.mark.slow) for how in ("whole", "replica"))])
 def test_a_compiled_model_is_waited_for_behind_backward(how: str) -> None:
     """What is hung on a module once it is compiled does not run: nobody would wait there for parameters."""
     hidden, usual = (run_workers(2, compiled, how, hides, timeout_s=100) for hides in (True, False))
