@@ -4,7 +4,8 @@ It does one thing after the other, in the order in which it is told, which is th
 it begins, later rounds of an exchange too, is begun in the same order everywhere, and nothing else may be begun on the
 fabric while it has something to do. Before a block is issued it brings as many of those under way to their end as the
 schedule says. Where a schedule has two rounds, each of a block's two is a thing of its own: first all blocks are
-reduced, then all are gathered. While it has nothing to do it notes when those under way are done.
+reduced, then all are gathered. While it has nothing to do it lands what the next thing waits for, and notes when others
+that are under way are done.
 """
 
 from __future__ import annotations
@@ -201,10 +202,16 @@ class CommunicationThread:
         while (job := self._next_job()) is not None:
             try:
                 job()
+                self._land_before_next()
             except BaseException as failure:
                 self._failure = failure
                 for one in self._under_way[self._landed :]:
                     one.fail(failure)
+
+    def _land_before_next(self) -> None:
+        """Land what has to have landed before the next thing of the step is issued."""
+        if len(self._under_way) < len(self._after):
+            self._land(self._after[len(self._under_way)])
 
     def _next_job(self) -> Callable[[], None] | None:
         """The next thing that it is told to do; until then it looks at what is under way."""
@@ -227,7 +234,6 @@ class CommunicationThread:
             one.fail(NetworkError(str(self._failure)))
             return
         self._under_way.append(one)
-        self._land(self._after[len(self._under_way) - 1])
         one.issue()
 
     def _land(self, count: int) -> None:

@@ -56,7 +56,7 @@ from offbeat.engine.step_metrics import HiddenExchange
 from offbeat.errors import PlanError
 from offbeat.layout import Bucket, Layout, Slot
 from offbeat.safe_write import write_whole
-from offbeat.scheduling import MadeSchedule, is_worth_it, lower_bound_s, play
+from offbeat.scheduling import MadeSchedule, can_be_worth_it, is_worth_it, lower_bound_s, play
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -623,6 +623,9 @@ class CrossIterationReducer(Reducer):
         if self._monitor is not None and flight.taken is not None:
             in_order = sorted(flight.blocks, key=lambda block: block.buffer.bucket.index)  # of the schedule
             self._monitor.step_taken(flight.taken._replace(blocks=[_times(block) for block in in_order]))
+            assert self.schedule is not None
+            if self._why_anew and not can_be_worth_it(self._monitor.measured(), self.schedule):
+                self._monitor.trigger.decided(is_new=False)  # a vote costs a step
         self._results.append((flight.step, result))
         self._context.waiter.witness.exchanged(flight.stamp)
 

@@ -85,7 +85,7 @@ class ScheduleMonitor:
         self.predicted = play(profile, schedule)
         self._sizes = schedule.sizes_bytes(profile)
         # Where a block has two rounds, its time is of both, with others between them: it says nothing of the link.
-        self._is_one_round = len(self.predicted.done) == len(schedule.blocks)
+        self._is_one_round = not schedule.gathers
         self._complete_s: list[float] = []  # of each block, as predicted: no block comes before one that is earlier
         for block in schedule.blocks:
             ready_s = max(profile.gradients[one.gradient].ready_s for one in block.slices)

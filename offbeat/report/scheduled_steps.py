@@ -96,11 +96,10 @@ def scheduled_steps(made: MadeSchedule, records: Sequence[Record] = ()) -> Sched
     """
     profile, played = made.profile, play(made.profile, made.schedule)
     steps = _steps_of(records, made.step, len(made.schedule.blocks))
-    has_rounds = len(played.done) != len(made.schedule.blocks)
-    measured = None if has_rounds else _measured(steps)
+    measured = None if made.schedule.gathers else _measured(steps)
     names = [_words(profile, [one.gradient for one in block.slices]) for block in made.schedule.blocks]
     sizes = made.schedule.sizes_bytes(profile)
-    operations = [*range(len(names)), *getattr(made.schedule, "gathers", ())]
+    operations = [*range(len(names)), *made.schedule.gathers]
     blocks = [
         ShownBlock(
             gradients=f"{'gather of ' if number >= len(names) else ''}{names[index]}",

@@ -20,7 +20,7 @@ from offbeat.scheduling.priority import Priority
 from offbeat.scheduling.profile import BackwardProfile, GradientTimes, slowest
 from offbeat.scheduling.prophet import Prophet, bursts_of
 from offbeat.scheduling.reduce_scatter_gather import ReduceScatterGather
-from offbeat.scheduling.replanning import BANDWIDTH_MOVED, BLOCKS_LATE, ReplanTrigger, is_worth_it
+from offbeat.scheduling.replanning import BANDWIDTH_MOVED, BLOCKS_LATE, ReplanTrigger, can_be_worth_it, is_worth_it
 from offbeat.scheduling.schedule import GradientSlice, Schedule, ScheduledBlock
 from offbeat.scheduling.schedule_file import MadeSchedule
 from offbeat.scheduling.scheduler import Scheduler
@@ -46,6 +46,7 @@ __all__ = [
     "Scheduler",
     "StepTimeline",
     "bursts_of",
+    "can_be_worth_it",
     "is_worth_it",
     "lower_bound_s",
     "play",

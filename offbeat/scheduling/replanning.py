@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from offbeat.scheduling.timeline import play
+from offbeat.scheduling.timeline import lower_bound_s, play
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,6 +60,11 @@ class ReplanTrigger:
             self._quiet, self._next_quiet = 0, _FIRST_QUIET
         else:
             self._quiet, self._next_quiet = self._next_quiet, min(_MOST_QUIET, 2 * self._next_quiet)
+
+
+def can_be_worth_it(profile: BackwardProfile, instead_of: Schedule) -> bool:
+    """Whether there can be a schedule by this profile that `is_worth_it`; else nobody needs to be asked for one."""
+    return lower_bound_s(profile) <= (1 - _WORTH) * play(profile, instead_of).step_s
 
 
 def is_worth_it(profile: BackwardProfile, schedule: Schedule, instead_of: Schedule) -> bool:

@@ -24,10 +24,12 @@ PLANS = [
     offbeat.Plan(scheduling=Priority(slice_bytes=300)),
     offbeat.Plan(scheduling=ReduceScatterGather(bucket_bytes=2000)),
 ]
+# What differs between schedules is in which blocks they send: slices of one gradient are in those of Prophet, too.
+IN_TURN = [PLANS[0], pytest.param(PLANS[1], marks=pytest.mark.slow), PLANS[2]]
 STAYS = ("unused", "unused, adamw", "different ones unused per rank", "frozen mid-run", "sparse")  # a barrier
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", IN_TURN)
 def test_same_bits_as_ddp(plan: offbeat.Plan) -> None:
     made = {}
     for name, job in JOBS.items():
@@ -39,7 +41,7 @@ def test_same_bits_as_ddp(plan: offbeat.Plan) -> None:
     assert_same_bits(made)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", IN_TURN)
 def test_any_optimizer(plan: offbeat.Plan) -> None:
     assert_same_bits(
         {

@@ -14,6 +14,7 @@ from offbeat.scheduling import (
     MadeSchedule,
     Prophet,
     ReplanTrigger,
+    can_be_worth_it,
     is_worth_it,
     slowest,
 )
@@ -64,6 +65,14 @@ def test_a_schedule_for_half_the_bandwidth_is_worth_it_and_the_same_one_is_not()
     before, now = profile(), profile(bandwidth=8e6)
     assert is_worth_it(now, Prophet().schedule(now), instead_of=Prophet().schedule(before))
     assert not is_worth_it(now, Prophet().schedule(now), instead_of=Prophet().schedule(now))
+
+
+def test_nobody_is_asked_where_no_schedule_can_be_worth_it() -> None:
+    """What is worth it can be; and a schedule at the bound cannot be bettered, whatever has moved."""
+    before, now = profile(), profile(bandwidth=8e6)
+    assert can_be_worth_it(now, instead_of=Prophet().schedule(before))
+    fast = profile(bandwidth=2.5e9)
+    assert not can_be_worth_it(fast, instead_of=Prophet().schedule(before))
 
 
 def test_of_workers_the_slowest_counts() -> None:
