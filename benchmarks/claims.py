@@ -6,6 +6,7 @@ median; a few stand by themselves.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -71,6 +72,8 @@ class Claim:
             return f"{of}: {side} {number:g} against {self.against}"
         if self.measure == SAME:
             return f"{of} as of {self.against}: {side} {number:g}"
+        if self.measure == OF_BOUND:
+            return f"{of}, at the bandwidth that {self.against} has in one bucket: {side} {number:.2f}"
         if self.measure == IDEAL:
             return f"{of}: {side} {number:.2f} x that of {self.against} ideal workers"
         return f"{of}: {side} {number:.2f} x {self.against}'s" if self.against else f"{of}: {side} {number:g}"
@@ -93,6 +96,7 @@ NEVER = "rows that do not reach the target"
 WAITING = "share of the time that is not computed"
 COST = "seconds that the others waited because of the worst fault"
 SAME = "part of the runs that end with the same weights, bit for bit,"
+OF_BOUND = "part of the best possible speed"
 FOLLOWED = "part of the best possible speed, from 20 steps behind the last change of a rate on,"
 BESIDE_BEST = "time per step after the worst fault, as a multiple of that of the best policy that never changes,"
 
@@ -202,6 +206,24 @@ def _followed(report: ResultFile, row: str, against: str) -> float | None:
     return bound_s / statistics.median(took_s) if took_s else None
 
 
+def _of_bound(report: ResultFile, row: str, against: str) -> float | None:
+    """`against` sends all gradients in one bucket, behind backward: that is what a step takes beyond computing."""
+    scenario = Scenario.from_toml(report.scenario)
+    workload = scenario.workload
+    if not isinstance(workload, Replay):
+        return None
+    profile = profile_of(workload, len(scenario.workers.hosts), Links.of(scenario))
+    computed_s = workload.forward_s + workload.backward_s
+    size_bytes = sum(one.size_bytes for one in profile.gradients)
+
+    def bound_s(one: RunResult) -> float:
+        bandwidth = size_bytes / (one.seconds_per_step - computed_s)
+        return lower_bound_s(dataclasses.replace(profile, bandwidth=bandwidth))
+
+    pairs = zip(repeats(report, row), repeats(report, against), strict=True)
+    return statistics.median(bound_s(base) / mine.seconds_per_step for mine, base in pairs)
+
+
 def _cost(report: ResultFile, row: str, against: str) -> float | None:
     costs = [one.others_s for one in report.recoveries if one.row == row and one.others_s is not None]
     return max(costs, default=None)
@@ -235,6 +257,7 @@ MEASURES: dict[str, Measure] = {
     NEVER: _never,
     SAME: _same,
     FOLLOWED: _followed,
+    OF_BOUND: _of_bound,
     WAITING: _waiting,
     COST: _cost,
     BESIDE_BEST: _beside_best,
@@ -245,6 +268,20 @@ _TURNS = (
     Claim(STALEST, "round-robin", at_most=8),
     Claim(UNEVEN, "round-robin", "bsp", at_most=0.5),
 )
+_BEST_ORDER = (
+    *(Claim(TIME, "Prophet", row, at_most=0.8) for row in _SIZES),
+    Claim(OF_BOUND, "Prophet", "ddp, 8 MB", at_least=0.92),
+    Claim(THROUGHPUT, "Prophet", "Credit", at_least=1.0),
+    Claim(THROUGHPUT, "Prophet", "Priority", at_least=1.0),
+)
+
+
+def _ahead_of_ddp(*rows: str) -> tuple[Claim, ...]:
+    """Per step and to the target."""
+    per_step = (Claim(THROUGHPUT, row, "ddp", at_least=1.0) for row in rows)
+    return (*per_step, *(Claim(TO_TARGET, row, "ddp", at_most=1.0) for row in rows))
+
+
 CLAIMS: dict[str, tuple[Claim, ...]] = {
     "uniform": (Claim(TIME, "offbeat", "ddp", at_most=1.03),),
     "mnist": (
@@ -280,9 +317,9 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim(TIME, "threshold", "asp", at_most=1.1),
         *(Claim(TIME, "threshold, turns", row, at_most=1.0) for row in ("bsp", "ssp(4)", "asp", "round-robin")),
     ),
-    "schedule_resnet50": tuple(Claim(TIME, "Prophet", row, at_most=0.8) for row in _SIZES),
-    "schedule_vgg16": tuple(Claim(TIME, "Prophet", row, at_most=0.8) for row in _SIZES),
-    "schedule_transformer": tuple(Claim(TIME, "Prophet", row, at_most=0.8) for row in _SIZES),
+    "schedule_resnet50": (*_BEST_ORDER, Claim(THROUGHPUT, "Prophet", "Credit, tuned", at_least=0.97)),
+    "schedule_vgg16": _BEST_ORDER,
+    "schedule_transformer": _BEST_ORDER,
     "schedule_half": tuple(
         Claim(TIME, "Prophet", row, at_most=1.02) for row in ("ddp, 0.5 MB", "ddp, 1 MB", "ddp, 4 MB")
     ),
@@ -297,6 +334,8 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim(THROUGHPUT, "ssp(4), Prophet", "ssp(4)", at_least=1.0),
         Claim(THROUGHPUT, "asp, Prophet", "asp", at_least=1.0),
     ),
+    "schedule_stragglers": _ahead_of_ddp("ssp(8), Prophet", "asp, Prophet"),
+    "schedule_accuracy": _ahead_of_ddp("ssp(4), Prophet", "asp, Prophet"),
     "innetwork": (Claim(SPEED, "switch", "ddp", at_least=1.3),),
     "innetwork_eight": (Claim(SPEED, "switch", "ddp", at_least=1.5),),
     "innetwork_stragglers": (

@@ -120,14 +120,16 @@ def arrange(
     sparse: Iterable[str] = (),
     order: Sequence[str] | None = None,
     version: int = 0,
+    first_bytes: int = FIRST_BUCKET_BYTES,
 ) -> Layout:
     """Pack `parameters` into buckets of about `bucket_bytes`.
 
     Args:
         parameters: trainable parameters by name, in order of registration.
-        bucket_bytes: a bucket is closed when it holds at least this much; the first at 1 MiB if that is less.
+        bucket_bytes: a bucket is closed when it holds at least this much; the first at `first_bytes` if that is less.
         sparse: names that are kept out of the buckets.
         order: names in the order in which gradients arrive; reverse of registration if None.
+        first_bytes: 1 MiB unless given.
 
     Parameters of different dtype or device never share a bucket; within one kind the order is kept. Buckets are
     numbered by the position of their last parameter, the moment they can be sent. Complex gradients lie in buckets of
@@ -148,7 +150,7 @@ def arrange(
         kind = (parameters[name].dtype, parameters[name].device)
         names = open_.setdefault(kind, [])
         names.append(name)
-        limit = bucket_bytes if closed else min(bucket_bytes, FIRST_BUCKET_BYTES)
+        limit = bucket_bytes if closed else min(bucket_bytes, first_bytes)
         if sum(_size_bytes(parameters[n]) for n in names) >= limit:
             closed.append(open_.pop(kind))
     position = {name: i for i, name in enumerate(arrival)}

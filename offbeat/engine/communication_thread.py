@@ -199,8 +199,10 @@ class CommunicationThread:
         self._jobs.put(None)
 
     def _run(self) -> None:
-        while (job := self._next_job()) is not None:
+        while True:
             try:
+                if (job := self._next_job()) is None:
+                    return
                 job()
                 self._land_before_next()
             except BaseException as failure:

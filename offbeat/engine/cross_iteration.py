@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat.diagnosis.wait import BlockingWait, WaitContext
-from offbeat.engine import worker_questions
+from offbeat.engine import state_checks, worker_questions
 from offbeat.engine.communication_thread import (
     BlockInFlight,
     BroadcastInFlight,
@@ -139,8 +139,9 @@ class CrossIterationReducer(Reducer):
         self._order: list[str] = []  # in which gradients are complete
         self._landing: dict[int, int] = {}  # of each block: how many land before it
         self._last_landing: dict[str, int] = {}  # of each gradient's blocks
-        self._is_used = False  # a gradient was waited for before the optimizer's step
+        self._is_used = False  # a gradient was used while blocks were on their way
         self._used_steps = 0  # in a row
+        self._why_barrier = ""  # no step is hidden behind the next one any more, as all have agreed
         self._freshness = context.freshness
         super().__init__(model, plan, context, buffers=buffers, accounting=accounting)
         # The thread's own way to the fabric; what it waits for is explained by whoever waits for the thread.
@@ -192,7 +193,8 @@ class CrossIterationReducer(Reducer):
                 self._gradients[entry.name] = grad
                 entry.parameter.grad = None
         if self._freshness is not None and self.is_ahead:
-            self._freshness.expect({name: self._entries[name].parameter for name in self._gradients})
+            stepped = {name: self._entries[name].parameter for name in self._gradients}
+            self._freshness.expect({name: one for name, one in stepped.items() if self._optimizer.holds(one)})
 
     def after_step(self) -> ExchangeResult | None:
         """Let gradients be looked at again; what was found out when those of the step before were exchanged."""
@@ -227,6 +229,8 @@ class CrossIterationReducer(Reducer):
     def state_dict(self) -> dict[str, Any]:
         """The state of a `Reducer`, and the schedule."""
         state = super().state_dict()
+        if self._why_barrier:
+            return {**state, "barrier": self._why_barrier}
         if self.schedule is None:
             return state
         layout = {**state["layout"], "order": self._order}
@@ -243,6 +247,7 @@ class CrossIterationReducer(Reducer):
         self._land_ahead()
         self._results.clear()
         super().load_state_dict(state)
+        self._why_barrier = state_checks.texts([state.get("barrier", "")], "reason to wait behind backward")[0]
         sizes = {name: entry.parameter.numel() for name, entry in self._entries.items()}
         found = checked_schedule(state.get("schedule"), sizes)
         if found is not None and self.communicator.world > 1 and self._can_go_by(found[1]):
@@ -262,17 +267,15 @@ class CrossIterationReducer(Reducer):
         """Begin to hide steps behind the next one. Collective."""
         self._learner = None
         learner.close()
-        if self.schedule is not None and not learner.is_compiled:  # from a checkpoint
-            self._begin_ahead(learner, self.schedule)
-            return
-        control, scheduler = self._context.control, self.plan.scheduling
-        assert scheduler is not None
         if why := self._first_told("whether steps can be hidden behind the next one", self._objection(learner)):
             if self.schedule is not None:
                 self._return_to_barrier()
-            self._tell_barrier(why)
+            self._stay_at_barrier(why)
             return
-        profile = learner.agree(self.communicator, control)
+        if self.schedule is not None:  # from a checkpoint
+            self._begin_ahead(learner, self.schedule)
+            return
+        profile = learner.agree(self.communicator, self._context.control)
         schedule = self._made_by_all(profile)
         self._adopt_schedule([one.name for one in profile.gradients], schedule, profile)
         self._begin_ahead(learner, schedule)
@@ -320,7 +323,7 @@ class CrossIterationReducer(Reducer):
         self._hook_optimizer_and_states()
         self._context.control.before_question.append(self.synchronize)
         if self._profile is not None:
-            self._monitor = ScheduleMonitor(self._profile, schedule)
+            self._monitor = self._monitor_of(self._profile, schedule)
         self._leave_schedule("")
         _log.info("step %d: gradients are sent in %d blocks.", self.step, len(schedule.blocks))
 
@@ -353,7 +356,7 @@ class CrossIterationReducer(Reducer):
         if self._learner is not None:
             self._learner.close()
             self._learner = None
-        if self.communicator.world > 1:
+        if self.communicator.world > 1 and not self._why_barrier:
             model, now_s, is_known = self._model, self._context.metrics.now_s, self.schedule is not None
             self._learner = ScheduleLearner(model.model, model.parameters, now_s, is_known=is_known)
 
@@ -395,9 +398,12 @@ class CrossIterationReducer(Reducer):
         mine = "gradients are used in each step, as by clipping or zero_grad(set_to_none=False)" if is_used else ""
         if why := self._first_told("whether steps are hidden behind the next one", mine):
             self._return_to_barrier()
-            self._tell_barrier(why)
+            self._stay_at_barrier(why)
         elif why := self._first_told("whether the schedule is made anew", self._why_anew):
             self._schedule_anew(why)
+        # Who has asked for a vote along with the last step has been heard in this one.
+        heard = [(step, dataclasses.replace(result, vote_requested=False)) for step, result in self._results]
+        self._results = deque(heard)
 
     def _schedule_anew(self, why: str) -> None:
         """Make the schedule of what all have found by now, and go by it if that is worth it. Collective."""
@@ -428,7 +434,13 @@ class CrossIterationReducer(Reducer):
             text = f"step {self.step}: the schedule stays ({why}): with a new one a step would take {predicted}."
             self._context.metrics.event("scheduling", text, self.step)
             _log.info("%s", text)
-        self._monitor = ScheduleMonitor(profile, schedule if is_new else before, monitor)
+        self._monitor = self._monitor_of(profile, schedule if is_new else before, monitor)
+
+    def _monitor_of(
+        self, profile: BackwardProfile, schedule: Schedule, earlier: ScheduleMonitor | None = None
+    ) -> ScheduleMonitor:
+        is_of_host = all(bucket.device.type != "cuda" for bucket in self.layout.buckets)
+        return ScheduleMonitor(profile, schedule, earlier, is_of_host=is_of_host)
 
     def _return_to_barrier(self) -> None:
         """Wait behind backward from here on; on all workers at the same step."""
@@ -458,14 +470,19 @@ class CrossIterationReducer(Reducer):
             return f"the gradient of {self.layout.sparse[0]} is sparse"
         if learner.is_compiled:
             return "the model is compiled, and what its modules read cannot be waited for one by one"
-        return f"{worker_questions.some(learner.lacking)} had no gradient in some step" if learner.lacking else ""
+        if learner.is_blind:
+            return "no backward was seen to begin: call what prepare() returned, and have it return tensors"
+        if learner.lacking and self.schedule is None:  # else it was in the schedule's own first steps that it counted
+            return f"{worker_questions.some(learner.lacking)} had no gradient in some step"
+        return ""
 
     def _first_told(self, question: str, mine: str) -> str:
         """The words of the first worker that says anything, and its rank; "" if none does. Collective."""
         told = self._context.control.texts(question, mine)
         return next((f"rank {rank}: {text}" for rank, text in told.items() if text), "")
 
-    def _tell_barrier(self, why: str) -> None:
+    def _stay_at_barrier(self, why: str) -> None:
+        self._why_barrier = why
         self._tell(self.step, "scheduling", f"step {self.step}: gradients are waited for behind backward: {why}.")
 
     def _scheduled(self, names: Sequence[str], schedule: Schedule) -> Layout:
@@ -496,7 +513,7 @@ class CrossIterationReducer(Reducer):
         """Wait for a gradient that is used."""
         if self._open:
             return  # within backward it is this worker's own
-        if self._flight is not None and entry.name not in self._gradients:
+        if self._flight is not None:
             self._is_used = True
         self._land(entry.name)
         if entry.name in self._gradients:
@@ -524,6 +541,7 @@ class CrossIterationReducer(Reducer):
         super()._reset_counts()
         self._blocks = []
         if self.is_ahead:
+            self._carrier.step, self._carrier.buckets = self.step, len(self._buckets)
             self._backward_began_s = now_s = self._context.metrics.now_s()
             waited_s = self._context.waiter.waited_s - self._waited_before_s
             self._forward_s = max(0.0, now_s - self._forward_began_s - waited_s)
@@ -657,8 +675,7 @@ class CrossIterationReducer(Reducer):
 
     def _step(self, names: Collection[str]) -> None:
         gradients = [(self._entries[name].parameter, self._gradients.pop(name)) for name in names]
-        with torch.inference_mode(mode=False):  # an evaluation may be the first to need it
-            self._optimizer.step([(p, g.plain if isinstance(g, PendingGradient) else g) for p, g in gradients])
+        self._optimizer.step([(p, g.plain if isinstance(g, PendingGradient) else g) for p, g in gradients])
 
 
 def _times(block: BlockInFlight) -> BlockTimes:

@@ -17,12 +17,12 @@ class ForwardWatch:
 
     Args:
         model: whose modules.
-        now_s: the clock.
+        mark: notes a point in time.
     """
 
-    def __init__(self, model: torch.nn.Module, now_s: Callable[[], float]) -> None:
-        self._model, self._now_s = model, now_s
-        self.began_s: dict[torch.nn.Module, float] = {}  # in this pass, the first time
+    def __init__(self, model: torch.nn.Module, mark: Callable[[], Any]) -> None:
+        self._model, self._mark = model, mark
+        self.began: dict[torch.nn.Module, Any] = {}  # in this pass, the first time: the mark
         # Compiled code has the hooks that were there when it was compiled, whatever is hung on a module later.
         self.is_compiled = any(_is_compiled(module) for module in model.modules())
         note, watched = ModuleHook(self._note), [] if self.is_compiled else model.modules()
@@ -30,11 +30,11 @@ class ForwardWatch:
 
     def begin(self) -> None:
         """A forward pass begins."""
-        self.began_s = {}
+        self.began = {}
 
     def readers(self, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, tuple[torch.nn.Module, ...]]:
         """The modules that read each parameter: its owner, or the nearest around that which was called."""
-        called = {name: module for name, module in self._model.named_modules() if module in self.began_s}
+        called = {name: module for name, module in self._model.named_modules() if module in self.began}
         owners: dict[int, list[str]] = {}
         for prefix, module in self._model.named_modules(remove_duplicate=False):
             for parameter in module.parameters(recurse=False):
@@ -54,7 +54,8 @@ class ForwardWatch:
         if torch.compiler.is_compiling():  # by somebody around the model
             self.is_compiled = True
             return
-        self.began_s.setdefault(module, self._now_s())
+        if module not in self.began:
+            self.began[module] = self._mark()
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:

@@ -2,17 +2,22 @@
 
 A view of it: an object of its class with its state, the same objects, and groups that hold some of the parameters only.
 Whatever steps each parameter by itself, as all of torch.optim do but for LBFGS, makes the same bits of it.
+
+It steps in the middle of a forward pass; so what the script has said of that pass, such as that it is to be autocast,
+does not hold for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
 
 # Of torch.optim, those that step a parameter by what they know of others.
 _TOGETHER = (torch.optim.LBFGS, torch.optim.SparseAdam)
@@ -28,7 +33,9 @@ class PartialOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+        self._attributes: dict[str, Any] = {}
         self._groups: list[dict[str, Any]] = []
+        self._group_of: dict[int, int] = {}  # a parameter, by its id
 
     @property
     def objection(self) -> str:
@@ -39,28 +46,58 @@ class PartialOptimizer:
         return ""
 
     def capture(self) -> None:
-        """Take the hyper-parameters as they are now: `step` goes by them, whatever a schedule makes of them."""
+        """Take all but the state as it is now: `step` goes by it, whatever others make of it meanwhile.
+
+        Hyper-parameters, which a schedule changes, and what `GradScaler` tells a fused optimizer for one step.
+        """
+        self._attributes = dict(self._optimizer.__dict__)
+        self._attributes.pop("step", None)  # that of a learning rate scheduler counts calls
+        self._attributes.update({name: OrderedDict() for name in _HOOKS})
         self._groups = [
             {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
             for group in self._optimizer.param_groups
         ]
+        self._group_of = {id(one): index for index, group in enumerate(self._groups) for one in group["params"]}
+
+    def holds(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether it was to step this parameter when `capture` was called."""
+        return id(parameter) in self._group_of
 
     def step(self, gradients: Collection[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
         """Step these parameters with these gradients; `.grad` is afterwards as it was before."""
-        chosen = {id(parameter) for parameter, _ in gradients}
+        chosen: list[list[torch.nn.Parameter]] = [[] for _ in self._groups]
+        for parameter, _ in gradients:
+            if (index := self._group_of.get(id(parameter))) is not None:
+                chosen[index].append(parameter)
         kind = type(self._optimizer)
         view = object.__new__(kind)
-        view.__dict__.update(self._optimizer.__dict__)
-        view.__dict__.pop("step", None)  # that of a learning rate scheduler counts calls
-        view.__dict__.update({name: OrderedDict() for name in _HOOKS})
+        view.__dict__.update(self._attributes)
         view.param_groups = [
-            {**group, "params": [p for p in group["params"] if id(p) in chosen]} for group in self._groups
+            {**group, "params": some} for group, some in zip(self._groups, chosen, strict=True) if some
         ]
         before = [parameter.grad for parameter, _ in gradients]
         for parameter, gradient in gradients:
             parameter.grad = gradient
+        # Around it torch calls hooks for all optimizers of the process: they have run in the script's step.
+        step: Any = kind.step
+        if getattr(step, "hooked", False):
+            step = step.__wrapped__
         try:
-            kind.step(view)
+            with _outside({parameter.device.type for parameter, _ in gradients}):
+                step(view)
         finally:
             for (parameter, _), grad in zip(gradients, before, strict=True):
                 parameter.grad = grad
+
+
+@contextlib.contextmanager
+def _outside(devices: Collection[str]) -> Iterator[None]:
+    """Nothing of what holds for a forward pass: no inference mode, no autocast, no dispatch mode."""
+    with contextlib.ExitStack() as entered:
+        entered.enter_context(torch.inference_mode(mode=False))
+        for device in devices:
+            if torch.is_autocast_enabled(device):
+                entered.enter_context(torch.autocast(device, enabled=False))
+        if torch._C._len_torch_dispatch_stack():
+            entered.enter_context(_disable_current_modes())
+        yield

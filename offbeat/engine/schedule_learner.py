@@ -8,12 +8,13 @@ worker is waited for, and of the links the slowest.
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
 
 from offbeat.engine.forward_watch import ForwardWatch
+from offbeat.engine.pass_clock import PassClock
 from offbeat.errors import DisagreementError
 from offbeat.payload import Sum
 from offbeat.scheduling import BackwardProfile, GradientTimes
@@ -52,6 +53,14 @@ class Measured(msgspec.Struct, frozen=True):
     gap_s: float
 
 
+class Pass(NamedTuple):
+    """A forward pass, by marks of a `PassClock`: when it began, when each module's did, and when it ended."""
+
+    began: Any
+    modules_began: Mapping[torch.nn.Module, Any]
+    ended: Any
+
+
 class ScheduleLearner:
     """A watch on the steps in which gradients are waited for behind backward.
 
@@ -71,9 +80,12 @@ class ScheduleLearner:
     ) -> None:
         self._skipped, self._watched = (0, 1) if is_known else (_SKIPPED, _WATCHED)
         self._parameters, self._now_s = parameters, now_s
-        self._watch = ForwardWatch(model, now_s)
+        self._clock = PassClock(self._device, now_s)
+        self._watch = ForwardWatch(model, self._clock.mark)
         self._steps = 0
-        self._forward_began_s = self._backward_began_s = 0.0
+        self._forward_began = self._backward_began = self._clock.mark()
+        self._passes: list[Pass] = []  # forward ones of the step at hand
+        self._completed: list[tuple[str, Any]] = []  # gradients of it, and when
         self._ready: dict[str, list[float]] = {name: [] for name in parameters}
         self._needed: dict[str, list[float]] = {name: [] for name in parameters}
         self._forward_s: list[float] = []
@@ -83,37 +95,53 @@ class ScheduleLearner:
 
     def forward_begins(self) -> None:
         """A forward pass begins."""
-        self._forward_began_s = self._now_s()
+        self._forward_began = self._clock.mark()
         self._watch.begin()
 
     def backward_begins(self) -> None:
         """A backward begins: the forward pass is over."""
-        self._backward_began_s = self._now_s()
+        self._backward_began = self._clock.mark()
         if self._steps < self._skipped:
             return
         self.readers = self._watch.readers(self._parameters)
-        began_s = self._watch.began_s
-        self.unread |= {name for name, modules in self.readers.items() if not any(one in began_s for one in modules)}
-        self._forward_s.append(self._backward_began_s - self._forward_began_s)
-        for name, modules in self.readers.items():
-            first_s = min(began_s.get(module, self._forward_began_s) for module in modules)
-            self._needed[name].append(first_s - self._forward_began_s)
+        began = self._watch.began
+        self.unread |= {name for name, modules in self.readers.items() if not any(one in began for one in modules)}
+        self._passes.append(Pass(self._forward_began, dict(began), self._backward_began))
 
     def complete(self, name: str) -> None:
         """A gradient is complete."""
         if self._steps >= self._skipped:
-            self._ready[name].append(self._now_s() - self._backward_began_s)
+            self._completed.append((name, self._clock.mark()))
 
     def backward_ends(self) -> None:
         """The backward is over."""
         if self._steps >= self._skipped:
-            self._backward_s.append(self._now_s() - self._backward_began_s)
+            ended = self._clock.mark()
+            self._clock.settle()
+            self._note(ended)
         self._steps += 1
+
+    def _note(self, ended: Any) -> None:
+        between_s = self._clock.between_s
+        for one in self._passes:
+            self._forward_s.append(between_s(one.began, one.ended))
+            for name, modules in self.readers.items():
+                marks = (one.modules_began.get(module, one.began) for module in modules)
+                self._needed[name].append(min(between_s(one.began, mark) for mark in marks))
+        for name, mark in self._completed:
+            self._ready[name].append(between_s(self._backward_began, mark))
+        self._backward_s.append(between_s(self._backward_began, ended))
+        self._passes, self._completed = [], []
 
     @property
     def is_done(self) -> bool:
         """Whether enough steps were watched; after the same step on all workers."""
         return self._steps >= self._skipped + self._watched
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether no backward was seen to begin, so that nothing is known of the forward pass before it."""
+        return not self._forward_s
 
     @property
     def lacking(self) -> list[str]:

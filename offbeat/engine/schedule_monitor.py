@@ -78,10 +78,19 @@ class ScheduleMonitor:
     Args:
         profile, schedule: that were agreed on.
         earlier: the watch on the steps before, which this one goes on from.
+        is_of_host: whether the host's clock tells when gradients are complete; else that is not looked at, nor how long
+            the passes take.
     """
 
-    def __init__(self, profile: BackwardProfile, schedule: Schedule, earlier: ScheduleMonitor | None = None) -> None:
-        self.profile = profile
+    def __init__(
+        self,
+        profile: BackwardProfile,
+        schedule: Schedule,
+        earlier: ScheduleMonitor | None = None,
+        *,
+        is_of_host: bool = True,
+    ) -> None:
+        self.profile, self._is_of_host = profile, is_of_host
         self.predicted = play(profile, schedule)
         self._sizes = schedule.sizes_bytes(profile)
         # Where a block has two rounds, its time is of both, with others between them: it says nothing of the link.
@@ -110,7 +119,7 @@ class ScheduleMonitor:
     @property
     def watches_gradients(self) -> bool:
         """Whether `gradient_is_complete` is to be called in this step."""
-        return self.trigger.is_suspicious or self._steps % _EACH == 0
+        return self._is_of_host and (self.trigger.is_suspicious or self._steps % _EACH == 0)
 
     def gradient_is_complete(self, name: str, since_s: float) -> None:
         """Note so many seconds since backward began."""
@@ -120,8 +129,9 @@ class ScheduleMonitor:
     def step_taken(self, step: StepTaken) -> None:
         """Take a step into account."""
         self._steps += 1
-        self._forward_s.append(step.forward_s)
-        self._backward_s.append(step.backward_ended_s - step.backward_began_s)
+        if self._is_of_host:
+            self._forward_s.append(step.forward_s)
+            self._backward_s.append(step.backward_ended_s - step.backward_began_s)
         if not self._samples:
             self._samples, self._workers = step.samples, step.workers
         if self._is_one_round:
@@ -181,7 +191,7 @@ class ScheduleMonitor:
             ),
             "batch": (step.samples != self._samples, f"batches have {step.samples} samples, and not {self._samples}"),
             "lateness": (
-                late_s > limit_s or is_early,
+                self._is_of_host and (late_s > limit_s or is_early),
                 f"gradients are complete {abs(late_s) * 1e3:.3g} ms {'earlier' if late_s < 0 else 'later'}",
             ),
         }
@@ -202,7 +212,9 @@ class ScheduleMonitor:
             before_s, is_seen = one.done_s, one.is_seen
         busy = [one for one in found if not one[2]]
         behind = [one for one in busy if one[3]]
-        best = next((some for some in (behind, busy) if len(some) >= _ENOUGH_BLOCKS), found)
+        # A block that found an idle link may have been issued before its gradients were complete, but on the host.
+        rest = found if self._is_of_host else busy
+        best = next((some for some in (behind, busy) if len(some) >= _ENOUGH_BLOCKS), rest)
         for size, seconds, was_idle, _ in best:
             self.link.observe(size, seconds, was_idle=was_idle)
 

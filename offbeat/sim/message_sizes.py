@@ -9,7 +9,7 @@ import torch
 
 from offbeat.codec import Cast, innermost
 from offbeat.float_sum import add_up
-from offbeat.layout import arrange
+from offbeat.layout import FIRST_BUCKET_BYTES, arrange
 from offbeat.scenario import Replay
 
 if TYPE_CHECKING:
@@ -63,8 +63,10 @@ def buckets(
         for layer in layers
         for index, shape in enumerate(layer.shapes)
     }
-    largest = row.bucket_bytes or workload.bucket_bytes or (_DDP_BUCKET_BYTES if plan is None else plan.bucket_bytes)
-    layout = arrange(like, bucket_bytes=largest)
+    given = row.bucket_bytes or workload.bucket_bytes
+    largest = given or (_DDP_BUCKET_BYTES if plan is None else plan.bucket_bytes)
+    # DistributedDataParallel has its first bucket as large as it is told to have all.
+    layout = arrange(like, bucket_bytes=largest, first_bytes=given if given and plan is None else FIRST_BUCKET_BYTES)
     return [
         BucketSize(narrow * bucket.size_bytes, max(ready_s[slot.name] for slot in bucket.slots) / whole_s)
         for bucket in layout.buckets

@@ -2,7 +2,8 @@
 
     push    the update of a step, until every row is acknowledged      INC -> INC_OK
     clock   the step is over; wait until the next one may begin        CLOCK -> GRANT
-    pull    all rows, as they are now                                  READ -> ROW
+    pull    all rows, as they are now, but for those that were read    READ -> ROW
+            while others were pushed
     rest    this worker makes no step now, and holds nobody up         CLOCK, as far ahead as the switch keeps track
     restore all that it has added, to a switch that knows nothing      INC -> INC_OK, as the change of its last step
     confirm that step is over, and all is in                           READ -> ROW
@@ -10,6 +11,11 @@
 Whether it may go on the worker finds by itself from what the switch broadcasts: how far all are, and the windows. If it
 may at once, it reads without a `CLOCK`, which a `READ` implies. What is not answered in time is sent again; all of it
 may come twice. A table without rows is a barrier: there is nothing to push or to pull, only clocks.
+
+Links carry both ways at once. So where a worker may go on while its update still goes in, it reads each row as soon as
+its own part of that is acknowledged, by a `READ` with a clock of long ago, which implies nothing. The last row is read
+behind all: that says that the step is over. What was read so counts if the worker might have gone on by what it knew
+then, and by the windows that hold when its update is in.
 
 A table is the sum of what each worker has added, as integers. So each keeps the sum of its own, for a switch that was
 started again: since the table was last settled, when all had read the same, which all keep and none has to bring.
@@ -47,6 +53,8 @@ if TYPE_CHECKING:
 Phase = Literal["computing", "push", "clock", "pull", "rest", "restore", "confirm"]
 EPOCHS = 1 << 16
 _HALF = 1 << 30
+_LONG_AGO = 1 << 30  # steps: no other packet has such a clock, and no switch makes anything of it
+_AHEAD_BYTES = 1 << 16  # of an update that may be under way while rows are read: requests wait behind it
 
 
 def too_far(exponent: int) -> str:
@@ -150,6 +158,9 @@ class TableClient:
         self._owed = np.zeros(shape.rows, np.bool_)  # rows whose answer lacks
         self._sent_s = np.full(shape.rows, -np.inf)
         self._was_resent = np.zeros(shape.rows, np.bool_)
+        self._has_read = np.zeros(shape.rows, np.bool_)  # rows that were read while others were pushed
+        self._read_s = np.full(shape.rows, -np.inf)  # when these were asked for
+        self._read_low: int | None = None  # `low` when the first of them was asked for
         self._clock_sent_s = -np.inf
         self._update = np.zeros((shape.rows, shape.values), np.int32)
         self._residual = np.zeros((shape.rows, shape.values), np.float32)  # which rounding has left out so far
@@ -158,7 +169,7 @@ class TableClient:
         self._settled = np.zeros((shape.rows, shape.values), np.int32)  # the table as it was then
         self._base: NDArray[np.int32] | None = None  # what the table of a switch that was started again lacks
         self._brought = self._update  # into such a table
-        self._batch = PacketBatch(window, shape.values)
+        self._batch = PacketBatch(2 * window, shape.values)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -201,6 +212,7 @@ class TableClient:
         """
         assert self._has_halted, "it would not know which steps it has said to be over"
         self.clock, self._has_halted = clock, False
+        self._forget_read()
         self._go_on_to("pull")
 
     def settle(self) -> None:
@@ -246,6 +258,7 @@ class TableClient:
         self._brought = _narrowed(self._added, self.exponent)
         self.shape, self.cookie, self.windows = shape, cookie, Windows(0, 0, self.clock, 0)
         self.has_joined, self.refusal, self.is_restored = False, None, False
+        self._forget_read()
         self._knows_windows = False
         self._begin("restore")
         self._owed[:] = self._brought.any(axis=1)
@@ -266,7 +279,11 @@ class TableClient:
     @property
     def may_go_on(self) -> bool:
         """Whether the next step may begin."""
-        return self.windows.grants(self.clock, self.low) or is_newer(self.until, self.clock)
+        return self._grants(self.low)
+
+    def _grants(self, low: int) -> bool:
+        """Whether the next step may begin where all have finished this one."""
+        return self.windows.grants(self.clock, low) or is_newer(self.until, self.clock)
 
     # -- packets -------------------------------------------------------------------------------------------------
 
@@ -291,7 +308,9 @@ class TableClient:
             return float("inf")
         if self.phase in ("clock", "rest"):
             return max(0.0, self._clock_sent_s) + self.rto_s
-        sent_s = self._sent_s[self._owed & (self._sent_s > -np.inf)]  # what was not sent yet waits for an answer
+        # What was not sent yet waits for an answer.
+        sent_s = np.append(self._sent_s[self._owed], self._read_s[~self._has_read] if self.phase == "push" else ())
+        sent_s = sent_s[sent_s > -np.inf]
         return float(sent_s.min()) + self.rto_s if len(sent_s) else 0.0
 
     def packets(self, now_s: float) -> PacketBatch:
@@ -304,9 +323,9 @@ class TableClient:
         if self.phase == "rest" and self._has_halted:
             return self._batch.first(0)
         if self.phase == "rest":
-            ahead = wrapped(self.low + self.shape.ring - 2)
-            if is_newer(ahead, self.clock):
-                self.clock, self._clock_sent_s = ahead, -np.inf
+            furthest = wrapped(self.low + self.shape.ring - 2)
+            if is_newer(furthest, self.clock):
+                self.clock, self._clock_sent_s = furthest, -np.inf
                 self._timer.restart()
         if self.phase in ("clock", "rest"):
             if now_s - self._clock_sent_s < self.rto_s:
@@ -314,14 +333,28 @@ class TableClient:
             self._note_resent(int(self._clock_sent_s > -np.inf))
             self._clock_sent_s = now_s
             return self._written(np.zeros(1, np.int64), PacketKind.CLOCK)
-        under_way = self._owed & (self._sent_s + self.rto_s > now_s)
-        room = self.window - int(under_way.sum())
-        rows = np.flatnonzero(self._owed & ~under_way)[: max(0, room)]
-        again = rows[self._sent_s[rows] > -np.inf]
-        self._was_resent[again] = True
-        self._note_resent(len(again))
-        self._sent_s[rows] = now_s
-        return self._written(rows, PacketKind.INC if self.phase in ("push", "restore") else PacketKind.READ)
+        reads_ahead = self.phase == "push" and self.may_go_on
+        rows = self._due(self._owed, self._sent_s, self._update_window if reads_ahead else self.window)
+        self._was_resent[rows[self._sent_s[rows] > -np.inf]] = True
+        if reads_ahead:
+            ahead = self._due(~(self._owed | self._has_read), self._read_s, self.window)
+            if len(ahead) and self._read_low is None:
+                self._read_low = self.low
+        else:
+            ahead = rows[:0]
+        self._note_resent(int((self._sent_s[rows] > -np.inf).sum() + (self._read_s[ahead] > -np.inf).sum()))
+        self._sent_s[rows] = self._read_s[ahead] = now_s
+        return self._written(rows, PacketKind.INC if self.phase in ("push", "restore") else PacketKind.READ, ahead)
+
+    def _due(self, owed: NDArray[np.bool_], sent_s: NDArray[np.float64], window: int) -> NDArray[np.int64]:
+        """The rows whose packets are to be sent now, of those that are owed, with so many under way at most."""
+        under_way = owed & (sent_s + self.rto_s > self._now_s)
+        return np.flatnonzero(owed & ~under_way)[: max(0, window - int(under_way.sum()))]
+
+    @property
+    def _update_window(self) -> int:
+        """Packets of an update that may be under way while rows are read."""
+        return max(1, min(self.window, _AHEAD_BYTES // (HEADER_BYTES + 4 * self.shape.values)))
 
     def receive(self, batch: PacketBatch, now_s: float) -> None:
         """Take in packets from the switch; what answers nothing that is owed is passed over."""
@@ -339,20 +372,46 @@ class TableClient:
                 self.refusal = self.refusal or Reason(int(one["window_new"]))
         if self.phase in ("push", "restore"):
             added = ours & (header["kind"] == PacketKind.INC_OK) & (header["clock"] == self.added_by)
+            if self._read_low is not None:
+                self._take_read_ahead(batch, self._rows_of(header, ours, self._read_clock))
             self._note(header[added])
         elif self.phase in ("pull", "confirm"):
-            fits = header["count"] == self.shape.values // VALUES_STEP
             # An answer to an earlier read may come late, and would be of a table of then.
-            fits &= (header["bitmap"] == self.added_by) & (header["chunk"] < self.shape.rows)
-            rows = np.flatnonzero(ours & fits & (header["kind"] == PacketKind.ROW))
+            rows = self._rows_of(header, ours, self.added_by)
             owed = rows[self._owed[header["chunk"][rows]]]
             if self.phase == "pull":
                 self._table[header["chunk"][owed]] = batch.values[owed]
             self._note(header[owed])
         if self.phase == "clock" and self.may_go_on:
+            low = self.low if self._read_low is None else self._read_low
+            if not self._grants(low):  # but not by what it knew when it began to read
+                low = self.low
+                self._forget_read()
             window, epoch = self.windows.of(self.clock), self.windows.epoch
-            self.grant = StepGrant(self.clock, self.low, window, epoch, self.until)
+            self.grant = StepGrant(self.clock, low, window, epoch, self.until)
             self._begin("pull")
+
+    def _rows_of(self, header: NDArray[np.void], ours: NDArray[np.bool_], clock: int) -> NDArray[np.int64]:
+        """Which packets are rows of the table that were asked for with this clock."""
+        fits = (header["count"] == self.shape.values // VALUES_STEP) & (header["chunk"] < self.shape.rows)
+        return np.flatnonzero(ours & fits & (header["bitmap"] == clock) & (header["kind"] == PacketKind.ROW))
+
+    def _take_read_ahead(self, batch: PacketBatch, which: NDArray[np.int64]) -> None:
+        """Take in rows that were asked for while others were pushed."""
+        rows = batch.header["chunk"][which]
+        self._table[rows] = batch.values[which]
+        self._has_read[rows] = True
+        self.is_saturated = self.is_saturated or bool((batch.header["flags"][which] & Flag.SATURATED).any())
+        if len(rows):
+            self._timer.restart()
+
+    def _forget_read(self) -> None:
+        self._has_read[:], self._read_s[:], self._read_low = False, -np.inf, None
+
+    @property
+    def _read_clock(self) -> int:
+        """The clock of a read before its step is over: of this step, and of no other."""
+        return wrapped(self.clock - _LONG_AGO)
 
     def _note_resent(self, packets: int) -> None:
         if packets:
@@ -404,7 +463,9 @@ class TableClient:
         self.phase = phase
         self._timer.restart()
         self._was_resent[:] = False
-        self._owed[:] = phase in ("push", "pull")
+        if phase == "push":
+            self._forget_read()
+        self._owed[:] = phase == "push" or (phase == "pull" and ~self._has_read)
         self._owed[:1] |= phase == "confirm"
         self._sent_s[:] = self._clock_sent_s = -np.inf
 
@@ -418,15 +479,23 @@ class TableClient:
         if one["worker"] == self.worker and is_newer(int(one["cookie"]), self.until):
             self.until = int(one["cookie"])
 
-    def _written(self, rows: NDArray[np.int64], kind: PacketKind) -> PacketBatch:
-        batch = self._batch.first(len(rows))
+    def _written(
+        self, rows: NDArray[np.int64], kind: PacketKind, ahead: NDArray[np.int64] | None = None
+    ) -> PacketBatch:
+        """Packets of one kind for these rows, and behind them reads of those that are read ahead."""
+        count, reads = len(rows), 0 if ahead is None else len(ahead)
+        batch = self._batch.first(count + reads)
         header = batch.header
         header["magic"], header["flags"], header["kind"] = MAGIC, VERSION << 4, kind
         header["job"], header["worker"], header["cookie"] = self.shape.number, self.worker, self.cookie
-        header["clock"], header["chunk"], header["exponent"] = self.added_by, rows, self.exponent
-        header["count"] = self.shape.values // VALUES_STEP if kind == PacketKind.INC else 0
+        header["clock"], header["exponent"], header["count"] = self.added_by, self.exponent, 0
+        header["chunk"][:count] = rows
         batch.sizes[:] = HEADER_BYTES
         if kind == PacketKind.INC:
-            batch.values[:] = (self._update if self.phase == "push" else self._brought)[rows]
-            batch.sizes[:] += 4 * self.shape.values
+            header["count"][:count] = self.shape.values // VALUES_STEP
+            batch.values[:count] = (self._update if self.phase == "push" else self._brought)[rows]
+            batch.sizes[:count] += 4 * self.shape.values
+        if ahead is not None and reads:
+            header["kind"][count:], header["clock"][count:] = PacketKind.READ, self._read_clock
+            header["chunk"][count:] = ahead
         return batch

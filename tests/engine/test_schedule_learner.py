@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from torch import nn
 
+from offbeat.engine.pass_clock import PassClock
 from offbeat.engine.schedule_learner import Measured, ScheduleLearner, fitted
 from offbeat.errors import DisagreementError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class SetClock:
@@ -63,6 +69,58 @@ def test_backward_is_over_before_its_gradients_are_waited_for() -> None:
     assert watching.lacking == []
     assert watching._backward_s == pytest.approx([0.04] * 5)
     watching.close()
+
+
+class DeviceClock(PassClock):
+    """A device that comes to what it was told only when it is waited for, a second for each mark."""
+
+    def __init__(self, device: torch.device, now_s: Callable[[], float]) -> None:
+        super().__init__(device, now_s)
+        self.told = self.reached = 0
+
+    def mark(self) -> int:
+        self.told += 1
+        return self.told
+
+    def settle(self) -> None:
+        self.reached = self.told
+
+    def between_s(self, earlier: int, later: int) -> float:
+        assert max(earlier, later) <= self.reached, "the device has not come to it"
+        return float(later - earlier)
+
+
+def test_times_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has said all long before: what counts is when the device comes to it."""
+    monkeypatch.setattr("offbeat.engine.schedule_learner.PassClock", DeviceClock)
+    model, x = network(), torch.ones(1, 4)
+    watching = learner(model)
+    for _ in range(7):
+        watching.forward_begins()
+        model(x)
+        watching.backward_begins()
+        for name in ("1.weight", "1.bias", "0.weight", "0.bias"):
+            watching.complete(name)
+        watching.backward_ends()
+    found = watching.profile([watching.measured(0.0, 1e9)])
+    watching.close()
+    # Marks of a pass: it begins, the model, its first layer, its second, and backward begins.
+    assert found.forward_s == 2.0, "from the first that is needed on"
+    assert [one.name for one in found.gradients] == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    assert {one.name: one.ready_s for one in found.gradients} == {
+        "1.weight": 1.0, "1.bias": 2.0, "0.weight": 3.0, "0.bias": 4.0,
+    }  # fmt: skip
+    assert found.backward_s == 5.0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_an_event_on_cuda_is_where_the_device_is() -> None:
+    clock = PassClock(torch.device("cuda", 0), lambda: 0.0)
+    began = clock.mark()
+    torch.cuda._sleep(100_000_000)
+    ended = clock.mark()
+    clock.settle()
+    assert clock.between_s(began, ended) > 0.01
 
 
 def test_workers_with_other_gradients_make_no_schedule() -> None:

@@ -70,6 +70,15 @@ def test_gradients_that_are_later_are_told_and_measured() -> None:
     assert watching.measured().backward_s == pytest.approx(0.18)
 
 
+def test_where_the_host_does_not_know_when_gradients_are_complete_only_the_link_is_looked_at() -> None:
+    watching = ScheduleMonitor(PLANNED, SCHEDULE, is_of_host=False)
+    go(watching, PLANNED, 20)
+    late = profile(bandwidth=8e6, ready_s=0.03)
+    assert go(watching, late, 10) == ""
+    assert watching.measured().gradients[0].ready_s == PLANNED.gradients[0].ready_s
+    assert "MB of gradients in a second" in go(watching, dataclasses.replace(late, bandwidth=4e6), 10)
+
+
 def test_a_worker_that_is_faster_than_the_slowest_has_nothing_to_tell() -> None:
     assert go(watch(), profile(bandwidth=8e6, ready_s=0.012), 100) == ""
 

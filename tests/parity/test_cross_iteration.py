@@ -14,6 +14,7 @@ from tests.parity.test_drop_in import (
     JOBS,
     OPTIMIZERS,
     assert_same_bits,
+    autocast,
     check_grad_scaler,
     check_lbfgs,
     check_two_models,
@@ -36,8 +37,11 @@ def test_same_bits_as_ddp(plan: offbeat.Plan) -> None:
         # Who uses gradients in each step, or sets them to zero in place, goes back to the barrier at some step.
         goes_back = job.before_step is not None or not job.set_to_none
         made[name] = dataclasses.replace(
-            job, steps=16, plan=plan, is_ahead=None if goes_back and name not in STAYS else name not in STAYS
+            job, steps=20 if goes_back else 16, plan=plan, is_ahead=not goes_back and name not in STAYS
         )
+    made["adafactor, autocast"] = Job(
+        jobs.CNN, jobs.images, OPTIMIZERS["Adafactor"], autocast, steps=16, plan=plan, is_ahead=True
+    )
     assert_same_bits(made)
 
 

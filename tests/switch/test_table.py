@@ -13,6 +13,7 @@ from offbeat.protocol.switch_control import Strategy
 from offbeat.switch.clocks import Windows
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.job_state import JobState
+from offbeat.switch.members import ALL
 from offbeat.switch.packet import Packet, PacketKind, Reason, decode, distance, encode, is_newer, wrapped
 from offbeat.switch.packet_batch import PacketBatch
 from offbeat.switch.strategy import compile_policy
@@ -38,6 +39,7 @@ class TablePlay:
         self.network = Network(chance, chance.choice([0, 0.05, 0.3]), chance.choice([0, 0.1]))
         self.swaps = chance.choice([0, 0.02, 0.1])
         self.allows = chance.choice([0, 0.02, 0.1])
+        self.read_ahead = 0  # steps for which a worker began to read by less than it knew in the end
         self.by_name = 0  # steps that a worker went on behind because it was allowed to
         self.loses = chance.choice([None, None, chance.randint(20, 200)]) if self.workers > 1 else None
         self.returns = chance.choice([None, chance.randint(20, 200)])
@@ -127,11 +129,14 @@ class TablePlay:
         before = client.phase
         client.receive(PacketBatch.of([data], VALUES), self.now_s)
         if before in ("push", "clock") and client.phase == "pull":
-            self.note_grant(client.clock, client.low, client.windows)
-            self.promised[worker] = distance(client.low, self.start)
+            assert client.grant is not None
+            promised = client.grant.low  # which may be older than what it knows now, if it has begun to read before
+            self.note_grant(client.clock, promised, client.windows)
+            self.promised[worker] = distance(promised, self.start)
+            self.read_ahead += promised != client.low
             low, windows = self.state.clocks.low, self.state.clocks.windows
             most = max(client.windows.of(client.clock), windows.of(client.clock))
-            if not client.windows.grants(client.clock, client.low):
+            if not client.windows.grants(client.clock, promised):
                 self.by_name += 1
                 assert is_newer(client.until, client.clock)
                 # No step that a change decides about is begun by name before the change is in effect.
@@ -177,6 +182,7 @@ def test_no_update_is_lost_or_counted_twice_and_no_window_is_passed(block: int) 
     for play in plays:
         play.run()
     assert sum(play.by_name for play in plays) > 10, "hardly anybody was allowed more than all"
+    assert sum(play.read_ahead for play in plays) > 10, "hardly anybody has read while it pushed"
 
 
 @pytest.mark.slow
@@ -363,6 +369,67 @@ def test_who_has_more_rows_than_may_be_under_way_waits_for_answers() -> None:
     assert len(client.packets(5.0)) == 4
     assert client.wake_s() == pytest.approx(5.01), "not before an answer, or the time to send again"
     assert len(client.packets(5.005)) == 0
+
+
+def reading_ahead(window: int) -> tuple[JobState, TableClient]:
+    """A worker that is one step ahead of another, with five rows to push."""
+    shape = JobShape(7, 2, values=VALUES, ring=16, rows=5)
+    state = JobState(shape, Strategy("table", window=window), exponent=4)
+    client = TableClient(shape, 0, 0, exponent=4)
+    for worker in (0, 1):
+        state.admit(worker, worker)
+        ((_, answer),) = state.handle(Packet(PacketKind.JOIN, 7, worker, cookie=worker), worker)
+        if worker == 0:
+            client.receive(PacketBatch.of([answer], VALUES), 0.0)
+    client.push(np.ones(5 * VALUES, np.float32))
+    return state, client
+
+
+def answered(state: JobState, client: TableClient, packets: list[bytes]) -> None:
+    """Have the switch answer some packets, and the client take that in."""
+    for data in packets:
+        for port, packet in state.handle(decode(data), 0):
+            if port in (0, ALL):
+                client.receive(PacketBatch.of([packet], VALUES), 1.0)
+
+
+def test_who_may_go_on_reads_rows_while_others_are_pushed() -> None:
+    state, client = reading_ahead(window=2)
+    first, *rest = client.packets(1.0).datagrams()
+    answered(state, client, [first])
+    (read,) = client.packets(1.0).datagrams()
+    assert (decode(read).kind, decode(read).chunk) == (PacketKind.READ, 0)
+    answered(state, client, [read])
+    assert state.members[0].finished == 0, "its step is not over, whatever it reads"
+    answered(state, client, rest)
+    assert client.doing == "pull"
+    reads = [decode(data) for data in client.packets(1.0).datagrams()]
+    assert [(one.kind, one.chunk, one.clock) for one in reads] == [(PacketKind.READ, row, 1) for row in range(1, 5)]
+    answered(state, client, [encode(one) for one in reads])
+    assert client.phase == "computing"
+    assert state.members[0].finished == 1
+    assert (client.values(5 * VALUES) == 1).all()
+
+
+def test_who_has_to_wait_reads_nothing_before() -> None:
+    state, client = reading_ahead(window=0)
+    first, *_ = client.packets(1.0).datagrams()
+    answered(state, client, [first])
+    assert len(client.packets(1.0)) == 0
+
+
+def test_what_was_read_by_a_window_that_no_longer_holds_is_read_again() -> None:
+    state, client = reading_ahead(window=2)
+    first, *rest = client.packets(1.0).datagrams()
+    answered(state, client, [first])
+    answered(state, client, client.packets(1.0).datagrams())
+    client.windows = Windows(0, 0, 0, client.windows.epoch)
+    answered(state, client, rest)
+    assert client.phase == "clock"
+    client.low = 1
+    client.receive(PacketBatch.of([], VALUES), 1.0)
+    assert client.doing == "pull"
+    assert len(client.packets(2.0)) == 5
 
 
 @pytest.mark.parametrize(

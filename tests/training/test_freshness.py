@@ -116,6 +116,28 @@ def test_the_rest_of_a_job_is_silent() -> None:
     assert run_workers(2, train) == [("", True)] * 2
 
 
+def stepped_by_two() -> bool:
+    """Whether steps are hidden, where the optimizer that was prepared lacks a parameter that another one steps."""
+    net = Writer()
+    bias = net.by_weight.bias
+    with offbeat.init(PLAN, check_freshness=True) as run:
+        most = [p for p in net.parameters() if p is not bias]
+        replica, optimizer = run.prepare(net, torch.optim.Adam(most, lr=0.01))
+        second = torch.optim.SGD([bias], lr=0.1)
+        for _ in range(STEPS):
+            words = torch.arange(5)
+            F.cross_entropy(replica(words), words).backward()
+            optimizer.step()
+            second.step()
+            optimizer.zero_grad()
+            second.zero_grad()
+        return is_ahead(run)
+
+
+def test_another_optimizer_may_step_what_the_prepared_one_lacks() -> None:
+    assert run_workers(2, stepped_by_two) == [True, True]
+
+
 def unchecked() -> tuple[tuple[str, bool], bool]:
     return train("twice.weight", checks=False), _get_current_dispatch_mode() is None
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import TYPE_CHECKING
+import itertools
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -129,3 +131,99 @@ def rewound() -> tuple[bool, bool, bool]:
 
 def test_a_run_that_is_rewound_learns_again() -> None:
     assert run_workers(2, rewound) == [(True, True, True)] * 2
+
+
+class Hidden(nn.Module):
+    """A model in whose answer nobody finds a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = network()
+
+    def forward(self, x_BD: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.inside(x_BD))
+
+
+class Own(torch.optim.AdamW):
+    """Nobody knows whether it steps each parameter by itself."""
+
+
+def stays(how: str) -> tuple[bool, list[int], list[str]]:
+    """Whether a job is ahead in the end, when it has held votes, and what was said of its schedule."""
+    told: list[str] = []
+    net = Hidden() if how == "hidden" else network()
+    with offbeat.init(plan("group")) as run:
+        run._session.context.metrics.event = lambda what, text, step, **rest: told.append(text)  # type: ignore[method-assign]
+        held, hold_vote = list[int](), run._session.plans.hold_vote
+
+        def count() -> None:
+            held.append(run.step)
+            hold_vote()
+
+        run._session.plans.hold_vote = count  # type: ignore[method-assign]
+        replica, optimizer = run.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+        generator = torch.Generator().manual_seed(run.rank)
+        for _ in range(3 * STEPS):
+            x, y = torch.randn(5, 16, generator=generator), torch.randint(0, 3, (5,), generator=generator)
+            answer = replica(x)
+            F.cross_entropy(answer.logits if how == "hidden" else answer, y).backward()
+            if how == "clips":
+                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            if how == "looks":
+                assert next(net.parameters()).grad.norm() >= 0  # type: ignore[union-attr]
+            optimizer.zero_grad()
+        return is_ahead(run), held, [text for text in told if "waited for behind backward" in text]
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("hidden", "no backward was seen to begin"),
+        ("clips", "gradients are used in each step"),
+        ("looks", "gradients are used in each step"),
+    ],
+)
+def test_who_cannot_be_ahead_goes_back_to_the_barrier_and_says_why_once(how: str, why: str) -> None:
+    for hides, held, told in run_workers(2, stays, how):
+        assert not hides
+        assert bool(held) == (how != "hidden")
+        assert all(later - sooner > 1 for sooner, later in itertools.pairwise(held)), "the same vote was held twice"
+        (text,) = told
+        assert why in text
+
+
+def resumed(how: str) -> tuple[bool, bool, list[str]]:
+    """Whether a job is ahead before its state is taken, and after another has gone on with it; what that one said."""
+    states: list[Any] = []
+    told: list[str] = []
+    were_ahead = []
+    for kind in (torch.optim.AdamW, Own if how == "own" else torch.optim.AdamW):
+        net = network()
+        with offbeat.init(plan("group")) as run:
+            replica, optimizer = run.prepare(net, kind(net.parameters(), lr=0.01))
+            if states:
+                run._session.context.metrics.event = lambda what, text, step, **rest: told.append(text)  # type: ignore[method-assign]
+                net.load_state_dict(states[0])
+                optimizer.load_state_dict(states[1])
+                run.load_state_dict(states[2])
+            for _ in range(2 * STEPS):
+                F.cross_entropy(replica(torch.ones(5, 16)), torch.zeros(5, dtype=torch.long)).backward()
+                if how == "clips":
+                    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            were_ahead.append(is_ahead(run))
+            states = [copy.deepcopy(one.state_dict()) for one in (net, optimizer, run)]
+    return were_ahead[0], were_ahead[1], [text for text in told if "waited for behind backward" in text]
+
+
+def test_who_is_back_at_the_barrier_stays_there_when_it_is_resumed() -> None:
+    assert run_workers(2, resumed, "clips") == [(False, False, [])] * 2
+
+
+def test_a_schedule_from_a_checkpoint_is_gone_by_if_the_optimizer_allows_that() -> None:
+    for before, after, told in run_workers(2, resumed, "own"):
+        assert before
+        assert not after
+        assert "Own is not known to step each parameter by itself" in told[0]
