@@ -26,6 +26,7 @@ from offbeat.fabric import Elastic, ParameterServer
 from offbeat.fault_spec import Fault, Link, Script, Stranger, Target
 from offbeat.lab import hardware
 from offbeat.plan import Plan
+from offbeat.scheduling import Prophet
 from offbeat.sync import ASP, BSP, SSP, LocalSGD, RoundRobin
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ POLICIES: dict[str, Policy] = {
     "asp": ASP(),
     "round-robin": RoundRobin(),
     "local-sgd": LocalSGD(every=4),
+    "bsp-early": BSP(),  # with a scheduler
+    "ssp-early": SSP(bound=2),
     "elastic": BSP(),  # without a server
 }
 
@@ -199,6 +202,7 @@ def play(policy: str, case: Case, stories: Path | None = None) -> Cell:
         sync=POLICIES[policy],
         fabric=ParameterServer(block_bytes=16384, patience_s=30) if is_served else Elastic(),
         nonfinite=case.nonfinite,  # type: ignore[arg-type]
+        scheduling=Prophet() if policy.endswith("-early") else None,
     )
     arguments = ["--swap-at", str(STEP)] if case.two_phases else []
     shards = is_served + (case.target == "server")
@@ -247,7 +251,7 @@ def judge(story: cell.Story, policy: str, case: Case) -> Cell:
         books=books(story, getattr(POLICIES[policy], "every", 1)),
         equal=len({held.digest for held in story.held.values()}) <= 1,
         lead=max((int(one["lead"]) for one in seen), default=0),
-        bound=POLICIES[policy].bound if policy in ("bsp", "ssp") and not case.two_phases else None,
+        bound=POLICIES[policy].bound if policy.startswith(("bsp", "ssp")) and not case.two_phases else None,
         ends=story.ends,
         said=list(dict.fromkeys(_anonymous(line.text) for line in told))[:_MOST_SAID],
         took_s=round(story.took_s, 1),

@@ -221,9 +221,9 @@ class Plan:
             )
         lacking = (
             (
-                not self.is_served or not (self.sync.gated or self.steps_locally),
+                not self.is_served or not (self.steps_locally or (self.sync.gated and not self._grants_early)),
                 f"with {self.sync!r} a worker has nothing to push, or may not, before its optimizer steps: use BSP(), "
-                "ASP(), SSP(...) or DSSP(...)",
+                "ASP(), SSP(...), DSSP(...) or RoundRobin()",
             ),
             (
                 self.is_served or self.sync == BSP(),
@@ -337,6 +337,11 @@ class Plan:
                 f"Cannot swap {here!r} for {there!r} while gradients are sent by {self.scheduling!r}: its schedule "
                 "holds for one of them. Save a checkpoint, and start again - at `plan.fabric`."
             )
+
+    @property
+    def _grants_early(self) -> bool:
+        """Whether a worker may begin to push in its turn although it still computes."""
+        return isinstance(self.sync, RoundRobin)
 
     @property
     def _takes_single_turns(self) -> bool:

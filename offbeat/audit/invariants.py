@@ -67,7 +67,7 @@ class WorkerAccount:
         every: it takes part in every such round.
         push: its last contribution that was announced.
         held: whether it has a contribution and is not released.
-        granted: whether it may push that.
+        granted: number of the last that it may push, perhaps before it is announced.
         arrived: whether that is there, or was dropped.
         pulls: whether it is released, and has not all parameters.
         update: that its contribution is in.
@@ -83,12 +83,17 @@ class WorkerAccount:
     every: int = 1
     push: Push = (-1, -1)
     held: bool = False
-    granted: bool = False
+    granted: int | None = None
     arrived: bool = True
     pulls: bool = False
     update: UpdateInFlight | None = None
     needs: set[UpdateInFlight] = field(default_factory=set)
     late: set[Push] = field(default_factory=set)
+
+    @property
+    def may_push(self) -> bool:
+        """Whether it may push what it has."""
+        return self.granted == self.push[1]
 
     @property
     def unarrived(self) -> set[Push]:
@@ -163,7 +168,7 @@ class InvariantChecker:
         account, push = self.accounts[rank], (rank, number)
         assert push not in self.fates, f"{push} was announced before"
         account.late = account.unarrived
-        account.push, account.held, account.granted, account.arrived, account.update = push, True, False, False, None
+        account.push, account.held, account.arrived, account.update = push, True, False, None
         self.fates[push] = "pending"
 
     def _pushed(self, rank: int, number: int) -> None:
@@ -203,7 +208,8 @@ class InvariantChecker:
 
     def _granted(self, rank: int) -> None:
         """A worker may push."""
-        self.accounts[rank].granted = True
+        account = self.accounts[rank]
+        account.granted = account.number
 
     def _applied(self, apply: Apply, policy: Policy) -> None:
         """An update is decided."""
@@ -302,7 +308,7 @@ class InvariantChecker:
         """Say what a worker that is not at work, and need not be, waits for; "" if something is expected from it."""
         if account.held and account.arrived:
             return f"contribution {account.push} was {self.fates[account.push]}, and it waits to be released"
-        if account.held and not account.granted:
+        if account.held and not account.may_push:
             return f"it waits until it may push contribution {account.push}"
         missing = sorted(push for update in account.needs for push in update.waits if push != account.push)
         if account.arrived and missing:

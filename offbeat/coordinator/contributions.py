@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from offbeat.protocol.optimizer_spec import Hyper, OptimizerSpec
     from offbeat.protocol.shards import PushDone, PushNearlyDone
     from offbeat.protocol.training import Announce, PullDone
-    from offbeat.sync import Push
+    from offbeat.sync import Member, Push
 
 
 class Contributions:
@@ -79,9 +79,11 @@ class Contributions:
             one.granted.add((worker, clock))
             one.latest[worker] = clock
         push, about = (worker, clock), message.about
+        hidden_s = _hidden_s(member, about.computing_s, job.now_s)
         # The first steps of a worker pay for what later ones do not.
-        computing_s = job.now_s - member.since_s if member.steps_here >= UNCOUNTED_STEPS else None
-        if not self._leases.announce(message.model, push, about.used, computing_s) and about.weight:
+        computing_s = job.now_s - member.since_s + hidden_s if member.steps_here >= UNCOUNTED_STEPS else None
+        is_valid = self._leases.announce(message.model, push, about.used, computing_s, hidden_s=hidden_s)
+        if not is_valid and about.weight:
             self._tell_void(one, push, about.weight)
             about = msgspec.structs.replace(about, weight=0.0)
         one.announced[push] = about
@@ -124,7 +126,7 @@ class Contributions:
             if member.clock < step:
                 self._decisions.tell(model, Pushed(worker, step - 1, now_s))
         self._leases.stepped(worker, *times_s(member, one.arrived_s.get(worker), now_s))
-        self._decisions.tell(model, Pulled(worker, now_s))
+        self._decisions.tell(model, Pulled(worker, now_s, message.pushes_early))
         self._pace()
 
     def _pace(self) -> None:
@@ -145,6 +147,16 @@ class Contributions:
         )
         self._job.out.log(text)
         self._job.out.send(worker, Notice(text))
+
+
+def _hidden_s(member: Member, computing_s: float | None, now_s: float) -> float:
+    """Seconds that a worker has computed while parameters were still on their way to it, as it says.
+
+    Args:
+        computing_s: how long it has computed, as it says; no longer than since it was ready last, whatever it says.
+    """
+    most_s = now_s - (member.since_s if member.last_ready_s is None else member.last_ready_s)
+    return max(0.0, min(computing_s or 0.0, most_s) - (now_s - member.since_s))
 
 
 def _check(one: ModelRecord, worker: int, message: Announce, *, swapped: bool) -> None:

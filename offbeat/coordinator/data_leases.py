@@ -110,6 +110,7 @@ class UsedLeases:
         used: how many leases, by loader.
         samples: in them, by loader.
         computing_s: how long its worker took for it.
+        hidden_s: of these, while parameters were still on their way to it.
         applied, whole: whether it is in an update, and has arrived.
     """
 
@@ -117,6 +118,7 @@ class UsedLeases:
     used: dict[int, int]
     samples: dict[int, int]
     computing_s: float | None
+    hidden_s: float = 0.0
     applied: bool = False
     whole: bool = False
 
@@ -202,9 +204,19 @@ class LeaseManager:
     # -- contributions -------------------------------------------------------------------------------------------
 
     def announce(
-        self, model: int, push: Push, used: Iterable[tuple[int, int]], computing_s: float | None = None
+        self,
+        model: int,
+        push: Push,
+        used: Iterable[tuple[int, int]],
+        computing_s: float | None = None,
+        *,
+        hidden_s: float = 0.0,
     ) -> bool:
         """A worker has computed a contribution from these leases; whether it may count.
+
+        Args:
+            computing_s: how long it took; None if that does not count.
+            hidden_s: of these, while parameters were still on their way to it.
 
         Raises:
             PeerError: if it has nothing to do with such a loader.
@@ -213,7 +225,7 @@ class LeaseManager:
         for loader_number, number in used:
             by_loader.setdefault(loader_number, []).append(number)
         used_of = {loader_number: len(numbers) for loader_number, numbers in by_loader.items()}
-        used_leases = UsedLeases({}, used_of, {}, computing_s)
+        used_leases = UsedLeases({}, used_of, {}, computing_s, hidden_s)
         valid = True
         for loader_number, numbers in by_loader.items():
             loader = self._enrolled(loader_number, push[0])
@@ -259,14 +271,16 @@ class LeaseManager:
             self._acknowledge(used_leases, dropped=True)
 
     def stepped(self, worker: int, transfer_s: float, blocked_s: float) -> None:
-        """A worker has the parameters again: how long it pushed and pulled, and how long it waited for others."""
+        """A worker has the parameters again: how long it pushed and pulled, and how long it waited for others.
+
+        What it computes while it pulls is known when it brings the next contribution: about what it was in the last.
+        """
         last = self._last.get(worker)
         for loader_number, samples in last.samples.items() if last is not None else ():
             loader = self._loaders[loader_number]
             if loader.tune is not None and loader.tuning is not None and last is not None and last.computing_s:
-                loader.tuning = loader.tune.observe(
-                    loader.tuning, worker, samples, last.computing_s, transfer_s, blocked_s
-                )
+                rest_s = max(0.0, transfer_s - last.hidden_s)
+                loader.tuning = loader.tune.observe(loader.tuning, worker, samples, last.computing_s, rest_s, blocked_s)
 
     # -- leases --------------------------------------------------------------------------------------------------
 

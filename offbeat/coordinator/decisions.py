@@ -112,7 +112,9 @@ class Decisions:
             self._job.out.decide(ReleaseFromShard(model, worker, clock))
 
     def _grant(self, model: int, one: ModelRecord, worker: int) -> None:
-        clock = one.clocks[worker]
+        member = one.runner.state.members.get(worker)
+        # Who computes is to push what it has not announced yet.
+        clock = member.step if member is not None and member.phase == "computing" else one.clocks[worker]
         one.granted.add((worker, clock))
         one.latest[worker] = clock
         if one.at_once.get(worker) != clock:

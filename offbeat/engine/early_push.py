@@ -52,6 +52,7 @@ class EarlyPush:
 
     Attributes:
         order: in which blocks are pushed; empty until it is known.
+        pull_order: in which the forward pass needs them; empty until it is known.
         taken: gradients that were copied since the last step, in the backward at hand or before.
         pushed: blocks that were pushed since then.
         readers: modules that read each parameter; empty until the order is known, or if that is not known of all.
@@ -84,6 +85,7 @@ class EarlyPush:
         self._is_open = False  # within a backward whose gradients are pushed
         self._changed_steps = 0  # in a row
         self.order: Sequence[int] = ()
+        self.pull_order: Sequence[int] = ()
         self.readers: dict[str, tuple[torch.nn.Module, ...]] = {}
         self.taken: set[str] = set()
         self.pushed: list[int] = []
@@ -171,6 +173,7 @@ class EarlyPush:
         profile = learner.profile([learner.measured(latency_s, bandwidth)])
         names = [one.name for one in profile.gradients]
         self.order = order_of(self._blocks, names, self._scheduler.schedule(profile))
+        self.pull_order = in_order_of_need(self._blocks, names)
         self._held_back = frozenset({self._shards[block]: block for block in self.order}.values())
         self._queue = IssueQueue(self.order, self._issue)
         self.readers = {} if learner.unread else learner.readers
@@ -206,6 +209,23 @@ def order_of(blocks: Sequence[Block], names: Sequence[str], schedule: Schedule) 
         for one in block.slices:
             sent[names[one.gradient]].append((one.start, one.stop, place))
     return tuple(sorted(range(len(blocks)), key=lambda index: (_sent_at(blocks[index], sent), index)))
+
+
+def in_order_of_need(blocks: Sequence[Block], names: Sequence[str]) -> tuple[int, ...]:
+    """The indices of a server's blocks in the order in which a forward pass needs something of them first.
+
+    Args:
+        names: of all parameters, in the order in which it needs them.
+
+    >>> from offbeat.server.blocks import Block, ParameterSlice
+    >>> pieces = [ParameterSlice("a", 0, 4), ParameterSlice("b", 0, 4), ParameterSlice("a", 4, 4)]
+    >>> held = [Block(i, 0, 0, "float32", 4, (piece,)) for i, piece in enumerate(pieces)]
+    >>> in_order_of_need(held, ["b", "a"])
+    (1, 0, 2)
+    """
+    places = {name: place for place, name in enumerate(names)}
+    first = [min(places[piece.name] for piece in block.pieces) for block in blocks]
+    return tuple(sorted(range(len(blocks)), key=lambda index: (first[index], index)))
 
 
 def _sent_at(block: Block, sent: Mapping[str, Sequence[tuple[int, int, int]]]) -> int:

@@ -103,13 +103,16 @@ class ParameterReturn:
         assert self._request is not None
         awaited = PulledBlocks(self._request, self._state, set().union(*(self._blocks[name] for name in names)))
         context = WaitContext("the parameters that come back", model=self._state.model, through_server=True)
-        number = -1
-        while number != self._number:  # else they were given again meanwhile
+        while not self._copy(names, awaited):  # else they are given again
             self._waiter.wait(awaited, context)
-            number = self._number
-            with torch.inference_mode(mode=False):  # an evaluation may be the first to need it
+        self._untaken = self._untaken.difference(names)
+
+    def _copy(self, names: Collection[str], awaited: PulledBlocks) -> bool:
+        """Copy what came into these parameters, if all of it is here; meanwhile nothing that is given again lands."""
+        with self._state.block_came, torch.inference_mode(mode=False):  # an evaluation may be the first to need it
+            if are_here := awaited.done():
                 for name in names:
                     parameter, value = self._parameters[name]
                     parameter.data.copy_(value)
-        self._numbers.update(dict.fromkeys(names, number))
-        self._untaken = self._untaken.difference(names)
+                self._numbers.update(dict.fromkeys(names, self._number))
+        return are_here

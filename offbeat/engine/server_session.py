@@ -217,7 +217,7 @@ class ServerSession:
         return " ".join(status.pace for status in statuses if status.pace), fate
 
     def swap(self, plan: str, waiter: BlockingWait) -> None:
-        """Have another plan hold for all workers.
+        """Have another plan hold for all workers. On any thread: the server decides between two updates.
 
         Args:
             plan: as TOML.
@@ -226,7 +226,6 @@ class ServerSession:
             PlanError: if it cannot be; the present one goes on.
             NetworkError: if the server is gone.
         """
-        self._come_to_rest()
         asked = self.client.swap(plan, whole=True)
         waiter.wait(asked, WaitContext("a swap of the plan, on which all agree", through_server=True))
         if refusal := asked.value:

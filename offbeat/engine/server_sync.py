@@ -229,6 +229,8 @@ class ServerSync:
         if self._early is not None and self._computed:
             self._early.backward_ends()
         info = ContributionInfo(self.weight(self.accounting.weight), hyper(self._model.optimizer))
+        if self._return is not None:  # the server sees it compute from when all parameters are here, which is later
+            info = msgspec.structs.replace(info, computing_s=max(0.0, metrics.own_s))
         flight = self._issue(info, self._pack(), self.step)
         if self._return is None:
             self.pending_result = self._finish(flight)
@@ -529,17 +531,18 @@ class ServerSync:
             early.plan(min(self._answer_s() for _ in range(_QUESTIONS)))
             _log.info("step %d: gradients are pushed in %d blocks.", self.step, len(self._blocks))
             if early.readers:
-                self._return_ahead(early.readers)
+                self._return_ahead(early)
 
-    def _return_ahead(self, readers: Mapping[str, tuple[torch.nn.Module, ...]]) -> None:
+    def _return_ahead(self, early: EarlyPush) -> None:
         """Have `optimizer.step()` return at once from here on, and modules wait for what they read."""
+        self._client.pull_in_order(self._model.number, early.pull_order)
         self.land(in_place=False)  # what comes must not land under a forward pass's feet
         self._return = ParameterReturn(
             self._model.model,
             {name: (parameter, value) for name, parameter, value in self._slots},
             self._blocks,
             self._client.state(self._model.number),
-            readers,
+            early.readers,
             self._context.waiter,
             come_to_rest=self.synchronize,
         )

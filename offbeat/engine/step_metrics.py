@@ -200,6 +200,11 @@ class StepMetrics:
         self._fence_began_s = self._clock.now_s()
         self._waited_before_s = self._waiter.waited_s
 
+    @property
+    def own_s(self) -> float:
+        """Seconds that the present step took this worker by itself, until `compute_done`, without what it waited."""
+        return self._fence_began_s - self._step_began_s - (self._waited_before_s - self._waited_at_step_s)
+
     def exchange_done(
         self,
         step: int,
@@ -227,7 +232,7 @@ class StepMetrics:
         """
         now_s, began_s = self._clock.now_s(), self._step_began_s
         early_s = self._waited_before_s - self._waited_at_step_s
-        own_s = self._fence_began_s - began_s - early_s
+        own_s = self.own_s
         first_s = min((issued for issued, _ in spans), default=now_s)
         last_s = max((done for _, done in spans), default=now_s)
         record = {

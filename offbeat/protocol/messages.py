@@ -9,6 +9,7 @@ worker                                          shard (the coordinator is the fi
   | -- PushBlock(clock, block) + gradient -----> |   to each block's shard
   | <----- ReleaseWorker(step, version, ...) --- |   released for the next step
   | <----- PullBlock(step, block) + values ----- |   from each block's shard, as each is updated
+  | -- PullOrder(blocks) ----------------------> |   to each shard: which first, where several are due at a time
   | -- PullDone(step) -------------------------> |   all blocks are here
   | -- AskAllWorkers(number, question, ...) ---> |   a collective question beside the data
   | <----- AllWorkersAnswer(number, ...) ------- |
@@ -82,6 +83,7 @@ from offbeat.protocol.training import (
     OpenModel,
     PullBlock,
     PullDone,
+    PullOrder,
     PushBlock,
     Refused,
     ReleaseWorker,
@@ -98,6 +100,7 @@ FromWorker = (
     | InitBlock
     | Announce
     | PushBlock
+    | PullOrder
     | PullDone
     | GetStatus
     | TellStatus

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from offbeat.protocol.bounds import Count, Digest, Dtype, Model, Samples, Text
+from offbeat.protocol.bounds import Count, Digest, Dtype, Model, Samples, Seconds, Text
 from offbeat.protocol.data_leases import Used
 from offbeat.protocol.optimizer_spec import Hyper, Name, OptimizerSpec
 
@@ -167,6 +167,7 @@ class ContributionInfo(msgspec.Struct, frozen=True):
         step: how many steps the worker's script has made of this model before, for people.
         again: blocks that were pushed before the contribution was announced, and have changed since: of each of them
             only the `PushBlock` that comes `again` counts.
+        computing_s: how long the worker computed, where it did so before all parameters had come; else None.
     """
 
     weight: Samples
@@ -177,6 +178,7 @@ class ContributionInfo(msgspec.Struct, frozen=True):
     ends: bool = False
     step: Count = 0
     again: Annotated[tuple[Count, ...], msgspec.Meta(max_length=1 << 20)] = ()
+    computing_s: Seconds | None = None
 
 
 class Announce(msgspec.Struct, tag=True, frozen=True):
@@ -188,6 +190,8 @@ class Announce(msgspec.Struct, tag=True, frozen=True):
 
 
 class Granted(msgspec.Struct, tag=True, frozen=True):
+    """The worker may push; where it pushes early perhaps before it has announced that contribution."""
+
     model: Model
     clock: Count
 
@@ -259,9 +263,27 @@ class PullBlock(msgspec.Struct, tag=True, frozen=True):
     number: Count = 0
 
 
+class PullOrder(msgspec.Struct, tag=True, frozen=True):
+    """The order in which a worker wants the blocks of one shard from here on, where several are due at a time.
+
+    Args:
+        blocks: all of the model that this shard holds, each once.
+    """
+
+    model: Model
+    blocks: Annotated[tuple[Count, ...], msgspec.Meta(max_length=1 << 20)]
+
+
 class PullDone(msgspec.Struct, tag=True, frozen=True):
+    """All blocks are here.
+
+    Args:
+        pushes_early: the worker pushes what it computes next before that is announced, as soon as it may.
+    """
+
     model: Model
     step: Count
+    pushes_early: bool = False
 
 
 class Evicted(msgspec.Struct, tag=True, frozen=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import threading
 from typing import TYPE_CHECKING, Any
 
 from offbeat.control import RoundController, swap_sentence
@@ -63,7 +64,7 @@ class PlanManager:
         data: LoaderManager,
         factory: SynchronizerFactory,
     ) -> None:
-        self.plan = plan
+        self.plan, self._thread = plan, threading.current_thread()
         self._met_for: FabricSpec = ProcessGroup() if plan.is_served else plan.fabric
         self.server: ServerSession | None = None
         self._had_server = False
@@ -175,7 +176,8 @@ class PlanManager:
         self.plan.swapped(wanted.to_toml(), whole=True)
         if self.server is not None:
             self.server.swap(wanted.to_toml(), self._waiter)
-            self.take_plan()
+            if threading.current_thread() is self._thread:  # else the one that trains does before its next step
+                self.take_plan()
         elif self._control.world > 1:
             self._vote.propose(wanted)
             self._swap_table()

@@ -10,7 +10,7 @@ Push = tuple[int, int]  # worker, clock: one contribution
 
 @dataclass(frozen=True)
 class Grant:
-    """The worker may push what it has."""
+    """The worker may push what it has; one that computes, and pushes early, what it has so far and what follows."""
 
     worker: int
 

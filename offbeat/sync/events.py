@@ -45,10 +45,15 @@ class Pushed:
 
 @dataclass(frozen=True)
 class Pulled:
-    """The worker has the parameters it was released for, and computes."""
+    """The worker has the parameters it was released for, and computes.
+
+    Args:
+        pushes_early: it pushes what it has of its next contribution before that is ready, once it is granted.
+    """
 
     worker: int
     at_s: float
+    pushes_early: bool = False
 
 
 @dataclass(frozen=True)

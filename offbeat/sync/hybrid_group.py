@@ -180,7 +180,8 @@ def inner_member(part: HybridGroup, worker: int, member: Member, stuck: frozense
     released_s = member.released_s
     if released_s is not None:
         released_s = _NOT_YET_S if worker in stuck else max(released_s, part.freed_s)
-    return changed(member, granted_s=granted_s, released_s=released_s, base=base)
+    # Whose turn it is within a group may not push before the group's.
+    return changed(member, granted_s=granted_s, released_s=released_s, base=base, pushes_early=False)
 
 
 def stuck_in(state: State, members: Mapping[int, Member]) -> frozenset[int]:

@@ -93,6 +93,9 @@ class RoundRobin:
     One that has not been measured yet is given a minute. What a worker does between two steps, such as an evaluation,
     counts as computing: allow for it in `compute_lease_s`.
 
+    A worker that pushes early (`Plan(scheduling=...)`) may begin when its turn has come although it still computes: its
+    blocks travel as they are complete, and the turn itself is over the sooner. The order of updates is the same.
+
     What takes part in every m-th round only (`TakesEveryNth`) is not waited for in the rounds between; its gradient is
     m times as old. Who joins pulls at once, not in its first turn: at worst a turn of the others takes twice as long
     then.
@@ -198,6 +201,9 @@ class RoundRobin:
         leases_s = self._leases_s(rotation, state)
         if late := [(lease_s, worker) for worker, lease_s in leases_s.items() if state.now_s >= lease_s]:
             return [Remember(changed(rotation, evicted_s=state.now_s)), Evict(min(late)[1])]
+        worker = self._beginner(rotation, state)
+        if worker is not None and state.now_s >= self._open_s(rotation):
+            return [Remember(rotation), Grant(worker)]
         actions: list[Action] = [] if rotation == before else [Remember(rotation)]
         wake_s = min([*leases_s.values(), self._opens_s(rotation, state)])
         # A wake that comes too early does no harm: it is set anew then.
@@ -257,6 +263,14 @@ class RoundRobin:
         off = _off(state)
         return tuple(worker for worker in rotation.order if worker not in rotation.owed and worker not in off)
 
+    def _beginner(self, rotation: Rotation, state: State) -> int | None:
+        """The worker that computes, and may push what it has once turns are open: the next turn is its own."""
+        members, slots = state.members, self.slots_over(state.hosts)
+        if rotation.free_since_s is None or sum(member.is_pushing for member in members.values()) >= slots:
+            return None
+        due = [*(worker for worker in rotation.order if worker in rotation.owed), *self._line(rotation, state)]
+        return next((worker for worker in due[:slots] if members[worker].may_begin), None)
+
     def _is_ready(self, state: State, worker: int) -> bool:
         member = state.members[worker]
         if not self.strict or (worker, member.step) in state.pending:
@@ -292,7 +306,10 @@ class RoundRobin:
         first = any(self._is_ready(state, worker) for worker in (*rotation.owed, *line[:1]))
         opens_s = self._open_s(rotation) if first else self._passing_s(rotation)
         someone = first or any(self._is_ready(state, worker) for worker in line)
-        return opens_s if someone and state.now_s < opens_s else float("inf")
+        due_s = [opens_s] if someone else []
+        if self._beginner(rotation, state) is not None:
+            due_s.append(self._open_s(rotation))
+        return min((at_s for at_s in due_s if state.now_s < at_s), default=float("inf"))
 
     # -- what is remembered --------------------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ A worker's way through one step, seen from where the parameters are kept:
                            +------------- Release --------------+--> pulling --Pulled--> computing the next step
 
 `Ready`, `Pushed` and `Pulled` happen to it; `Grant` and `Release` are decided by the policy. `Release` may come before
-`Pushed`: then blocks of the parameters travel back while later blocks of the contribution still arrive.
+`Pushed`: then blocks of the parameters travel back while later blocks of the contribution still arrive. `Grant` may
+come before `Ready`, to a worker that pushes early: then blocks travel while it computes the others.
 
 Facts are kept here once, for every policy: `observe` takes in an event, `enact` what a policy decided. A policy is only
 a rule over them, so exchanging one for another loses nothing.
@@ -51,7 +52,8 @@ class Member:
         base: `version` of the parameters it computes on.
         weight: of its last contribution, in samples; None before the first.
         ready_s: since when it has a contribution for `step`; None while it computes.
-        granted_s: since when it may push it, until it has pulled; None if it may not.
+        granted_s: since when it may push it, until it has pulled; None if it may not. Of one that was granted while it
+            computed, since when it was ready.
         ending: whether nearly all of the contribution that was granted last is there.
         arrived: whether the contribution for `step` is there.
         released_s: since when it may pull the parameters of `step`; None once it has.
@@ -60,6 +62,7 @@ class Member:
         push_s: moving average of the time from `Grant` to `PushEnding`, under the present policy.
         interval_s: between its last two `Ready`.
         since_s: when its phase last changed.
+        pushes_early: it pushes what it has of a contribution while it computes, once it is granted.
     """
 
     step: int = 0
@@ -81,6 +84,7 @@ class Member:
     since_s: float = 0.0
     last_ready_s: float | None = field(default=None, repr=False)
     steps_here: int = field(default=0, repr=False)
+    pushes_early: bool = field(default=False, repr=False)
 
     @property
     def held(self) -> bool:
@@ -119,6 +123,11 @@ class Member:
     def is_pushing(self) -> bool:
         """Whether its contribution is on its way, and more than the end of it is to come."""
         return self.owes and self.granted_s is not None and not self.ending
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether it would push what it has so far, if it were granted."""
+        return self.pushes_early and self.granted_s is None and self.phase == "computing"
 
     @property
     def phase(self) -> str:
@@ -212,8 +221,8 @@ def observe(state: State, event: Event) -> State:
             return _ending(state, worker, clock) if worker in state.members else state
         case Pushed(worker=worker, clock=clock):
             return _pushed(state, worker, clock) if worker in state.members else state
-        case Pulled(worker=worker):
-            return _pulled(state, worker) if worker in state.members else state
+        case Pulled(worker=worker, pushes_early=pushes_early):
+            return _pulled(state, worker, pushes_early) if worker in state.members else state
         case Joined(worker=worker):
             return _joined(_left(state, worker), worker)
         case Left(worker=worker, returns=returns):
@@ -235,10 +244,12 @@ def enact(state: State, action: Action) -> State:
     match action:
         case Grant(worker=worker):
             member = _member(state, action, worker)
-            if not member.held:
-                raise _misstep(state, action, "it has nothing to push")
             if member.granted_s is not None:
                 raise _misstep(state, action, "it may push already")
+            if member.may_begin:
+                return _with(state, worker, granted_s=state.now_s, ending=False)
+            if not member.held:
+                raise _misstep(state, action, "it has nothing to push")
             return _with(state, worker, granted_s=state.now_s, ending=False, since_s=state.now_s)
         case Release(worker=worker):
             member = _member(state, action, worker)
@@ -287,8 +298,10 @@ def _ready(state: State, event: Ready) -> State:
     computing_s = member.computing_s
     if member.steps_here >= UNCOUNTED_STEPS:
         computing_s = _moved(computing_s, event.at_s - member.since_s)
+    # What was pushed while it computed took no time of its turn.
+    granted_s = None if member.granted_s is None else event.at_s
     state = _with(
-        state, event.worker, weight=event.weight, ready_s=event.at_s, granted_s=None, arrived=False,
+        state, event.worker, weight=event.weight, ready_s=event.at_s, granted_s=granted_s, arrived=False,
         computing_s=computing_s, interval_s=interval_s, last_ready_s=event.at_s, since_s=event.at_s,
         steps_here=member.steps_here + 1,
     )  # fmt: skip
@@ -314,12 +327,14 @@ def _pushed(state: State, worker: int, clock: int) -> State:
     return _with(state, worker, clock=max(member.clock, clock + 1))
 
 
-def _pulled(state: State, worker: int) -> State:
+def _pulled(state: State, worker: int, pushes_early: bool) -> State:
     member = state.members[worker]
     turn_s = member.turn_s
     if member.granted_s is not None and member.released_s is not None and member.steps_here >= UNCOUNTED_STEPS:
         turn_s = _moved(turn_s, state.now_s - member.released_s)
-    return _with(state, worker, released_s=None, granted_s=None, turn_s=turn_s, since_s=state.now_s)
+    return _with(
+        state, worker, released_s=None, granted_s=None, turn_s=turn_s, since_s=state.now_s, pushes_early=pushes_early
+    )
 
 
 def _joined(state: State, worker: int) -> State:

@@ -183,7 +183,7 @@ class Interleaving:
             if self._lives.get(rank) is life and not life.unwanted:  # it may have been evicted
                 self._tell(Pushed(rank, push[1], now_s))
         elif what == "pulled":
-            self._tell(Pulled(rank, now_s))
+            self._tell(Pulled(rank, now_s, pushes_early=rank % 2 == 1))
         else:
             self.played[f"{what} while {self._state.members[rank].phase}"] += 1
             self._tell(Left(rank, now_s))
@@ -286,6 +286,8 @@ class Interleaving:
             case Ready(worker=rank):
                 self._lives[rank].unwanted = False
                 self._goes_through("held", self._lives[rank], self._draw())
+                if self._books.accounts[rank].may_push:  # since it was being computed
+                    self._pushes(self._lives[rank])
             case Pushed(worker=rank):
                 self._goes_through("pushed", self._lives[rank], self._draw())
             case Pulled(worker=rank):
@@ -301,11 +303,10 @@ class Interleaving:
         books = self._books
         books.enter(action, self._policy)
         match action:
-            case Grant(worker=rank):
-                life = self._lives[rank]
-                push_s = self._draw(life) / 3
-                if self._goes_through("pushing", life, push_s):
-                    self._soon("pushed", (life, books.accounts[rank].push), push_s)
+            case Grant(worker=rank) if books.accounts[rank].held:
+                self._pushes(self._lives[rank])
+            case Grant():
+                self.played["granted early"] += 1
             case Drop(pushes=pushes):
                 for push in pushes:
                     if push[0] in self._lives and books.accounts[push[0]].push == push:
@@ -354,6 +355,11 @@ class Interleaving:
             self._soon("leave", (life, None), computing_s)
         elif self._goes_through("computing", life, computing_s):
             self._soon("ready", (life, None), computing_s)
+
+    def _pushes(self, life: Life) -> None:
+        push_s = self._draw(life) / 3
+        if self._goes_through("pushing", life, push_s):
+            self._soon("pushed", (life, self._books.accounts[life.rank].push), push_s)
 
     def _goes_through(self, phase: str, life: Life, lasts_s: float) -> bool:
         """Whether a worker gets through a phase that begins now, unless it crashes."""

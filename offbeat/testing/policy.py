@@ -2,6 +2,7 @@
 
 `check_policy` plays a server and its workers in virtual time, thousands of times, each time with other luck: unequal
 and equal times, workers that come, go, crash and hang in every phase, another policy in between, memory that is lost.
+Every second worker would push while it computes, if it were granted then.
 What is promised is read off `offbeat.audit.invariants`, which are kept from the events and actions alone.
 """
 

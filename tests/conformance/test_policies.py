@@ -61,6 +61,7 @@ def test_policies_keep_their_promises(policy: Policy, interleavings: int) -> Non
     assert played["interleavings"] == interleavings
     assert (played["evictions"] > 0) == evicts(policy, any)
     assert min(played["swaps"], played["memory lost"], played["asked twice"], played["applied"]) > 0
+    assert (played["granted early"] > 0) == isinstance(policy, RoundRobin)
 
 
 @pytest.mark.slow

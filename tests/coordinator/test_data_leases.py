@@ -9,9 +9,11 @@ import msgspec
 import pytest
 
 from offbeat.batching import BatchTuning, EndOfEpoch, Lease, Leases
+from offbeat.coordinator.contributions import _hidden_s
 from offbeat.coordinator.data_leases import LeaseManager
 from offbeat.errors import DisagreementError, PeerError
 from offbeat.protocol.data_leases import Deal, LeaseGrants, RegisterLoader, lease_grants, leases_of
+from offbeat.sync import Member
 
 SAMPLES = 37
 
@@ -48,10 +50,13 @@ class Class:
                 return deal
             self.ended[worker].append(deal.epoch)
 
-    def announce(self, worker: int, *leases: Lease, computing_s: float = 0.1) -> tuple[tuple[int, int], bool]:
+    def announce(
+        self, worker: int, *leases: Lease, computing_s: float = 0.1, hidden_s: float = 0.0
+    ) -> tuple[tuple[int, int], bool]:
         push = (worker, self.clocks[worker])
         self.clocks[worker] += 1
-        return push, self.dealer.announce(0, push, [(0, lease.number) for lease in leases], computing_s)
+        used = [(0, lease.number) for lease in leases]
+        return push, self.dealer.announce(0, push, used, computing_s, hidden_s=hidden_s)
 
     def release(self, worker: int) -> None:
         for deals in self.dealer.refill(worker).values():
@@ -265,6 +270,33 @@ def test_batches_follow_the_machines() -> None:
     usual = [Counter(sizes[worker][20:]).most_common(1)[0][0] for worker in range(2)]
     assert usual == [5, 3]
     assert "paces the rounds" in one.dealer.explain()
+
+
+@pytest.mark.parametrize("hidden_s", [0.0, 0.1, 0.4])
+def test_what_a_worker_computes_while_parameters_come_is_no_transfer(hidden_s: float) -> None:
+    """A cycle is as long as it is; what of it depends on the batch is what was computed."""
+    one = Class(1, BatchTuning())
+    one.enrol(0)
+    for _ in range(20):
+        lease = one.draw(0)
+        push, _ = one.announce(0, lease, computing_s=0.5, hidden_s=hidden_s)
+        one.dealer.applied(0, push)
+        one.dealer.whole(0, push)
+        one.release(0)
+        one.dealer.stepped(0, 0.3, 0.0)
+    tuning = one.dealer._loaders[0].tuning
+    assert tuning is not None
+    assert tuning.machines[0].compute.seconds == pytest.approx(0.5)
+    assert tuning.machines[0].transfer.seconds == pytest.approx(max(1e-9, 0.3 - hidden_s))
+
+
+@pytest.mark.parametrize(
+    ("told_s", "hidden_s"), [(None, 0.0), (0.5, 0.0), (1.75, 0.75), (3.0, 2.0), (1e8, 2.0)], ids=str
+)
+def test_a_worker_says_how_long_it_computed_within_what_can_be(told_s: float | None, hidden_s: float) -> None:
+    """It had its parameters 1 s ago, and was ready 3 s ago for the last time."""
+    assert _hidden_s(Member(since_s=9.0, last_ready_s=7.0), told_s, 10.0) == hidden_s
+    assert _hidden_s(Member(since_s=9.0), told_s, 10.0) == 0.0, "its first contribution"
 
 
 def test_who_is_too_slow_for_every_round_is_named() -> None:

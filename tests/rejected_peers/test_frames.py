@@ -20,6 +20,7 @@ from offbeat.protocol.training import (
     InitBlock,
     OpenModel,
     PullDone,
+    PullOrder,
     PushBlock,
 )
 from offbeat.wire.frame import HEADER_BYTES, VERSION, Frame, Kind, encode
@@ -125,6 +126,7 @@ STRAY: dict[str, tuple[Any, bytes, str]] = {
     "values without a body": (InitBlock(0, 0), b"", "Rank 0 sends values of block 0 without a body."),
     "values of nothing": (InitBlock(3, 0), bytes(64), "Model 3 has not been opened."),
     "a gradient unasked": (PushBlock(0, 0, 0, DensePayload()), bytes(64), "Rank 0 does not take part in model 0."),
+    "an order of a stranger": (PullOrder(0, (0,)), b"", "Rank 0 does not take part in model 0."),
     "a contribution of a stranger": (
         Announce(0, 3, ContributionInfo(1.0, ())),
         b"",

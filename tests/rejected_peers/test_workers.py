@@ -10,7 +10,7 @@ import torch
 
 from offbeat.protocol.messages import pack
 from offbeat.protocol.status import GetStatus
-from offbeat.protocol.training import AskAllWorkers, InitBlock, OpenModel, PullDone, Refused, ReleaseWorker
+from offbeat.protocol.training import AskAllWorkers, InitBlock, OpenModel, PullDone, PullOrder, Refused, ReleaseWorker
 from tests.rejected_peers.job import (
     BAD,
     HYPER,
@@ -104,6 +104,19 @@ MAD: dict[str, tuple[Callable[[int], list[tuple[Any, bytes]]], str]] = {
         lambda n: [(PullDone(0, n + 9), b"")],
         "it has pulled step {n+9}, but is at step {n}",
     ),
+    "an order without a block": (
+        lambda n: [(PullOrder(0, ()), b"")],
+        "Cannot send rank 0 the blocks of model 0 in this order: each of the ",
+    ),
+    "an order with a block twice": (
+        lambda n: [(PullOrder(0, (0, 0)), b"")],
+        "Cannot send rank 0 the blocks of model 0 in this order: each of the ",
+    ),
+    "an order with a block that is not there": (
+        lambda n: [(PullOrder(0, (0, 99)), b"")],
+        "Cannot send rank 0 the blocks of model 0 in this order: each of the ",
+    ),
+    "an order of another model": (lambda n: [(PullOrder(7, (0,)), b"")], "Rank 0 does not take part in model 7"),
     "a model twice": (lambda n: [(OpenModel(0), pack(details()))], "Rank 0 opens model 0 for a second time"),
     "values again": (lambda n: [(InitBlock(0, 0), bytes(56))], "Rank 0 was not asked for the values of block 0"),
     "two questions at once": (

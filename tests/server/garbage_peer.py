@@ -34,6 +34,7 @@ from offbeat.protocol.training import (
     PieceOf,
     PullBlock,
     PullDone,
+    PullOrder,
     PushBlock,
     ReleaseWorker,
 )
@@ -247,7 +248,7 @@ def _frame(choices: Choices) -> tuple[bytes, bytes]:
                 block,
                 choices.one((DensePayload(), *map(CastPayload, ("bfloat16", "float64", "int8", "")))),
             ),
-            PullDone(model, clock),
+            PullDone(model, clock, bool(block)) if clock % 2 else PullOrder(model, (clock // 2, block)),
             GetStatus(clock),
             AskAllWorkers(clock, choices.one(("a", "b")), bool(clock), (1.0,) * choices.number(8)),
             RegisterShard(),

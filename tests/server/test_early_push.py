@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from offbeat.protocol.training import PullBlock
 from offbeat.sync import ASP, BSP, Apply, KSync, RoundRobin
 from tests.server.in_process import Together
 from tests.server.test_shard import SOON, Worker
@@ -18,6 +19,7 @@ from tests.server.test_update_scheduler import ABOUT, made, scheduler
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
+    from offbeat.protocol.messages import ToWorker
     from offbeat.server.client.requests import PulledParameters, ServerRequest
     from offbeat.sync import Policy
 
@@ -57,7 +59,20 @@ def arrived(job: Together, rank: int) -> int:
 
 def bring(worker: Worker, gradient: torch.Tensor, changed: Collection[int] = ()) -> ServerRequest[PulledParameters]:
     parts = [gradient[b.offset : b.offset + b.numel].clone() for b in worker.blocks]
-    return worker.client.exchange(0, parts, about=worker.about(1.0), changed=changed)
+    return worker.client.exchange(0, parts, about=worker.about(1.0), order=range(len(parts)), changed=changed)
+
+
+def note_what_comes(worker: Worker) -> list[int]:
+    """The blocks that come from here on, as they come."""
+    came, hear = list[int](), worker.client.hear
+
+    def listen(shard: int, message: ToWorker) -> None:
+        if isinstance(message, PullBlock):
+            came.append(message.block)
+        hear(shard, message)
+
+    worker.client.hear = listen  # type: ignore[method-assign]
+    return came
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -121,18 +136,21 @@ def test_who_dies_before_it_announces_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("policy", [BSP(), RoundRobin(), RoundRobin(strict=True)], ids=str)
 def test_who_asks_something_meanwhile_pushes_again_what_is_forgotten(
-    team: Callable[..., tuple[Together, list[Worker]]], shards: int
+    team: Callable[..., tuple[Together, list[Worker]]], policy: Policy, shards: int
 ) -> None:
     """On a shard that coordinates a worker that asks steps out with all that it has begun; on others it does not."""
-    job, (worker,) = team(BSP(), 1, shards)
+    job, (worker,) = team(policy, 1, shards)
+    assert bring(worker, torch.zeros(100)).wait(SOON)
     before = worker.values.clone()
     for _ in range(2):
         early(worker, torch.ones(100), job)
         asked = worker.client.ask("the mean", (1.0,))
         assert asked.wait(SOON)
         assert bring(worker, torch.ones(100)).wait(SOON)
-    assert torch.allclose(worker.values, before - 0.5 - 0.75)
+        assert bring(worker, torch.zeros(100)).wait(SOON), "and is granted early again from here on"
+    assert torch.allclose(worker.values, before - 0.5 - 0.25 - 0.625 - 0.3125)
 
 
 @pytest.mark.parametrize("policy", [RoundRobin(), KSync(1)], ids=str)
@@ -140,10 +158,59 @@ def test_who_waits_for_a_grant_pushes_nothing_before(
     team: Callable[..., tuple[Together, list[Worker]]], policy: Policy
 ) -> None:
     job, (worker,) = team(policy, 1)
+    before = worker.values.clone()
     for block in worker.blocks[:-1]:
-        worker.client.push_early(0, block.index, torch.ones(block.numel))
+        worker.client.push_early(0, block.index, torch.full((block.numel,), 1000.0))
     assert bring(worker, torch.ones(100)).wait(SOON)
     assert job.ends[0].took["PushBlock"] == len(worker.blocks)
+    assert torch.allclose(worker.values, before - 0.5), "nothing is left of what was not pushed"
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("policy", [RoundRobin(), RoundRobin(strict=True)], ids=str)
+def test_whose_turn_has_come_pushes_while_it_computes(
+    team: Callable[..., tuple[Together, list[Worker]]], policy: Policy, shards: int
+) -> None:
+    job, workers = team(policy, 2, shards)
+    requests = [bring(worker, torch.zeros(100)) for worker in workers]
+    assert all(request.wait(SOON) for request in requests)
+    before = workers[1].values.clone()
+    for _ in range(3):
+        for worker in workers:  # the other computes, and its turn comes behind this one's
+            assert early(worker, torch.ones(100), job)
+            assert bring(worker, torch.ones(100)).wait(SOON)
+    ends = [*job.ends, *job.other_ends]
+    assert sum(end.took["PushBlock"] for end in ends) == (1 + 3) * 2 * len(workers[0].blocks)
+    velocity, moved = 0.0, 0.0
+    for _ in range(3 * 2):
+        velocity = 0.5 * velocity + 1.0
+        moved += 0.5 * 0.5 * velocity  # each is half of a round
+    assert torch.allclose(workers[1].values, before - moved)
+    look = workers[0].client.look()
+    assert look.wait(SOON)
+    assert [(one.applied, one.lost) for one in look.value[0].workers] == [(4, 0), (4, 0)]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_blocks_come_back_in_the_order_that_each_worker_wants(
+    team: Callable[..., tuple[Together, list[Worker]]], shards: int
+) -> None:
+    job, workers = team(BSP(), 2, shards)
+    indices = range(len(workers[0].blocks))
+    orders = [[*indices], [*indices[1::2], *indices[::2]]]
+    came = [note_what_comes(worker) for worker in workers]
+    for worker, order in zip(workers, orders, strict=True):
+        worker.client.pull_in_order(0, order)
+    for _ in range(2):
+        pushed = [early(worker, torch.ones(100), job) for worker in workers]
+        requests = [bring(worker, torch.ones(100)) for worker in workers]
+        assert all(request.wait(SOON) for request in requests)
+        for one, order in zip(came, orders, strict=True):
+            assert sorted(one) == [*indices]
+            for shard in range(shards):  # but for the last block of each, which is not there when the others are due
+                mine = [block for block in pushed[0] if workers[0].client.state(0).shards[block] == shard]
+                assert [block for block in one if block in mine] == [block for block in order if block in mine]
+            one.clear()
 
 
 # -- at a shard --------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,6 +13,8 @@ from offbeat.errors import PlanError
 from offbeat.sync import (
     ASP,
     BSP,
+    Action,
+    Adopted,
     Apply,
     Deadline,
     Event,
@@ -30,6 +32,7 @@ from offbeat.sync import (
     Remember,
     RoundRobin,
     State,
+    Wake,
     on,
 )
 from offbeat.sync.round_robin import Rotation
@@ -446,3 +449,84 @@ def strict_rates(*, early: bool, samples: int) -> list[tuple[int, float]]:
 def test_in_strict_order_nothing_depends_on_when_it_happens_between_two_turns() -> None:
     assert strict_rates(early=True, samples=2) == strict_rates(early=False, samples=2)
     assert strict_rates(early=True, samples=2)[3:] == [(0, 4 / 12), (2, 2 / 6), (0, 4 / 6)]
+
+
+# -- who pushes while it computes ------------------------------------------------------------------------------------
+
+
+def told(policy: Policy, state: State, *events: Event) -> tuple[State, list[list[Action]]]:
+    """The state after these events, and what is decided after each of them."""
+    said: list[list[Action]] = []
+    for event in events:
+        state, actions = on(policy, state, event)
+        said.append([action for action in actions if not isinstance(action, Remember)])
+    return state, said
+
+
+def one_turn_each(policy: Policy, *, pushes_early: bool = True) -> State:
+    """Worker 0 computes its second contribution; worker 1's turn has just begun."""
+    state, _ = told(policy, State(), Joined(0, 0.0), Joined(1, 0.0), Ready(0, 0, 1.0), Ready(1, 0, 1.0))
+    state, _ = told(policy, state, Pushed(0, 0, 1.5), Pulled(0, 2.0, pushes_early))
+    return state
+
+
+@pytest.mark.parametrize("policy", [RoundRobin(), STRICT], ids=["", "strict"])
+def test_who_pushes_early_is_granted_when_the_next_turn_is_its_own(policy: Policy) -> None:
+    state, said = told(policy, one_turn_each(policy), Pushed(1, 0, 3.0), Pulled(1, 3.5, pushes_early=True))
+    assert [Grant(0)] in said
+    assert Grant(1) not in [*itertools.chain.from_iterable(said)], "it is the other's turn"
+    assert state.members[0].phase == "computing"
+    state, said = told(policy, state, Ready(0, 1, 4.0))
+    assert said == [[Apply(((0, 1),), rate=0.5), Release(0)]], "it may push already"
+    assert state.members[0].granted_s == 4.0, "what was pushed before took no time of the turn"
+    state, said = told(policy, state, Pushed(0, 1, 4.1), Pulled(0, 4.2, pushes_early=True))
+    assert [Grant(1)] in said
+    assert state.members[0].computing_s is None
+    state, _ = told(policy, state, Ready(1, 1, 5.0), Pushed(1, 1, 5.1), Pulled(1, 5.2), Ready(0, 2, 6.0))
+    assert state.members[0].computing_s == pytest.approx(6.0 - 4.2), "of all the time that it computed"
+
+
+@pytest.mark.parametrize("policy", [RoundRobin(), STRICT], ids=["", "strict"])
+def test_nobody_else_is_granted_before_it_is_ready(policy: Policy) -> None:
+    state = one_turn_each(policy, pushes_early=False)
+    _, said = told(policy, state, Pushed(1, 0, 3.0), Pulled(1, 3.5))
+    assert not any(isinstance(action, Grant) for action in itertools.chain.from_iterable(said))
+
+
+def spaced(now_s: float, **changes: Any) -> State:
+    """Two workers that compute, long after the warm-up; the turn of worker 0 may begin at 5 s."""
+    rotation = Rotation((0, 1), gap_s=4.0, next_open_s=5.0, free_since_s=0.0, turns=40)
+    one = Member(step=20, clock=20, steps_here=20, computing_s=8.0, turn_s=1.0, push_s=0.5, pushes_early=True)
+    return State({0: replace(one, **changes), 1: one}, now_s=now_s, memory=rotation)
+
+
+def test_it_is_granted_when_turns_are_open() -> None:
+    assert Wake(5.0) in RoundRobin().decide(spaced(4.0))
+    assert Grant(0) not in RoundRobin().decide(spaced(4.0))
+    assert Grant(0) in RoundRobin().decide(spaced(5.0))
+    begun = spaced(5.0, granted_s=4.9)
+    assert not any(isinstance(action, Grant) for action in RoundRobin().decide(begun)), "one at a time"
+    assert Grant(1) in RoundRobin(slots=2).decide(begun)
+
+
+def test_who_is_ready_meanwhile_goes_ahead_as_without() -> None:
+    """The one passed over keeps what it was granted, and is served first."""
+    policy, state = RoundRobin(), spaced(5.0, granted_s=4.9)
+    state, said = told(policy, state, Ready(1, 20, 5.5), Deadline(7.1))
+    assert [action for action in said[1] if not isinstance(action, Wake)] == [
+        Grant(1),
+        Apply(((1, 20),), rate=0.5),
+        Release(1),
+    ]
+    state, said = told(policy, state, Pushed(1, 20, 7.2), Pulled(1, 7.3, pushes_early=True))
+    assert Grant(1) not in [*itertools.chain.from_iterable(said)]
+    _, said = told(policy, state, Ready(0, 20, 7.4), Deadline(9.5))
+    assert [Apply(((0, 20),), rate=0.5), Release(0)] in [
+        [action for action in actions if not isinstance(action, Wake)] for actions in said
+    ]
+
+
+def test_another_policy_takes_what_was_granted_as_it_is() -> None:
+    state, _ = told(RoundRobin(), one_turn_each(RoundRobin()), Pushed(1, 0, 3.0), Pulled(1, 3.5, pushes_early=True))
+    _, said = told(BSP(), state, Adopted(3.6), Ready(0, 1, 4.0), Ready(1, 1, 4.0))
+    assert said == [[], [], [Grant(1), Apply(((0, 1), (1, 1))), Release(0), Release(1)]]

@@ -10,6 +10,7 @@ them again, and opens its models again, saying where it was; what becomes of it 
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -176,24 +177,34 @@ class Client:
             parts: [D] gradient of each block, contiguous, on the CPU; it may not change until the exchange is done.
             about: what it is; its `unused` and `again` are filled in.
             unused: names of parameters without a gradient.
-            order: in which the blocks are pushed; that of `parts` if empty.
+            order: in which the blocks are pushed, those of the next contribution with `push_early`; that of `parts`,
+                and all at once, if empty.
             changed: blocks that were pushed early, and are not what they were then.
         """
         sent_bytes = sum(part.numel() * part.element_size() for part in parts)
         request: ServerRequest[PulledParameters] = ServerRequest(sent_bytes)
         in_order = {block: parts[block] for block in order or range(len(parts))}
-        return self._begin(request, self._models.announce, model, in_order, about, unused, changed)
+        announce = functools.partial(self._models.announce, pushes_early=bool(order))
+        return self._begin(request, announce, model, in_order, about, unused, changed)
 
     def push_early(self, model: int, block: int, part: torch.Tensor) -> None:
         """Push a block of the contribution that is being computed, before `exchange`, which pushes what is left.
 
-        Nothing comes of it before `exchange`, and nothing at all if this worker is lost first. A policy that wants to
-        grant pushes, or a server that is away, has it wait for `exchange`.
+        Nothing comes of it before `exchange`, and nothing at all if this worker is lost first. Where the policy grants
+        pushes it waits until that has happened; where the server is away, for `exchange`.
 
         Args:
             part: as of `exchange`. Of each shard, one block at least is left for that.
         """
         self._loop.call(self._push_early, model, block, part)
+
+    def pull_in_order(self, model: int, order: Sequence[int]) -> None:
+        """Have the parameters of the next steps come in this order, as far as they are there at the same time.
+
+        Args:
+            order: the indices of all blocks.
+        """
+        self._loop.call(self._pull_in_order, model, tuple(order))
 
     def register_loader(self, about: RegisterLoader) -> LeaseQueue:
         """Take part in a loader's data; where the leases come."""
@@ -325,6 +336,10 @@ class Client:
     def _push_early(self, model: int, block: int, part: torch.Tensor) -> None:
         if self._error is None:
             self._models.push_early(model, block, part)
+
+    def _pull_in_order(self, model: int, order: Sequence[int]) -> None:
+        if self._error is None:
+            self._models.pull_in_order(model, order)
 
     def _transfer(self, request: ServerRequest[Any], transfer: StateTransfer) -> None:
         """Begin a transfer; if it cannot begin now, it does when all models are open again."""

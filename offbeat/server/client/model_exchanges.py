@@ -13,7 +13,16 @@ import msgspec
 
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.protocol.messages import pack
-from offbeat.protocol.training import Announce, InitBlock, ModelInfo, OpenModel, PullDone, PushBlock, Reconnect
+from offbeat.protocol.training import (
+    Announce,
+    InitBlock,
+    ModelInfo,
+    OpenModel,
+    PullDone,
+    PullOrder,
+    PushBlock,
+    Reconnect,
+)
 from offbeat.server.client.requests import PulledParameters
 from offbeat.server.pushed_block import payload_of
 from offbeat.tensors import bytes_of
@@ -107,6 +116,8 @@ class ModelExchanges:
         about: ContributionInfo,
         unused: tuple[str, ...],
         changed: Collection[int] = (),
+        *,
+        pushes_early: bool = False,
     ) -> None:
         """Bring a contribution; done when this worker has the next parameters.
 
@@ -114,27 +125,39 @@ class ModelExchanges:
             parts: [D] of each block, in the order in which they are pushed.
             unused: names of parameters without a gradient.
             changed: blocks that are not what was pushed of them before.
+            pushes_early: blocks of the next one are pushed before it is announced, where the server lets this worker.
         """
         state = self.states[model]
         state.request, state.parts, state.announced = request, parts, ()
+        state.pushes_early, state.complete = pushes_early, {}
         # A parameter without elements is in no block.
         known = tuple(state.names[name] for name in unused if name in state.names)
         again = state.void.union(state.pushed.intersection(changed))
         state.about = msgspec.structs.replace(about, unused=known, again=tuple(sorted(again)))
         if state.is_in:
             self._announce(state, state.about)
-            if not state.is_gated:
+            if state.may_push:
                 self._push(state, state.clock)
         elif state.is_outdated:
             self._come_again(state)
 
     def push_early(self, model: int, block: int, part: torch.Tensor) -> None:
-        """Push a block of the contribution that is being computed, if the server takes it before it is announced."""
+        """Push a block of the contribution that is being computed, once the server takes it before it is announced."""
         state = self.states[model]
-        can_push = state.may_push_early and self._connections.is_up and not self._questions.is_asking
+        can_push = state.computes and self._connections.is_up and not self._questions.is_asking
         if can_push and block not in state.void | state.pushed:
+            if not state.may_push:
+                state.complete[block] = part
+                return
             self._push_block(state, block, part)
             state.pushed.add(block)
+
+    def pull_in_order(self, model: int, order: Sequence[int]) -> None:
+        """Have shards send blocks in this order from here on, also when this worker comes to the job again."""
+        state = self.states[model]
+        state.pull_order = order
+        if state.is_in:
+            self._order_pulls(state)
 
     def forget_pushes(self) -> None:
         """Push anew what was pushed of contributions that are not announced: this worker steps out with a question."""
@@ -172,18 +195,30 @@ class ModelExchanges:
         state.new_life = message.life
 
     def granted(self, model: int, clock: int) -> None:
-        """Push: it is this worker's turn.
+        """Push: it is this worker's turn, perhaps while it computes.
 
         Raises:
             PeerError: if it has no such contribution.
         """
-        self._push(self.state(model), clock)
+        state = self.state(model)
+        if not state.computes:
+            self._push(state, clock)
+            return
+        if not state.pushes_early or clock != state.clock:
+            raise PeerError(f"The server granted contribution {clock}, this worker computes {state.clock}.")
+        if self._questions.is_asking:
+            return  # it steps out with a question, and its turn with it
+        state.granted = clock
+        complete, state.complete = state.complete, {}
+        for block, part in complete.items():
+            self.push_early(model, block, part)
 
     def released(self, go: ReleaseWorker) -> None:
         """Handle that this worker takes part (again), or may take its next step."""
         state = self.state(go.model)
         was_in, state.is_in, state.is_gated = state.is_in, True, go.waits
         if not was_in:
+            self._order_pulls(state)  # all shards have opened it by now
             if not state.life:
                 self._questions.begin_at(go.asked)
             if state.life != state.new_life:
@@ -290,6 +325,11 @@ class ModelExchanges:
             secret=self._secrets.get(shard, b""),
         )
 
+    def _order_pulls(self, state: ModelState) -> None:
+        for shard, link in enumerate(self._links if state.pull_order else ()):
+            if blocks := tuple(block for block in state.pull_order if state.shards[block] == shard):
+                link.send(pack(PullOrder(state.model, blocks)))
+
     def _announce(self, state: ModelState, about: ContributionInfo) -> None:
         self._connections.say(Announce(state.model, state.clock, about))
         state.announced += (state.clock,)
@@ -329,7 +369,7 @@ class ModelExchanges:
             state.parts, state.version, state.last_number = None, go.version, state.number
             state.await_all()
             self._connections.progressed()
-            self._connections.say(PullDone(state.model, state.clock))
+            self._connections.say(PullDone(state.model, state.clock, state.pushes_early))
             state.request.finish(
                 PulledParameters(
                     life=state.life,

@@ -7,13 +7,13 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from offbeat.protocol.training import BlockOf, PieceOf
 from offbeat.server.client.requests import ServerRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    import torch
 
     from offbeat.protocol.optimizer_spec import OptimizerSpec
     from offbeat.protocol.training import ContributionInfo, ReleaseWorker
@@ -41,17 +41,23 @@ class ModelState:
     request: ServerRequest[PulledParameters] = field(default_factory=ServerRequest)  # that is waited for, or was
     parts: Mapping[int, torch.Tensor] | None = None
     missing: set[int] = field(default_factory=set)  # blocks that have not come with this number:
+    # Where blocks land that have come already: somebody may be reading what they came with.
+    beside: dict[int, torch.Tensor] = field(default_factory=dict)
     number: int = 0  # the highest that came with `PullBlock` for the step that it waits for
     last_number: int = 0  # with which the parameters that it has came
     block_came: threading.Condition = field(default_factory=threading.Condition)  # or there is nothing to wait for
     going: ReleaseWorker | None = None  # the release whose parameters are still coming
     is_gated: bool = True  # whether it waits for its grant before it pushes
+    granted: int | None = None  # number of the contribution that was granted before it was announced
+    pushes_early: bool = False  # it pushes blocks before they are announced, where it may
+    pull_order: Sequence[int] = ()  # in which blocks are wanted; the server's own if empty
     names: dict[str, int] = field(default_factory=dict)
     plan: str = ""
     layout: str = ""
     optimizer: OptimizerSpec | None = None
     about: ContributionInfo | None = None  # what is said of the contribution that it has
     announced: tuple[int, ...] = ()  # numbers under which that was announced
+    complete: dict[int, torch.Tensor] = field(default_factory=dict)  # blocks that are not pushed before the grant
     pushed: set[int] = field(default_factory=set)  # blocks that were pushed before the contribution was announced
     void: set[int] = field(default_factory=set)  # of these, those that not every shard may have any more
     life: int = 0  # of the server, when it was let in last; 0 before the first time
@@ -71,19 +77,24 @@ class ModelState:
         return not self.request.is_over
 
     @property
-    def may_push_early(self) -> bool:
-        """Whether blocks of the contribution that is being computed may be pushed."""
-        return self.is_in and not self.is_gated and not self.is_entering and self.going is None and self.parts is None
+    def computes(self) -> bool:
+        """Whether it takes part, and has all that it computes the next contribution from."""
+        return self.is_in and not self.is_entering and self.going is None and self.parts is None
+
+    @property
+    def may_push(self) -> bool:
+        """Whether it need not wait (any longer) for a grant."""
+        return not self.is_gated or self.granted == self.clock
 
     def forget_pushes(self) -> None:
         """Have all that was pushed before the contribution is announced be pushed again: some shards forget it."""
         self.void |= self.pushed
-        self.pushed = set()
+        self.pushed, self.complete, self.granted = set(), {}, None
 
     def count_on(self, clock: int) -> None:
         """Compute, or bring, the contribution of this number next."""
         if clock != self.clock:
-            self.clock, self.pushed, self.void = clock, set(), set()
+            self.clock, self.pushed, self.void, self.complete, self.granted = clock, set(), set(), {}, None
 
     def expects(self, block: int, number: int) -> bool:
         """Whether this block may come; also once more, with a greater number."""
@@ -93,8 +104,17 @@ class ModelState:
         """All blocks are to come."""
         self.missing, self.number = set(range(len(self.blocks))), 0
 
+    def landing_place(self, block: int) -> torch.Tensor:
+        """The memory in which a block lands [D]: its values, or beside them if they have come already."""
+        self.beside.pop(block, None)  # of a time when it did not come whole
+        if block in self.missing:
+            return self.values[block]
+        return self.beside.setdefault(block, torch.empty_like(self.values[block]))
+
     def take(self, block: int, number: int) -> None:
         """A block is here; if it came with a greater number than others, these are to come once more."""
+        if (came := self.beside.pop(block, None)) is not None:
+            self.values[block].copy_(came)
         if number > self.number:
             self.missing, self.number = set(range(len(self.blocks))), number
         if number == self.number:

@@ -46,7 +46,7 @@ class ShardReceiver:
         self._client, self._shard, self._entry = client, shard, entry
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
-        """The memory for a block's values: the parameters themselves.
+        """The memory for a block's values: the parameters themselves, unless they may be being read.
 
         Raises:
             PeerError: if they are not expected, or of another size.
@@ -61,7 +61,7 @@ class ShardReceiver:
         state = self._client.state(message.model)
         if not state.expects(message.block, message.number):
             raise PeerError(f"The server sends block {message.block} of model {message.model}, which was not expected.")
-        view = bytes_of(state.values[message.block])
+        view = bytes_of(state.landing_place(message.block))
         if view.nbytes != size_bytes:
             raise PeerError(f"The server sends {size_bytes} bytes for a block of {view.nbytes}.")
         return view

@@ -13,7 +13,7 @@ from offbeat.protocol.data_leases import SetDataState
 from offbeat.protocol.messages import SAYS, details_of, from_coordinator, from_peer, pack
 from offbeat.protocol.plan_swap import AdoptPlan
 from offbeat.protocol.shards import BeginLife, SnapshotMark
-from offbeat.protocol.training import InitBlock, OpenModel, PushBlock, Refused
+from offbeat.protocol.training import InitBlock, OpenModel, PullOrder, PushBlock, Refused
 from offbeat.server.optimizer_checkpoint import Portion
 from offbeat.server.pushed_block import PushedBlock, receive
 from offbeat.server.snapshot import STATE_DTYPES
@@ -90,6 +90,7 @@ class Peer:
         self.may_put: set[int] = set()  # models that it may put other parameters into, until `PutStateDone`
         # By model and block, with whether it comes again: not known of yet.
         self.early: dict[tuple[int, int], tuple[Push, PushedBlock, bool]] = {}
+        self._places: dict[int, dict[int, int]] = {}  # by model and block: in the order in which it wants them
         self._landing: torch.Tensor | None = None
         self._pushed: PushedBlock | None = None
         self._filled: int | None = None  # the block whose values are being received
@@ -184,6 +185,14 @@ class Peer:
         self.say(Refused(str(error), disagrees=isinstance(error, DisagreementError)))
         return error
 
+    def place_of(self, model: int, block: int) -> int:
+        """The place of a block among those that it is given at a time: the lowest goes first.
+
+        Blocks begin with what backward has first: if it has said nothing, the last ones are what the next forward pass
+        needs first.
+        """
+        return self._places.get(model, {}).get(block, -block)
+
     def take_body(self) -> bytearray:
         """Take what came with the message at hand."""
         body, self._details = self._details, bytearray()
@@ -211,9 +220,10 @@ class Peer:
                 if pushed is None:
                     raise PeerError(f"Rank {self.rank} sends block {block} without a body.")
                 shard.arrive(self, model, (self.rank, clock), block, pushed, again=again)
+            case PullOrder(model=model, blocks=blocks):
+                self._order_pulls(model, blocks)
             case FetchState(model=model):
-                if model not in self.models:
-                    raise PeerError(f"Rank {self.rank} does not take part in model {model}.")
+                self._check_takes_part(model)
                 shard.fetch(self, message)
             case PutState(model=model, block=block, name=name, key=key):
                 landing, self._landing = self._landing, None
@@ -226,6 +236,20 @@ class Peer:
                 self.say(TransferDone(number))
             case _:
                 shard.hear(self, message)
+
+    def _order_pulls(self, model: int, blocks: tuple[int, ...]) -> None:
+        self._check_takes_part(model)
+        held = self._shard.model_shard(model).blocks
+        if len(blocks) != len(held) or set(blocks) != set(held):
+            raise PeerError(
+                f"Cannot send rank {self.rank} the blocks of model {model} in this order: each of the {len(held)} that "
+                "are held here has to be in it, once."
+            )
+        self._places[model] = {block: place for place, block in enumerate(blocks)}
+
+    def _check_takes_part(self, model: int) -> None:
+        if model not in self.models:
+            raise PeerError(f"Rank {self.rank} does not take part in model {model}.")
 
     def _putting_place(self, message: PutState, size_bytes: int) -> memoryview:
         values = self._shard.model_shard(message.model).values(message.block)
@@ -245,8 +269,7 @@ class Peer:
 
     def _landing_place(self, message: PushBlock, size_bytes: int) -> memoryview:
         model, block = message.model, message.block
-        if model not in self.models:
-            raise PeerError(f"Rank {self.rank} does not take part in model {model}.")
+        self._check_takes_part(model)
         model_shard = self._shard.model_shard(model)
         values = model_shard.values(block)
         self._check_turn(message, model_shard)

@@ -685,10 +685,10 @@ class Shard:
     def _give_all(self) -> None:
         """Send the values that are due, after what lets others go on: that would wait behind them on the link.
 
-        Blocks begin with what backward has first, so the last ones are what the next forward pass needs first.
+        Each worker is given those first that it needs first.
         """
         to_give, self._to_give = self._to_give, []
-        for peer, message, values in sorted(to_give, key=lambda one: -one[1].block):
+        for peer, message, values in sorted(to_give, key=lambda one: one[0].place_of(one[1].model, one[1].block)):
             peer.say(message, bytes_of(values))
 
     def _report(self, message: ModelFilled | PushNearlyDone | PushDone) -> None:
