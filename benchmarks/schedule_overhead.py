@@ -2,8 +2,9 @@
 
 Two workers on loopback train 300 small parameters (`workloads/many_parameters.py`): alone, with
 DistributedDataParallel, and with offbeat, where gradients are waited for behind backward, and where they are hidden
-behind the next step, in few blocks and in many. What counts is the processor time of the thread that trains, beyond
-that of training alone: it stands in the way of the model, however much of it is hidden from the link. All run by turns.
+behind the next step, in few blocks and in many. What counts is the processor time of the thread that trains: it stands
+in the way of the model, however much of it is hidden from the link. All run by turns. What it takes beyond training
+alone is what synchronizing costs, ddp's too; beyond the same without a schedule, what a schedule does.
 
 The result is benchmarks/results/schedule_overhead.json; benchmarks/page.py shows it.
 """
@@ -29,6 +30,8 @@ COMMAND = "python -m benchmarks.schedule_overhead"
 WORKERS, STEPS, REPEATS = 2, 200, 5
 STEP_S = 0.05
 """A step that is common where schedules pay; the share of it is what is claimed."""
+BARRIER = "offbeat"
+"""The system without a schedule."""
 FEW, MANY = "FIFO(bucket_bytes=1 << 30)", "FIFO(bucket_bytes=1 << 14)"
 SYSTEMS: dict[str, str] = {
     "alone": "",
@@ -58,10 +61,10 @@ class Overhead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     steps: int
     costs: dict[str, list[Cost]]
 
-    def thread_us(self, system: str) -> float:
-        """Processor time of a step on the thread that trains, beyond that of training alone: the median."""
-        pairs = zip(self.costs[system], self.costs["alone"], strict=True)
-        return statistics.median(one.thread_us - alone.thread_us for one, alone in pairs)
+    def thread_us(self, system: str, beyond: str = "alone") -> float:
+        """Processor time of a step on the thread that trains, beyond that of another system: the median."""
+        pairs = zip(self.costs[system], self.costs[beyond], strict=True)
+        return statistics.median(one.thread_us - other.thread_us for one, other in pairs)
 
     def blocks(self, system: str) -> int:
         """The blocks, or buckets, in which gradients are sent; 0 where it is not known."""
@@ -72,14 +75,13 @@ class Overhead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """What one more block costs that thread: by the two schedules that differ in nothing else."""
         return (self.thread_us(MANY) - self.thread_us(FEW)) / (self.blocks(MANY) - self.blocks(FEW))
 
-    @property
-    def parameter_us(self) -> float:
-        """What a parameter costs it, beside its blocks."""
-        return (self.thread_us(FEW) - self.blocks(FEW) * self.block_us) / self.parameters
+    def parameter_us(self, beyond: str = "alone") -> float:
+        """What a parameter costs it with a schedule, beside its blocks."""
+        return (self.thread_us(FEW, beyond) - self.blocks(FEW) * self.block_us) / self.parameters
 
     def share(self, system: str) -> float:
-        """The part of a step of `STEP_S` that this is."""
-        return self.thread_us(system) / 1e6 / STEP_S
+        """The part of a step of `STEP_S` that a schedule costs."""
+        return self.thread_us(system, BARRIER) / 1e6 / STEP_S
 
 
 def cost(system: str, steps: int = STEPS) -> Cost:
@@ -145,10 +147,11 @@ def rows(found: Overhead) -> list[list[str]]:
             for name in ("forward_us", "backward_us", "step_us", "process_us")
         }
         beyond = f"{found.thread_us(system):.0f}" if system != "alone" else ""
-        part = f"{found.share(system):.1%}" if system != "alone" else ""
-        lines.append(
-            [system, str(found.blocks(system) or ""), *(f"{one:.0f}" for one in middle.values()), beyond, part]
-        )
+        has_schedule = bool(SYSTEMS[system])
+        schedule = f"{found.thread_us(system, BARRIER):.0f}" if has_schedule else ""
+        part = f"{found.share(system):.1%}" if has_schedule else ""
+        figures = (f"{one:.0f}" for one in middle.values())
+        lines.append([system, str(found.blocks(system) or ""), *figures, beyond, schedule, part])
     return lines
 
 

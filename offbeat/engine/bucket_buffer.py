@@ -146,7 +146,7 @@ class BucketBuffer:
             )
         else:
             # Same arithmetic as DistributedDataParallel: multiply by 1/N on the way into the bucket.
-            torch.mul(grad.detach(), scale, out=view)
+            torch.mul(grad, scale, out=view)
             entry.parameter.grad = view
 
     def write_trailer(self, accounting: BatchAccount, dtype: torch.dtype) -> None:

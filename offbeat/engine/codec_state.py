@@ -39,7 +39,10 @@ class CodecState:
         """The state of a bucket's parameters: what was kept, and that of a first exchange for the others."""
         kept = self._states["deltas" if deltas else "gradients"]
         if not all(kept.get(slot.name) for slot in bucket.slots):
-            for name, tensors in codec.init(bucket).items():
+            first = codec.init(bucket)
+            if not first and not any(kept.get(slot.name) for slot in bucket.slots):
+                return {}  # it keeps nothing, as most
+            for name, tensors in first.items():
                 if not kept.get(name):  # another codec may have kept nothing
                     kept[name] = tensors
                     self._has_residuals = self._has_residuals or RESIDUAL in tensors

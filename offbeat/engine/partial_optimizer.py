@@ -33,6 +33,7 @@ class PartialOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+        self._devices = {one.device.type for group in optimizer.param_groups for one in group["params"]}
         self._attributes: dict[str, Any] = {}
         self._groups: list[dict[str, Any]] = []
         self._group_of: dict[int, int] = {}  # a parameter, by its id
@@ -66,8 +67,11 @@ class PartialOptimizer:
     def step(self, gradients: Collection[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
         """Step these parameters with these gradients; `.grad` is afterwards as it was before."""
         chosen: list[list[torch.nn.Parameter]] = [[] for _ in self._groups]
-        for parameter, _ in gradients:
-            if (index := self._group_of.get(id(parameter))) is not None:
+        before, group_of = [], self._group_of
+        for parameter, gradient in gradients:
+            before.append(parameter.grad)
+            parameter.grad = gradient
+            if (index := group_of.get(id(parameter))) is not None:
                 chosen[index].append(parameter)
         kind = type(self._optimizer)
         view = object.__new__(kind)
@@ -75,15 +79,12 @@ class PartialOptimizer:
         view.param_groups = [
             {**group, "params": some} for group, some in zip(self._groups, chosen, strict=True) if some
         ]
-        before = [parameter.grad for parameter, _ in gradients]
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
         # Around it torch calls hooks for all optimizers of the process: they have run in the script's step.
         step: Any = kind.step
         if getattr(step, "hooked", False):
             step = step.__wrapped__
         try:
-            with _outside({parameter.device.type for parameter, _ in gradients}):
+            with _outside(self._devices):
                 step(view)
         finally:
             for (parameter, _), grad in zip(gradients, before, strict=True):

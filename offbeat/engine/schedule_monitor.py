@@ -108,6 +108,7 @@ class ScheduleMonitor:
         # What was agreed on is of the slowest: a faster worker has nothing to tell but what is slower than that, or
         # faster than it was itself.
         self._own_bandwidth = max(profile.bandwidth, self.link.bandwidth)
+        self._has_forward = profile.forward_s > 0
         self._late_s: list[float] = []  # in the first steps
         self._steps = 0
         self._ready: dict[str, deque[float]] = {one.name: deque(maxlen=_KEPT) for one in profile.gradients}
@@ -163,7 +164,7 @@ class ScheduleMonitor:
         )
 
     def _is_enough(self, times: Sequence[float]) -> bool:
-        return len(times) >= _ENOUGH and self.profile.forward_s > 0
+        return len(times) >= _ENOUGH and self._has_forward
 
     def _moved(self, step: StepTaken) -> Mapping[str, str]:
         """The things that have moved since the schedule was made, in words."""
