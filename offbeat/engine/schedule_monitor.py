@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -27,7 +27,7 @@ from offbeat.scheduling import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from offbeat.scheduling import Schedule
 
@@ -70,6 +70,16 @@ class StepTaken(NamedTuple):
     forward_s: float
     samples: int
     workers: int
+
+
+class Checkable(Protocol):
+    """The Protocol of what a worker tells: it says what in it cannot be; "" if all can."""
+
+    @property
+    def trouble(self) -> str: ...
+
+
+T = TypeVar("T", bound=Checkable)
 
 
 class ScheduleMonitor:
@@ -234,26 +244,32 @@ def agreed(told: Mapping[int, str]) -> BackwardProfile:
 
 
 def read_profile(text: Any, source: str) -> BackwardProfile:
-    """Read what `to_text` has made.
+    """Read what `to_text` has made; arguments and errors are those of `read_told`."""
+    return read_told(text, _decode, source)
+
+
+def read_told(text: Any, decode: Callable[[Any], T], source: str) -> T:
+    """Read what a worker has measured.
 
     Args:
+        decode: makes it of its text.
         source: whose it is, such as "rank 2".
 
     Raises:
         DisagreementError: if it is nothing of the kind, or cannot be.
     """
     try:
-        profile = _decode(text)
+        told = decode(text)
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise DisagreementError(
             f"Cannot make a schedule: what {source} has told cannot be read ({error}). Run the same offbeat on all "
             "workers."
         ) from error
-    if trouble := profile.trouble:
+    if trouble := told.trouble:
         raise DisagreementError(
             f"Cannot make a schedule: {source} has told {trouble}. See that its clock runs on, and start it anew."
         )
-    return profile
+    return told
 
 
 def to_text(profile: BackwardProfile) -> str:
