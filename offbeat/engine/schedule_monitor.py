@@ -22,7 +22,6 @@ from offbeat.scheduling import (
     LinkMonitor,
     ReplanTrigger,
     bursts_of,
-    play,
     slowest,
 )
 
@@ -92,7 +91,6 @@ class ScheduleMonitor:
 
     def __init__(self, profile: BackwardProfile, schedule: Schedule, earlier: ScheduleMonitor | None = None) -> None:
         self.profile = profile
-        self.predicted = play(profile, schedule)
         self._sizes = schedule.sizes_bytes(profile)
         # Where a block has two rounds, its time is of both, with others between them: it says nothing of the link.
         self._is_one_round = not schedule.gathers
@@ -115,7 +113,6 @@ class ScheduleMonitor:
         self._forward_s: deque[float] = deque(maxlen=_KEPT)
         self._backward_s: deque[float] = deque(maxlen=_KEPT)
         self._samples = self._workers = 0  # of the first steps
-        self.errors: deque[float] = deque(maxlen=_KEPT)  # of each step's predicted ends of blocks, relative
 
     @property
     def watches_gradients(self) -> bool:
@@ -136,7 +133,6 @@ class ScheduleMonitor:
             self._samples, self._workers = step.samples, step.workers
         if self._is_one_round:
             self._observe_link(step)
-            self.errors.append(self._error(step))
         self.trigger.observe(self._moved(step))
 
     def measured(self) -> BackwardProfile:
@@ -215,14 +211,6 @@ class ScheduleMonitor:
         best = next((some for some in (behind, busy) if len(some) >= _ENOUGH_BLOCKS), found)
         for size, seconds, was_idle, _ in best:
             self.link.observe(size, seconds, was_idle=was_idle)
-
-    def _error(self, step: StepTaken) -> float:
-        """The distance of the ends of blocks from the predicted ones, relative to these."""
-        ends = zip(step.blocks, self.predicted.done, strict=True)
-        errors = [
-            abs(one.done_s - step.backward_began_s - done_s) / done_s for one, done_s in ends if one.is_seen and done_s
-        ]
-        return statistics.median(errors) if errors else 0.0
 
 
 def agreed(told: Mapping[int, str]) -> BackwardProfile:

@@ -182,7 +182,9 @@ def compiled(how: str, hides: bool) -> tuple[list[torch.Tensor], bool, list[str]
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("how", ["part", "scripted", *(pytest.param(how, marks=pytest.mark.slow) for how in ("whole", "replica"))])
+@pytest.mark.parametrize(
+    "how", ["part", "scripted", *(pytest.param(how, marks=pytest.mark.slow) for how in ("whole", "replica"))]
+)
 def test_a_compiled_model_is_waited_for_behind_backward(how: str) -> None:
     """What is hung on a module once it is compiled does not run: nobody would wait there for parameters."""
     hidden, usual = (run_workers(2, compiled, how, hides, timeout_s=100) for hides in (True, False))
