@@ -72,6 +72,8 @@ def test_digest_tells_plans_apart() -> None:
         ("codec = 'Dense'", "write a table with its kind"),
         ("bucket_bytes = 'many'", "Expected `int`, got `str` - at `plan.bucket_bytes`"),
         ("bucket_bytes = 0", "at `plan.bucket_bytes`"),
+        ("[scheduling]\nkind = 'Priority'\nslice_bytes = 0", "at `plan.scheduling.slice_bytes`"),
+        ("[scheduling]\nkind = 'Prophet'\nleast_bytes = 1.5", "at `plan.scheduling.least_bytes`"),
         ("nonfinite = 'ignore'", "at `plan.nonfinite`"),
         ("[codec", "not valid TOML"),
         ("[sync]\nkind = 'SPS'", "Unknown sync 'SPS' (did you mean 'SSP' or 'BSP'?) - at `plan.sync.kind`"),

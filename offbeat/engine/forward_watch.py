@@ -59,7 +59,9 @@ class ForwardWatch:
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+    # What is scripted or traced takes no hooks that come later, either.
+    is_script = isinstance(module, torch.jit.ScriptModule)
+    return is_script or hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def hook_readers(

@@ -7,6 +7,8 @@ worker is waited for, and of the links the slowest.
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +17,7 @@ import torch
 
 from offbeat.engine.forward_watch import ForwardWatch
 from offbeat.engine.pass_clock import PassClock
+from offbeat.engine.schedule_monitor import read_told
 from offbeat.errors import DisagreementError
 from offbeat.payload import Sum
 from offbeat.scheduling import BackwardProfile, GradientTimes
@@ -51,6 +54,18 @@ class Measured(msgspec.Struct, frozen=True):
     backward_s: float
     exchanges_s: list[float]
     gap_s: float
+
+    @property
+    def trouble(self) -> str:
+        """The part of it that cannot be, in words; "" if all can."""
+        if len(self.exchanges_s) != len(_SIZES):
+            return f"{len(self.exchanges_s)} exchanges by which the link is measured, and not {len(_SIZES)}"
+        passes = (self.forward_s, self.backward_s, self.gap_s)
+        times = itertools.chain(self.ready_s, self.needed_s, passes, self.exchanges_s)
+        return next((f"a time of {s} s" for s in times if not (math.isfinite(s) and s >= 0)), "")
+
+
+_decode = msgspec.json.Decoder(Measured).decode
 
 
 class Pass(NamedTuple):
@@ -161,12 +176,12 @@ class ScheduleLearner:
         """Make one profile of what all workers have measured. Collective, between two exchanges.
 
         Raises:
-            DisagreementError: if another worker has other gradients.
+            DisagreementError: if another worker has other gradients, or has told what cannot be.
         """
         exchanges_s = [self._exchange_s(communicator, size) for size in _SIZES]
         mine = self._measured(exchanges_s, self._gap_s(communicator))
         told = control.texts("what the steps so far have taken", msgspec.json.encode(mine).decode())
-        return self.profile([msgspec.json.decode(text, type=Measured) for text in told.values()])
+        return self.profile([read_told(text, _decode, f"rank {rank}") for rank, text in told.items()])
 
     def measured(self, latency_s: float, bandwidth: float) -> Measured:
         """The measurements of this worker, where it is known what the link carries."""
@@ -197,6 +212,8 @@ class ScheduleLearner:
         exchanges = [max(times) for times in zip(*(one.exchanges_s for one in measured), strict=True)]
         latency_s, bandwidth = fitted(_SIZES, exchanges)
         names, parameters = list(self._parameters), list(self._parameters.values())
+        # By number, in order of registration: "cuda:0" here is "cuda:1" on another worker of this host.
+        devices = list(dict.fromkeys(one.device for one in parameters))
         # What is read at the same time is needed in reverse order of its gradients: so it is sent as it comes.
         order = sorted(range(count), key=lambda i: (needed[i], -ready[i], i))
         ends = [*(needed[i] for i in order[1:]), forward_s]
@@ -206,7 +223,7 @@ class ScheduleLearner:
                     name=names[i],
                     numel=parameters[i].numel(),
                     itemsize=parameters[i].dtype.itemsize,
-                    kind=f"{parameters[i].dtype} {parameters[i].device}",
+                    kind=f"{parameters[i].dtype} device {devices.index(parameters[i].device)}",
                     ready_s=ready[i],
                     forward_s=end_s - needed[i],
                 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -22,12 +22,11 @@ from offbeat.scheduling import (
     LinkMonitor,
     ReplanTrigger,
     bursts_of,
-    play,
     slowest,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from offbeat.scheduling import Schedule
 
@@ -72,6 +71,16 @@ class StepTaken(NamedTuple):
     workers: int
 
 
+class Checkable(Protocol):
+    """The Protocol of what a worker tells: it says what in it cannot be; "" if all can."""
+
+    @property
+    def trouble(self) -> str: ...
+
+
+T = TypeVar("T", bound=Checkable)
+
+
 class ScheduleMonitor:
     """The watch on the steps of one schedule.
 
@@ -91,7 +100,6 @@ class ScheduleMonitor:
         is_of_host: bool = True,
     ) -> None:
         self.profile, self._is_of_host = profile, is_of_host
-        self.predicted = play(profile, schedule)
         self._sizes = schedule.sizes_bytes(profile)
         # Where a block has two rounds, its time is of both, with others between them: it says nothing of the link.
         self._is_one_round = not schedule.gathers
@@ -115,7 +123,6 @@ class ScheduleMonitor:
         self._forward_s: deque[float] = deque(maxlen=_KEPT)
         self._backward_s: deque[float] = deque(maxlen=_KEPT)
         self._samples = self._workers = 0  # of the first steps
-        self.errors: deque[float] = deque(maxlen=_KEPT)  # of each step's predicted ends of blocks, relative
 
     @property
     def watches_gradients(self) -> bool:
@@ -137,7 +144,6 @@ class ScheduleMonitor:
             self._samples, self._workers = step.samples, step.workers
         if self._is_one_round:
             self._observe_link(step)
-            self.errors.append(self._error(step))
         self.trigger.observe(self._moved(step))
 
     def measured(self) -> BackwardProfile:
@@ -219,14 +225,6 @@ class ScheduleMonitor:
         for size, seconds, was_idle, _ in best:
             self.link.observe(size, seconds, was_idle=was_idle)
 
-    def _error(self, step: StepTaken) -> float:
-        """The distance of the ends of blocks from the predicted ones, relative to these."""
-        ends = zip(step.blocks, self.predicted.done, strict=True)
-        errors = [
-            abs(one.done_s - step.backward_began_s - done_s) / done_s for one, done_s in ends if one.is_seen and done_s
-        ]
-        return statistics.median(errors) if errors else 0.0
-
 
 def agreed(told: Mapping[int, str]) -> BackwardProfile:
     """The profile of all workers' measurements, by rank.
@@ -247,26 +245,32 @@ def agreed(told: Mapping[int, str]) -> BackwardProfile:
 
 
 def read_profile(text: Any, source: str) -> BackwardProfile:
-    """Read what `to_text` has made.
+    """Read what `to_text` has made; arguments and errors are those of `read_told`."""
+    return read_told(text, _decode, source)
+
+
+def read_told(text: Any, decode: Callable[[Any], T], source: str) -> T:
+    """Read what a worker has measured.
 
     Args:
+        decode: makes it of its text.
         source: whose it is, such as "rank 2".
 
     Raises:
         DisagreementError: if it is nothing of the kind, or cannot be.
     """
     try:
-        profile = _decode(text)
+        told = decode(text)
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise DisagreementError(
             f"Cannot make a schedule: what {source} has told cannot be read ({error}). Run the same offbeat on all "
             "workers."
         ) from error
-    if trouble := profile.trouble:
+    if trouble := told.trouble:
         raise DisagreementError(
             f"Cannot make a schedule: {source} has told {trouble}. See that its clock runs on, and start it anew."
         )
-    return profile
+    return told
 
 
 def to_text(profile: BackwardProfile) -> str:

@@ -27,7 +27,7 @@ def checked_schedule(saved: Mapping[str, Any] | None, sizes: Mapping[str, int]) 
         sizes: elements of each gradient that is trained now.
 
     Raises:
-        ModelError: if an element of one is in no block, or in several, or what a block waits for is not before it.
+        ModelError: if it is no schedule of these gradients (`Schedule.trouble`).
     """
     if saved is None:
         return None
@@ -37,30 +37,18 @@ def checked_schedule(saved: Mapping[str, Any] | None, sizes: Mapping[str, int]) 
     blocks = []
     for block in saved["blocks"]:
         slices = [[state_checks.whole(number, "slice of a schedule") for number in one] for one in block]
-        if not slices or any(len(one) != 3 or one[0] >= len(sizes) for one in slices):
+        if any(len(one) != 3 for one in slices):
             raise ModelError("Cannot go by the schedule of this checkpoint: it is damaged.")
         blocks.append(ScheduledBlock(tuple(GradientSlice(*one) for one in slices)))
-    ends = [0] * len(sizes)
-    for one in sorted((one for block in blocks for one in block.slices), key=lambda one: (one.gradient, one.start)):
-        if one.start != ends[one.gradient] or one.stop < one.start:
-            raise ModelError("Cannot go by the schedule of this checkpoint: a gradient is not in it whole, and once.")
-        ends[one.gradient] = one.stop
     after = tuple(state_checks.whole(number, "order of a schedule") for number in saved["after"])
     # A checkpoint of before there were two rounds has none.
     gathers = tuple(state_checks.whole(number, "order of a schedule") for number in saved.get("gathers", ()))
-    if gathers and (sorted(gathers) != list(range(len(blocks))) or not _waits(gathers, after[len(blocks) :])):
+    schedule = Schedule(tuple(blocks), after, gathers)
+    if trouble := schedule.trouble([sizes[name] for name in names]):
         raise ModelError(
-            "Cannot go by the schedule of this checkpoint: not every block is gathered once, when reduced."
+            f"Cannot go by the schedule of this checkpoint: {trouble}. It is damaged: use another checkpoint."
         )
-    is_whole = ends == [sizes[name] for name in names]
-    if not is_whole or len(after) != len(blocks) + len(gathers) or any(n > i for i, n in enumerate(after)):
-        raise ModelError("Cannot go by the schedule of this checkpoint: it is of another model, or damaged.")
-    return names, Schedule(tuple(blocks), after, gathers)
-
-
-def _waits(gathers: Sequence[int], after: Sequence[int]) -> bool:
-    """Whether each gather waits for its block to be reduced."""
-    return all(number > index for index, number in zip(gathers, after, strict=False))
+    return names, schedule
 
 
 def checked_profile(saved: Mapping[str, Any], names: Sequence[str]) -> BackwardProfile | None:

@@ -89,6 +89,8 @@ class RawRun(_Strict, frozen=True, kw_only=True):
     `metrics` are (training seconds, value), and `metric_steps` the steps that had been taken by then. `staleness` is
     each step's, where something went wrong (`[[fault]]`) on offbeat; `barrier_s` is, where a switch's table lets
     workers go on, what of `wait_s` was waited for the others, and neither transfer nor sending again.
+    `block_end_error` is, where gradients go by a schedule, how far blocks ended from where it predicts in this worker's
+    last steps, as `offbeat plan schedule` shows it for all.
     """
 
     row: str
@@ -108,6 +110,7 @@ class RawRun(_Strict, frozen=True, kw_only=True):
     metric_steps: list[Count] = []
     staleness: list[Count] = []
     barrier_s: list[Amount] = []
+    block_end_error: Amount | None = None
 
     @classmethod
     def from_lines(cls, lines: Sequence[Line], *, row: str, repeat: int, rank: int, host: str) -> RawRun:

@@ -30,6 +30,10 @@ from offbeat.lab.refusals import refuse
 from offbeat.lab.results import LinkUse, LossCurve, RawRun, ResultFile, RowResult, Spread, Staleness
 from offbeat.lab.run_result import RunResult
 from offbeat.lab.swap_cost import course, handovers, swaps
+from offbeat.report.records import Records, StepRecord
+from offbeat.report.scheduled_steps import scheduled_steps
+from offbeat.safe_read import read_file
+from offbeat.scheduling import MadeSchedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -206,6 +210,7 @@ def run_once(
     staleness = [record.staleness for record in told if record.kind == "step"]
     spans = [line.span_s for worker in lines for line in worker if isinstance(line, recorder.RunTotals)]
     measured = [_with_told(worker, told, stale=bool(strikes.faults)) for worker in measured]
+    measured = _with_block_ends(measured, folder / "run")
     begin_s = max(begin for begin, _ in spans)
     told_swaps = [record for record in told if record.kind == "event" and record.what == "swap"]
     ranks = range(len(places))
@@ -235,6 +240,23 @@ def _with_told(worker: RawRun, told: Sequence[_MetricsRecord], *, stale: bool) -
         staleness=[record.staleness for record in measured] if stale else [],
         barrier_s=[round(record.barrier_s, 6) for record in measured if record.barrier_s is not None],
     )
+
+
+def _with_block_ends(workers: list[RawRun], run_dir: Path) -> list[RawRun]:
+    """Add how far blocks ended from where the last schedule predicts it, if gradients went by one."""
+    path = run_dir / MadeSchedule.file_name(0)
+    if not path.exists():
+        return workers
+    made, records = read_file(path, MadeSchedule.from_bytes), Records(run_dir / "metrics.jsonl").all()
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    errors = [
+        scheduled_steps(made, [step for step in steps if step.rank == worker.rank]).block_end_error
+        for worker in workers
+    ]
+    return [
+        msgspec.structs.replace(worker, block_end_error=None if error is None else round(error, 4))
+        for worker, error in zip(workers, errors, strict=True)
+    ]
 
 
 def _told(path: Path) -> list[_MetricsRecord]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from offbeat.scheduling import BackwardProfile
 
 _SKIPPED = 2  # steps behind a new schedule: memory is still being found
+_LAST = 20  # steps, by which the predicted ends of blocks are judged: what is far behind was another link's
 _LONG = 60  # characters
 
 
@@ -40,7 +41,7 @@ class ShownBlock(msgspec.Struct, frozen=True):
         gradients: that are in it, in words.
         after: how many of the first are done before it is issued.
         issued_s, done_s: as predicted, since backward began.
-        measured_issued_s, measured_done_s: in the median step; None if that was not measured.
+        measured_issued_s, measured_done_s: in the median of the last 20 steps; None if that was not measured.
     """
 
     gradients: str
@@ -62,7 +63,8 @@ class ScheduledSteps(msgspec.Struct, frozen=True):
         step_s: from the beginning of backward to the end of the next forward pass, as predicted.
         lower_bound_s: less than which no schedule takes.
         measured_step_s: the median over steps, of the slowest worker; None if none went by this schedule.
-        block_end_error: how far the measured ends of blocks are from the predicted ones, the median; None likewise.
+        block_end_error: how far the measured ends of blocks are from the predicted ones, relative to these: the median
+            over blocks, whose measured ends are those of the median of the last 20 steps; None likewise.
         measured_steps: so many steps went by it.
     """
 
@@ -96,7 +98,7 @@ def scheduled_steps(made: MadeSchedule, records: Sequence[Record] = ()) -> Sched
     """
     profile, played = made.profile, play(made.profile, made.schedule)
     steps = _steps_of(records, made.step, len(made.schedule.blocks))
-    measured = None if made.schedule.gathers else _measured(steps)
+    measured = None if made.schedule.gathers else _measured(_last_of(steps))
     names = [_words(profile, [one.gradient for one in block.slices]) for block in made.schedule.blocks]
     sizes = made.schedule.sizes_bytes(profile)
     operations = [*range(len(names)), *made.schedule.gathers]
@@ -159,7 +161,9 @@ def lines(shown: ScheduledSteps) -> list[str]:
         f"is at {shown.efficiency:.1%} of the bound",
     ]
     if shown.block_end_error is not None:
-        text.append(f"ends of blocks are {shown.block_end_error:.1%} from the predicted ones, in the median")
+        text.append(
+            f"ends of blocks are {shown.block_end_error:.1%} from the predicted ones, in the median of the last steps"
+        )
     text += ["", "burst  complete at    gradients        MB"]
     text += [
         f"{number:>5}  {_ms(one.ready_s):>11}  {one.gradients:>11}  {one.size_bytes / 1e6:>8.3f}"
@@ -192,6 +196,12 @@ def _steps_of(records: Sequence[Record], made_at: int, blocks: int) -> list[Step
         for record in records
         if isinstance(record, StepRecord) and record.buckets_of >= made_at + _SKIPPED and len(record.buckets) == blocks
     ]
+
+
+def _last_of(steps: Sequence[StepRecord]) -> list[StepRecord]:
+    """The records of the last steps."""
+    last = max((step.step for step in steps), default=0)
+    return [step for step in steps if step.step > last - _LAST]
 
 
 def _measured(steps: Sequence[StepRecord]) -> list[tuple[float, float]] | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from offbeat.errors import PlanError
 from offbeat.scheduling import credit_tuner
 from offbeat.scheduling.schedule import Schedule, ScheduledBlock
+from offbeat.scheduling.scheduler import check_size
 from offbeat.scheduling.slices import cut
 from offbeat.scheduling.timeline import play
 from offbeat.scheduling.urgency_queue import sent_order
@@ -34,7 +35,8 @@ class Credit:
             published program tries 15 in steps of the training itself, about 100 steps each.
 
     Raises:
-        PlanError: if pairs are to be tried, and `optuna` is not installed.
+        PlanError: if a slice is to hold nothing, or nothing is to be under way; or if pairs are to be tried, and
+            `optuna` is not installed.
 
     >>> Credit()
     Credit(slice_bytes=4000000, credit_bytes=16000000, trials=0)
@@ -45,6 +47,8 @@ class Credit:
     trials: int = 0
 
     def __post_init__(self) -> None:
+        check_size("slice_bytes", self.slice_bytes)
+        check_size("credit_bytes", self.credit_bytes)
         if self.trials < 0:
             raise PlanError(
                 f"Cannot try {self.trials!r} pairs of slice and credit: give a whole number from 1, or 0 for none - at "

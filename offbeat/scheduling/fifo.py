@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offbeat.scheduling.schedule import GradientSlice, Schedule
+from offbeat.scheduling.scheduler import check_size
 from offbeat.scheduling.slices import pack
 
 if TYPE_CHECKING:
@@ -19,11 +20,17 @@ class FIFO:
     Args:
         bucket_bytes: at which a bucket is closed.
 
+    Raises:
+        PlanError: if a bucket is to hold nothing.
+
     >>> FIFO()
     FIFO(bucket_bytes=1048576)
     """
 
     bucket_bytes: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        check_size("bucket_bytes", self.bucket_bytes)
 
     def schedule(self, profile: BackwardProfile) -> Schedule:
         """Make the schedule of a profile."""

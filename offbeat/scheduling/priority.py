@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offbeat.scheduling.schedule import Schedule, ScheduledBlock
+from offbeat.scheduling.scheduler import check_size
 from offbeat.scheduling.slices import cut
 from offbeat.scheduling.urgency_queue import sent_order
 
@@ -23,11 +24,17 @@ class Priority:
     Args:
         slice_bytes: of a slice, at most.
 
+    Raises:
+        PlanError: if a slice is to hold nothing.
+
     >>> Priority()
     Priority(slice_bytes=200000)
     """
 
     slice_bytes: int = 50_000 * 4  # 50,000 parameters, the paper's
+
+    def __post_init__(self) -> None:
+        check_size("slice_bytes", self.slice_bytes)
 
     def schedule(self, profile: BackwardProfile) -> Schedule:
         """Make the schedule of a profile."""

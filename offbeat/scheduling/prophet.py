@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offbeat.scheduling.schedule import GradientSlice, Schedule, ScheduledBlock
+from offbeat.scheduling.scheduler import check_size
 from offbeat.scheduling.slices import joined
 from offbeat.scheduling.timeline import play
 
@@ -40,11 +41,17 @@ class Prophet:
     Args:
         least_bytes: of a block; smaller ones cost more than they bring.
 
+    Raises:
+        PlanError: if a block is to hold nothing.
+
     >>> Prophet()
     Prophet(least_bytes=65536)
     """
 
     least_bytes: int = 1 << 16
+
+    def __post_init__(self) -> None:
+        check_size("least_bytes", self.least_bytes)
 
     def schedule(self, profile: BackwardProfile) -> Schedule:
         """Make the schedule of a profile."""

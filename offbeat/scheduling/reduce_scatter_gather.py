@@ -13,8 +13,8 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from offbeat.errors import PlanError
 from offbeat.scheduling.schedule import GradientSlice, Schedule
+from offbeat.scheduling.scheduler import check_size
 from offbeat.scheduling.slices import pack
 from offbeat.scheduling.timeline import play
 
@@ -35,7 +35,7 @@ class ReduceScatterGather:
             The published program begins with 25 MB, and tries other sizes while it trains.
 
     Raises:
-        PlanError: if no gradient fits.
+        PlanError: if a block is to hold nothing.
 
     >>> ReduceScatterGather()
     ReduceScatterGather(bucket_bytes=None)
@@ -46,11 +46,8 @@ class ReduceScatterGather:
     needs_reduce_scatter: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes is not None and self.bucket_bytes < 1:
-            raise PlanError(
-                f"Cannot fill blocks of {self.bucket_bytes!r} bytes: a block holds at least one byte. Leave it out, or "
-                "give a whole number from 1 - at `plan.scheduling.bucket_bytes`."
-            )
+        if self.bucket_bytes is not None:
+            check_size("bucket_bytes", self.bucket_bytes)
 
     def schedule(self, profile: BackwardProfile) -> Schedule:
         """Make the schedule of a profile."""

@@ -73,6 +73,35 @@ class Schedule:
         """The size of each block."""
         return [block.size_bytes(profile) for block in self.blocks]
 
+    def trouble(self, sizes: Sequence[int]) -> str:
+        """The reason why this is no schedule of these gradients, in words; "" if it is one.
+
+        What a file or a checkpoint holds is checked by it.
+
+        Args:
+            sizes: elements of each gradient.
+        """
+        slices = [one for block in self.blocks for one in block.slices]
+        if not all(block.slices for block in self.blocks) or any(not 0 <= s.gradient < len(sizes) for s in slices):
+            return "a block holds no gradient, or one that is not there"
+        ends = [0] * len(sizes)
+        for one in sorted(slices, key=lambda one: (one.gradient, one.start, one.stop)):
+            if one.start != ends[one.gradient] or one.stop < one.start:
+                return "a gradient is not in it whole, and once"
+            ends[one.gradient] = one.stop
+        if ends != list(sizes):
+            return "a gradient is not in it whole, and once"
+        count = len(self.blocks)
+        if self.gathers and sorted(self.gathers) != list(range(count)):
+            return "not every block is gathered once"
+        if len(self.after) != count + len(self.gathers):
+            return f"it says of {len(self.after)} operations when they are issued, and has {count + len(self.gathers)}"
+        if any(not 0 <= done <= number for number, done in enumerate(self.after)):
+            return "an operation waits for one that comes later"
+        if any(done <= index for index, done in zip(self.gathers, self.after[count:], strict=False)):
+            return "a block is gathered before it is reduced"
+        return ""
+
     def describe(self, profile: BackwardProfile) -> str:
         """One line per operation: what two workers must have in common."""
         operations = [

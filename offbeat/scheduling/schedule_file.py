@@ -49,7 +49,10 @@ class MadeSchedule(msgspec.Struct, frozen=True, kw_only=True):
             UnreadableError: if it is damaged, or of another version.
         """
         made = safe_read.decode(_decode, data)
-        trouble = made.profile.trouble or trouble_of(made.profile, made.schedule)
+        gradients = made.profile.gradients
+        trouble = made.profile.trouble or made.schedule.trouble([one.numel for one in gradients])
+        if not gradients or any(one.numel < 0 or one.itemsize < 1 for one in gradients):
+            trouble = "it has no gradients, or one without a size"
         if made.version != _VERSION:
             trouble = f"it is of version {made.version}, and this offbeat reads version {_VERSION}"
         if trouble:
@@ -58,24 +61,3 @@ class MadeSchedule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _decode = msgspec.json.Decoder(MadeSchedule).decode
-
-
-def trouble_of(profile: BackwardProfile, schedule: Schedule) -> str:
-    """The reason why this is no schedule of these gradients, in words; "" if it is one."""
-    if not profile.gradients or any(one.numel < 0 or one.itemsize < 1 for one in profile.gradients):
-        return "it has no gradients, or one without a size"
-    slices = [one for block in schedule.blocks for one in block.slices]
-    if any(not 0 <= one.gradient < len(profile.gradients) for one in slices) or not all(
-        block.slices for block in schedule.blocks
-    ):
-        return "a block of its schedule holds no gradient of the profile"
-    ends = [0] * len(profile.gradients)
-    for one in sorted(slices, key=lambda one: (one.gradient, one.start)):
-        if one.start != ends[one.gradient] or one.stop < one.start:
-            return f"{profile.gradients[one.gradient].name} is not in its schedule whole, and once"
-        ends[one.gradient] = one.stop
-    if ends != [one.numel for one in profile.gradients]:
-        return "a gradient is not in its schedule whole"
-    if len(schedule.after) < len(schedule.blocks) or any(not 0 <= n <= i for i, n in enumerate(schedule.after)):
-        return "a block of its schedule waits for one that comes later"
-    return ""

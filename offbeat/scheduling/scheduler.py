@@ -1,8 +1,10 @@
-"""The Protocol of a scheduler: from a profile to a schedule, without I/O, time or memory."""
+"""The Protocol of a scheduler: from a profile to a schedule, without I/O, time or memory; and a check of its sizes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
+
+from offbeat.errors import PlanError
 
 if TYPE_CHECKING:
     from offbeat.scheduling.profile import BackwardProfile
@@ -18,3 +20,19 @@ class Scheduler(Protocol):
 
     def schedule(self, profile: BackwardProfile) -> Schedule:
         """Make the schedule of a profile: the same from the same numbers."""
+
+
+def check_size(name: str, size_bytes: int) -> None:
+    """Refuse a size that holds nothing.
+
+    Args:
+        name: of the scheduler's field.
+
+    Raises:
+        PlanError: if it is no whole number, or below 1.
+    """
+    if type(size_bytes) is not int or size_bytes < 1:
+        raise PlanError(
+            f"Cannot schedule with {name} = {size_bytes!r}: what is sent at a time holds at least one byte. Give a "
+            f"whole number from 1, or leave it out - at `plan.scheduling.{name}`."
+        )

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from offbeat.cli.app import app
 from offbeat.report.buckets import bucket_times
-from offbeat.report.records import Record, Records
+from offbeat.report.records import Record, Records, StepRecord
+from offbeat.report.scheduled_steps import scheduled_steps
 from offbeat.report.trace import trace
 from offbeat.scheduling import MadeSchedule, Prophet, play
 from tests.scheduling.test_replanning import profile
@@ -79,6 +80,19 @@ def test_a_prediction_that_is_wrong_is_seen_to_be(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "shown.json").read_text())["block_end_error"] == pytest.approx(0.5, abs=0.1), text
 
 
+def test_ends_of_blocks_are_judged_by_the_last_steps(tmp_path: Path) -> None:
+    slow = steps_of(run_dir(tmp_path, scale=2.0))
+    usual = [
+        msgspec.structs.replace(
+            one, step=one.step + 20, buckets_of=one.buckets_of + 20, time_s=one.time_s + 20 * STEP_S
+        )
+        for one in steps_of(run_dir(tmp_path))
+    ]
+    errors = [scheduled_steps(MADE, steps).block_end_error or 0.0 for steps in (slow, slow + usual, usual)]
+    assert errors[0] > 0.9
+    assert errors[1] == errors[2] < 0.1
+
+
 def test_another_scheduler_is_asked_with_the_same_profile(tmp_path: Path) -> None:
     code, text = command(run_dir(tmp_path), "--scheduler", "FIFO(262144)")
     assert code == 0
@@ -108,6 +122,10 @@ def test_a_run_without_a_schedule_and_one_that_is_damaged_are_told(tmp_path: Pat
 
 def records(folder: Path) -> list[Record]:
     return Records(run_dir(folder) / "metrics.jsonl").all()
+
+
+def steps_of(folder: Path) -> list[StepRecord]:
+    return [one for one in Records(folder / "metrics.jsonl").all() if isinstance(one, StepRecord)]
 
 
 def test_the_trace_has_each_block_and_what_was_waited_for(tmp_path: Path) -> None:

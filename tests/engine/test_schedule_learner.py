@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 from offbeat.engine.pass_clock import PassClock
 from offbeat.engine.schedule_learner import Measured, ScheduleLearner, fitted
+from offbeat.engine.schedule_monitor import agreed, to_text
 from offbeat.errors import DisagreementError
 
 if TYPE_CHECKING:
@@ -127,6 +130,82 @@ def test_workers_with_other_gradients_make_no_schedule() -> None:
     watching = learner()
     with pytest.raises(DisagreementError, match="do not have the same gradients"):
         watching.profile([measured([0.0] * 4), measured([0.0] * 3)])
+    watching.close()
+
+
+class OnDevices(nn.Module):
+    """One parameter on the CPU, and as many as are told on other devices."""
+
+    def __init__(self, *devices: str) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.empty(2, device=device) for device in devices)
+
+
+def told(*devices: str) -> str:
+    """What a worker with parameters on these tells of its steps, when the schedule is to be made anew."""
+    watching = learner(OnDevices(*devices))
+    times = [0.01] * len(devices)
+    found = watching.profile([Measured(times, times, 0.02, 0.04, [0.1, 0.2, 0.3], 0.0)])
+    watching.close()
+    return to_text(found)
+
+
+def test_workers_whose_devices_have_other_names_have_the_same_gradients() -> None:
+    """Of several workers on one host each has a GPU of its own."""
+    both = agreed({0: told("cpu", "cpu", "meta"), 1: told("meta", "meta", "cpu")})
+    assert [one.kind for one in both.gradients] == ["torch.float32 device 0"] * 2 + ["torch.float32 device 1"]
+
+
+def test_gradients_on_two_devices_are_not_those_of_one() -> None:
+    with pytest.raises(DisagreementError, match="rank 1 has 2 gradients that are not those of rank 0"):
+        agreed({0: told("cpu", "meta"), 1: told("cpu", "cpu")})
+
+
+class Instant:
+    """A communicator whose exchanges take no time."""
+
+    def start(self, payload: object) -> object:
+        return payload
+
+    def wait(self, started: object, what: str) -> None:
+        pass
+
+
+def watched() -> ScheduleLearner:
+    """A learner that has seen enough."""
+    model, clock = network(), SetClock()
+    watching = learner(model, clock)
+    for _ in range(7):
+        watching.forward_begins()
+        model(torch.ones(1, 4))
+        watching.backward_begins()
+        for name in ("1.weight", "1.bias", "0.weight", "0.bias"):
+            clock.now += 0.01
+            watching.complete(name)
+        watching.backward_ends()
+    return watching
+
+
+GOOD = measured([0.0] * 4)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "why"),
+    [
+        (b"", "rank 1 has told cannot be read .*Run the same offbeat on all workers"),
+        (b'{"ready_s":[0.1]}', "rank 1 has told cannot be read"),
+        (msgspec.json.encode(msgspec.structs.replace(GOOD, exchanges_s=[0.1])), "rank 1 has told 1 exchanges"),
+        (msgspec.json.encode(msgspec.structs.replace(GOOD, gap_s=-1.0)), "rank 1 has told a time of -1.0 s"),
+        (msgspec.json.encode(msgspec.structs.replace(GOOD, needed_s=[-3.0] * 4)), "rank 1 has told a time of -3.0 s"),
+        (msgspec.json.encode(msgspec.structs.replace(GOOD, ready_s=[float("nan")] * 4)), "cannot be read"),
+        (msgspec.json.encode(measured([0.0] * 3)), "do not have the same gradients"),
+    ],
+)
+def test_a_worker_that_tells_what_cannot_be_is_named(theirs: bytes, why: str) -> None:
+    watching = watched()
+    control = SimpleNamespace(texts=lambda question, mine: {0: mine, 1: theirs.decode()})
+    with pytest.raises(DisagreementError, match=why):
+        watching.agree(Instant(), control)  # type: ignore[arg-type]
     watching.close()
 
 

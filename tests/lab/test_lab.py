@@ -18,7 +18,11 @@ from offbeat.lab import lab_registry, launch, lower_bounds, results, runner
 from offbeat.lab.jobs import jobs
 from offbeat.lab.namespace import DIRECTORY
 from offbeat.model_profiles import size_bytes
+from offbeat.report.records import Records, StepRecord
+from offbeat.report.scheduled_steps import scheduled_steps
+from offbeat.safe_read import read_file
 from offbeat.scenario import Replay, Scenario
+from offbeat.scheduling import MadeSchedule
 from tests.cli.commands import alive, clean_environment, descendants, offbeat, start
 from tests.lab.permissions import needs_root, soon
 
@@ -132,6 +136,20 @@ def test_from_a_scenario_to_a_result_and_a_picture(tmp_path: Path) -> None:
     assert "1 of 4: repeat 1, ddp" in output, "a line per run, where nobody sees a bar"
     assert "ours" in output
     assert "\x1b[" not in output, "not a terminal: no progress, no colours"
+
+
+def test_a_row_with_a_schedule_tells_how_far_its_blocks_end_from_where_that_predicts(tmp_path: Path) -> None:
+    text = REPLAY.replace("rate_mbps = 100", 'network = "loopback"').replace("steps = 3", "steps = 9")
+    first = '[[row]]\nname = "Prophet"\nsystem = "offbeat"\nplan = { scheduling = { kind = "Prophet" } }\n'
+    path = scenario(tmp_path, text.replace("[[row]]", f"{first}[[row]]", 1))
+    workers = run_first_row(tmp_path, path).workers
+    made = read_file(tmp_path / "runs/run/schedule.json", MadeSchedule.from_bytes)
+    records = Records(tmp_path / "runs/run/metrics.jsonl").all()
+    for worker in workers:
+        own = [one for one in records if isinstance(one, StepRecord) and one.rank == worker.rank]
+        error = scheduled_steps(made, own).block_end_error
+        assert error is not None
+        assert worker.block_end_error == pytest.approx(error, abs=1e-4)
 
 
 def test_the_other_rows_are_measured_where_one_fails(tmp_path: Path) -> None:

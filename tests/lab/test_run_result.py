@@ -92,6 +92,18 @@ def test_steps_are_told_apart_by_the_faults_they_follow() -> None:
 
 
 @pytest.mark.parametrize(
+    ("errors", "value", "met"), [((0.05, 0.2), 0.125, False), ((0.04, 0.1), 0.07, True), ((0.05, None), None, False)]
+)
+def test_ends_of_blocks_are_claimed_where_all_workers_have_told(
+    errors: tuple[float | None, ...], value: float | None, met: bool
+) -> None:
+    told = [msgspec.structs.replace(raw("fast", 0, i, 1.0), block_end_error=one) for i, one in enumerate(errors)]
+    claim, made = Claim(claims.BLOCK_ENDS, "fast", at_most=0.1), report(raw=ran("slow", 1.0) + told)
+    assert claim.measured(made) == (None if value is None else pytest.approx(value))
+    assert claim.met(made) == met
+
+
+@pytest.mark.parametrize(
     ("claim", "value", "met"),
     [
         (Claim(claims.TIME, "fast", "slow", at_most=0.5), 0.5, True),

@@ -150,9 +150,14 @@ def train(job: Job, system: str) -> dict[str, Any]:
                 schedule.step()
             optimizer.zero_grad(set_to_none=job.set_to_none)
         if system != "ddp" and job.is_ahead is not None:
-            assert getattr(replica._synchronizer._gradients, "is_ahead", False) == job.is_ahead, job
+            assert is_ahead(replica) == job.is_ahead, job
         state = {name: tensor.clone() for name, tensor in replica.state_dict().items()}
         return {"state": state, "losses": losses, "optimizer": optimizer.state_dict()}
+
+
+def is_ahead(replica: Any) -> bool:
+    """Whether the steps of what `prepare` returned are hidden behind the next one by now."""
+    return bool(getattr(replica._synchronizer._gradients, "is_ahead", False))
 
 
 def _rank() -> int:

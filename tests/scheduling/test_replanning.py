@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from offbeat.safe_read import UnreadableError
@@ -13,11 +16,16 @@ from offbeat.scheduling import (
     GradientTimes,
     MadeSchedule,
     Prophet,
+    ReduceScatterGather,
     ReplanTrigger,
     can_be_worth_it,
     is_worth_it,
+    play,
     slowest,
 )
+
+if TYPE_CHECKING:
+    from offbeat.scheduling import Scheduler
 
 
 def profile(bandwidth: float = 25e6, ready_s: float = 0.02) -> BackwardProfile:
@@ -82,13 +90,17 @@ def test_of_workers_the_slowest_counts() -> None:
     assert both.gradients[0].ready_s == pytest.approx(0.18)
 
 
-def made() -> MadeSchedule:
+IN_TWO_ROUNDS = ReduceScatterGather(1 << 18)
+
+
+def made(by: Scheduler = FIFO(1 << 19)) -> MadeSchedule:  # noqa: B008
     one = profile()
-    return MadeSchedule(step=7, scheduler="FIFO()", profile=one, schedule=FIFO(1 << 19).schedule(one))
+    return MadeSchedule(step=7, scheduler=repr(by), profile=one, schedule=by.schedule(one))
 
 
-def test_a_schedule_comes_back_from_its_bytes() -> None:
-    assert MadeSchedule.from_bytes(made().to_bytes()) == made()
+@pytest.mark.parametrize("by", [FIFO(1 << 19), IN_TWO_ROUNDS])
+def test_a_schedule_comes_back_from_its_bytes(by: Scheduler) -> None:
+    assert MadeSchedule.from_bytes(made(by).to_bytes()) == made(by)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +110,9 @@ def test_a_schedule_comes_back_from_its_bytes() -> None:
         (b'"bandwidth":25000000.0', b'"bandwidth":0.0', "a bandwidth of 0.0 bytes"),
         (b'"bandwidth":25000000.0', b'"bandwidth":-1', "a bandwidth of -1"),
         (b'"ready_s":0.02', b'"ready_s":-0.02', "layer5 is complete after -0.02 s"),
-        (b'"gradient":5', b'"gradient":9', "holds no gradient of the profile"),
-        (b'"gradient":5', b'"gradient":4', "layer4 is not in its schedule whole, and once"),
-        (b'"stop":65536', b'"stop":65535', "a gradient is not in its schedule whole"),
+        (b'"gradient":5', b'"gradient":9', "a block holds no gradient, or one that is not there"),
+        (b'"gradient":5', b'"gradient":4', "a gradient is not in it whole, and once"),
+        (b'"stop":65536', b'"stop":65535', "a gradient is not in it whole, and once"),
         (b'"after":[0', b'"after":[1', "waits for one that comes later"),
         (b'"after"', b'"before"', "missing required field `after`"),
         (b"{", b"", "Expected `object`"),
@@ -113,12 +125,37 @@ def test_a_damaged_one_is_refused_in_words(old: bytes, new: bytes, why: str) -> 
         MadeSchedule.from_bytes(data.replace(old, new, 1))
 
 
-def test_whatever_bit_is_another_it_is_read_or_refused() -> None:
-    data = made().to_bytes()
+@pytest.mark.parametrize(
+    ("gathers", "after", "why"),
+    [
+        ((5, 4, 3, 2, 1, 1), ..., "not every block is gathered once"),
+        ((6, 4, 3, 2, 1, 0), ..., "not every block is gathered once"),
+        ((5, 4, 3, 2, 1), ..., "not every block is gathered once"),
+        (..., (0,) * 6, "it says of 6 operations when they are issued, and has 12"),
+        (..., (0,) * 6 + (6,) * 7, "it says of 13 operations when they are issued, and has 12"),
+        (..., (0,) * 6 + (5,) + (6,) * 5, "a block is gathered before it is reduced"),
+        (..., (0,) * 6 + (7,) + (6,) * 5, "an operation waits for one that comes later"),
+        (..., (-1,) + (0,) * 5 + (6,) * 6, "an operation waits for one that comes later"),
+    ],
+)
+def test_a_damaged_second_round_is_refused_in_words(gathers: Any, after: Any, why: str) -> None:
+    whole = made(IN_TWO_ROUNDS)
+    schedule = whole.schedule
+    assert schedule.gathers == (5, 4, 3, 2, 1, 0)
+    changed = {"gathers": gathers, "after": after}
+    damaged = dataclasses.replace(schedule, **{name: new for name, new in changed.items() if new is not ...})
+    with pytest.raises(UnreadableError, match=why):
+        MadeSchedule.from_bytes(msgspec.structs.replace(whole, schedule=damaged).to_bytes())
+
+
+@pytest.mark.parametrize("by", [FIFO(1 << 19), IN_TWO_ROUNDS])
+def test_whatever_bit_is_another_it_can_be_played_or_is_refused(by: Scheduler) -> None:
+    data = made(by).to_bytes()
     for bit in range(0, 8 * len(data), 5):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         try:
-            MadeSchedule.from_bytes(flipped)
+            found = MadeSchedule.from_bytes(flipped)
         except UnreadableError:
             continue
+        assert len(play(found.profile, found.schedule).done) == len(found.schedule.after)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from offbeat.errors import PlanError
 from offbeat.scheduling import (
     FIFO,
     BackwardProfile,
@@ -27,6 +28,8 @@ from offbeat.testing import check_scheduler
 from offbeat.testing.scheduler import random_profile
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from offbeat.scheduling import Scheduler
 
 BY_URGENCY = [Prophet(), Prophet(least_bytes=1), Priority(), Priority(50_000), Credit(), Credit(50_000, 200_000)]
@@ -45,6 +48,23 @@ def test_no_step_is_shorter_than_the_bound(scheduler: Scheduler) -> None:
     for seed in range(100):
         profile = random_profile(random.Random(seed))
         assert play(profile, scheduler.schedule(profile)).step_s >= lower_bound_s(profile) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "1"])
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        (FIFO, "bucket_bytes"),
+        (Priority, "slice_bytes"),
+        (Credit, "slice_bytes"),
+        (Credit, "credit_bytes"),
+        (Prophet, "least_bytes"),
+        (ReduceScatterGather, "bucket_bytes"),
+    ],
+)
+def test_a_size_that_holds_nothing_is_refused(kind: Callable[..., Scheduler], field: str, size: Any) -> None:
+    with pytest.raises(PlanError, match=f"Cannot schedule with {field} = {size!r}.* at `plan.scheduling.{field}`"):
+        kind(**{field: size})
 
 
 class LosesOne:

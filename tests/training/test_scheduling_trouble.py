@@ -163,11 +163,13 @@ def test_a_state_that_is_loaded_is_not_stepped_by_the_step_before() -> None:
 
 
 def compiled(how: str, hides: bool) -> tuple[list[torch.Tensor], bool, list[str]]:
-    """A model that is compiled: as a whole, a part of it, or around what `prepare` returned."""
+    """A model that is compiled: as a whole, a part of it, a part by TorchScript, or around what `prepare` returned."""
     told, net = listen(), network()
     with offbeat.init(plan_of(hides)) as run:
         if how == "part":
             net[3].compile(backend="aot_eager")
+        if how == "scripted":
+            net[3] = torch.jit.script(net[3])
         model: Any = torch.compile(net, backend="aot_eager") if how == "whole" else net
         replica, optimizer = run.prepare(model, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
         called = torch.compile(replica, backend="aot_eager") if how == "replica" else replica
@@ -180,7 +182,9 @@ def compiled(how: str, hides: bool) -> tuple[list[torch.Tensor], bool, list[str]
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("how", ["part", *(pytest.param(how, marks=pytest.mark.slow) for how in ("whole", "replica"))])
+@pytest.mark.parametrize(
+    "how", ["part", "scripted", *(pytest.param(how, marks=pytest.mark.slow) for how in ("whole", "replica"))]
+)
 def test_a_compiled_model_is_waited_for_behind_backward(how: str) -> None:
     """What is hung on a module once it is compiled does not run: nobody would wait there for parameters."""
     hidden, usual = (run_workers(2, compiled, how, hides, timeout_s=100) for hides in (True, False))
