@@ -90,8 +90,9 @@ class Plan:
             or the "global_batch", which they share.
         controller: decides that another policy than `sync` decides; None if only people do.
         scheduling: in what order and in what portions gradients are sent, hidden behind the next forward pass as well
-            as behind backward; None for buckets that are waited for at the end of backward. With a server, in what
-            order they are pushed while backward computes; parameters come back during the next forward pass.
+            as behind backward; None for buckets that are waited for at the end of backward, and where `barrier_reason`
+            says why they are with a scheduler, too. With a server, in what order they are pushed while backward
+            computes; parameters come back during the next forward pass.
 
     Raises:
         PlanError: if the parts cannot work together; the plan is checked when it is made.
@@ -230,12 +231,8 @@ class Plan:
                 "only where the gradients of every step are of all can a step be hidden: use BSP()",
             ),
             (
-                self.is_served or self.nonfinite == "pass",
-                "what holds NaN is known when the next step has begun: use nonfinite='pass'",
-            ),
-            (
-                not isinstance(self.codec, ErrorFeedback),
-                "a gradient that is cut has no residual: use Dense() or Cast()",
+                not self.is_served or not isinstance(self.codec, ErrorFeedback),
+                "a block that is pushed before the others has no residual: use Dense() or Cast()",
             ),
             (
                 self.fabric.offers.reduce_scatter or not getattr(scheduling, "needs_reduce_scatter", False),
@@ -332,11 +329,6 @@ class Plan:
                 f"Cannot swap {here!r} for {there!r} while batches follow the machines: what {self.tuning!r} has "
                 "learnt holds for one of them. Save a checkpoint, and start again - at `plan.fabric`."
             )
-        if self.scheduling is not None:
-            raise PlanError(
-                f"Cannot swap {here!r} for {there!r} while gradients are sent by {self.scheduling!r}: its schedule "
-                "holds for one of them. Save a checkpoint, and start again - at `plan.fabric`."
-            )
 
     @property
     def _grants_early(self) -> bool:
@@ -362,6 +354,25 @@ class Plan:
     def has_quorum(self) -> bool:
         """Whether a switch makes updates of some workers' gradients, and tells the others that they came too late."""
         return self._is_switched and compile_policy(self.sync).quorum is not None
+
+    @property
+    def barrier_reason(self) -> str:
+        """The reason why gradients are waited for behind backward though there is a scheduler; "" if there is none.
+
+        >>> from offbeat.scheduling import Prophet
+        >>> Plan(scheduling=Prophet(), nonfinite="skip").barrier_reason
+        "with nonfinite='skip' no parameter is stepped before it is known that the mean of all is finite"
+        """
+        if self.scheduling is None or self.is_served:
+            return ""
+        if self.nonfinite != "pass":
+            return (
+                f"with nonfinite={self.nonfinite!r} no parameter is stepped before it is known that the mean of all is "
+                "finite"
+            )
+        if isinstance(self.codec, ErrorFeedback):
+            return "a gradient that is cut has no residual, which ErrorFeedback(...) adds to the next one"
+        return ""
 
     @property
     def _is_switched(self) -> bool:

@@ -1,6 +1,7 @@
 """Workload: a small transformer that learns to write like Shakespeare, timed to a loss in bits per character.
 
-Reads `tiny_shakespeare.txt` from the scenario's data folder, 1.1 million characters; the last 5 % are held out.
+Reads tiny_shakespeare.txt from the scenario's data folder, 1.1 million characters, which is
+https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt; the last 5 % are held out.
 """
 
 from __future__ import annotations

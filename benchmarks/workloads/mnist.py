@@ -1,7 +1,8 @@
 """Workload: a small CNN on MNIST, or a perceptron, timed to a test accuracy.
 
-Reads MNIST's 10,000 test images (IDX, gzipped or not) from the scenario's data folder and trains on 8,000 of them;
-where they are missing it takes the 8 x 8 digits that come with scikit-learn. The result says which.
+Reads MNIST's 10,000 test images, t10k-images-idx3-ubyte.gz and t10k-labels-idx1-ubyte.gz (gzipped or not) of
+https://ossci-datasets.s3.amazonaws.com/mnist/, from the scenario's data folder and trains on 8,000 of them; where they
+are missing it takes the 8 x 8 digits that come with scikit-learn. The result says which.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ def run(
     import msgspec
 
     from offbeat.lab import hardware, plots, results, runner
+    from offbeat.lab.refusals import lacking_data
 
     parsed, text = read_scenario(scenario)
     changes = {name: value for name, value in (("repeats", repeats), ("steps", steps)) if value is not None}
@@ -59,6 +60,8 @@ def run(
     if png is not None:
         plots.check_can_draw()
     console = Console(stderr=True)
+    if lacking := lacking_data(parsed, scenario.parent):
+        console.print(lacking, markup=False, highlight=False, soft_wrap=True)
     total = parsed.run.repeats * len(parsed.row)
     kept, failed = 0, 0
     with Progress(
@@ -122,7 +125,7 @@ def _stop(number: int, frame: object) -> None:
 def show(scenario: ScenarioFile) -> None:
     """Draw a scenario's hosts and links, and say what it measures, and what `offbeat lab run` needs or would refuse."""
     from offbeat.lab.jobs import jobs
-    from offbeat.lab.refusals import needs, refusals
+    from offbeat.lab.refusals import lacking_data, needs, refusals
     from offbeat.scenario import Replay
 
     parsed, _ = read_scenario(scenario)
@@ -155,6 +158,8 @@ def show(scenario: ScenarioFile) -> None:
             if (lacking := job.lacks(fault)) is not None:
                 console.print(f"left out of {job.row.name}: {fault.words}, which takes {lacking}", markup=False)
     console.print(f"offbeat lab run {needs(parsed, made)}", markup=False)
+    if lacking := lacking_data(parsed, scenario.parent):
+        console.print(lacking, markup=False)
     for error in refusals(parsed):
         console.print(f"offbeat lab run would refuse this here: {error}", markup=False)
 

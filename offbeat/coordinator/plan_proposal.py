@@ -117,6 +117,14 @@ class PlanProposal:
         return max((passed for passed, _ in self.passed), default=0)
 
     @property
+    def are_level(self) -> bool:
+        """Whether all will have brought as many contributions when they are there, if each place is behind one.
+
+        With a scheduler a worker may have passed a place with a contribution that waits for the others' to come.
+        """
+        return len({pushed - passed for passed, pushed in self.passed}) == 1
+
+    @property
     def is_decided(self) -> bool:
         """Whether nobody is waited for any more."""
         return not self.waiting or bool(self.refusal)

@@ -54,7 +54,7 @@ class PlanSwaps:
         self._read_plan, self._out, self._adopted, self._now_s = read_plan, out, adopted, now_s
         self.present: DecidingParts | None = None
         self.count = 0  # of swaps, in all lives of the server
-        self.are_level = False  # workers about to leave had passed as many places, with as many contributions
+        self.are_level = False  # workers about to leave will have brought as many contributions when they meet
         self._before: DecidingParts | None = None  # what holds again if not all leave who are about to
         self._proposal: PlanProposal | None = None
         self._proposals = 0
@@ -229,7 +229,7 @@ class PlanSwaps:
             took_ms = (self._now_s() - proposal.since_s) * 1e3
             sync_point = None
             if not proposal.parts.is_served:
-                self._before, sync_point, self.are_level = self.present, proposal.sync_point, len(proposal.passed) == 1
+                self._before, sync_point, self.are_level = self.present, proposal.sync_point, proposal.are_level
             by = _listed(proposal.by)
             text = self._adopt(proposal.parts, proposal.plan, self.count + 1, by, proposal.reason, took_ms, sync_point)
         for tell in proposal.tell:

@@ -42,12 +42,15 @@ class BucketExchange:
     Attributes:
         payload: of the first round.
         trailer_dtype: in which the trailer is added up.
-        issued_s, done_s: when the first round was issued and seen to be done, in clock seconds.
+        issued_s, done_s: when the first round was issued and seen to be done, in clock seconds; a sum in two rounds
+            counts as one.
+        reduced_s, gathering_s: of a sum in two rounds, when the reduce-scatter was seen to be done, and the all-gather
+            was issued.
     """
 
     __slots__ = ("_carrier", "_communicator", "_generator", "_in_two_rounds", "_is_reduced", "_pending", "_reply",
-                 "_scattered", "_trailer_pending", "bucket", "done_s", "issued_s", "payload", "trailer_dtype",
-                 "values")  # fmt: skip
+                 "_scattered", "_trailer_pending", "bucket", "done_s", "gathering_s", "issued_s", "payload",
+                 "reduced_s", "trailer_dtype", "values")  # fmt: skip
 
     def __init__(
         self, bucket: Bucket, values: torch.Tensor, codec: Codec, state: State, communicator: Communicator,
@@ -63,6 +66,8 @@ class BucketExchange:
         self._scattered: Scattered | None = None
         self.issued_s = 0.0
         self.done_s: float | None = None
+        self.reduced_s: float | None = None
+        self.gathering_s: float | None = None
         self._pending: Pending
         self._trailer_pending: Pending | None = None
         self._reply: Reply
@@ -83,17 +88,25 @@ class BucketExchange:
             self._pending = self._communicator.start(self.payload)
             self._trailer_pending = self._communicator.start(Sum(trailer))
 
+    def poll_reduce(self) -> bool:
+        """Whether the reduce-scatter of a sum in two rounds is done; note the time if it is."""
+        if self.reduced_s is None and self._scattered is not None and self._scattered.done():
+            self.reduced_s = self._communicator.now_s()
+        return self.reduced_s is not None
+
     def reduce(self) -> None:
         """Wait for the reduce-scatter of a sum in two rounds."""
         assert self._scattered is not None
         if not self._is_reduced:
             self._communicator.wait_for_bucket(self._scattered, self.bucket)
             self._is_reduced = True
+            self.poll_reduce()
 
     def gather(self) -> None:
         """Begin the all-gather of a sum in two rounds."""
         self.reduce()
         assert self._scattered is not None
+        self.gathering_s = self._communicator.now_s()
         self._pending, self._scattered = self._communicator.all_gather(self._scattered), None
 
     def poll(self) -> bool:

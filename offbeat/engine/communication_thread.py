@@ -120,23 +120,43 @@ class BlockInFlight(InFlight):
 
 
 class ReduceInFlight(InFlight):
-    """The reduce-scatter of a block whose sum is made in two rounds."""
+    """The reduce-scatter of a block whose sum is made in two rounds.
+
+    Attributes:
+        is_end_seen: as of a `BlockInFlight`.
+    """
 
     def __init__(self, buffer: BucketBuffer, exchange: BucketExchange) -> None:
         super().__init__()
-        self._buffer, self._exchange = buffer, exchange
+        self.buffer, self.exchange = buffer, exchange
+        self.is_end_seen = False
 
     def issue(self) -> None:
         """Begin it."""
-        self._exchange.issue(self._buffer.trailer)
+        self.exchange.issue(self.buffer.trailer)
+
+    def look(self) -> bool:
+        """Note when it is done; whether it is."""
+        self.is_end_seen = self.is_end_seen or self.exchange.poll_reduce()
+        return self.is_end_seen
 
     def finish(self) -> None:
         """Wait for it."""
-        self._exchange.reduce()
+        self.is_end_seen = self.is_end_seen or not self.exchange.poll_reduce()
+        self.exchange.reduce()
 
 
 class GatherInFlight(BlockInFlight):
-    """A block whose sum is made in two rounds, from the second on; the first is a `ReduceInFlight`."""
+    """A block whose sum is made in two rounds, from the second on.
+
+    Args:
+        reduce: the first.
+        complete_s: as of a `BlockInFlight`.
+    """
+
+    def __init__(self, reduce: ReduceInFlight, complete_s: float = 0.0) -> None:
+        super().__init__(reduce.buffer, reduce.exchange, complete_s)
+        self.reduce = reduce
 
     def issue(self) -> None:
         """Begin its all-gather."""

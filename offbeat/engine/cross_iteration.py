@@ -19,8 +19,10 @@ in its order by a thread (`communication_thread`). Rules:
 * What the workers have said along with a step's gradients counts one step later, on all of them.
 * Where a schedule has two rounds the thread reduces all blocks in the order of backward, and then gathers them in that
   of the next forward pass. A gradient has landed when it is gathered, and so has what the workers have said.
-* Every step is watched (`schedule_monitor`). Where what the schedule was made from has moved, a worker asks for a vote,
-  and behind a step all make the schedule anew from what all have found, if that is worth it.
+* A plan in which only whole steps can be made (`Plan.barrier_reason`) stays a barrier, and says so once.
+* Every step is watched (`schedule_monitor`), each round of a block by itself. Where what the schedule was made from has
+  moved, a worker asks for a vote, and behind a step all make the schedule anew from what all have found, if that is
+  worth it.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ from offbeat.engine.partial_optimizer import PartialOptimizer
 from offbeat.engine.pending_gradient import PendingGradient, pending
 from offbeat.engine.reducer import Reducer
 from offbeat.engine.schedule_learner import ScheduleLearner
-from offbeat.engine.schedule_monitor import BlockTimes, ScheduleMonitor, StepTaken, agreed, to_text
+from offbeat.engine.schedule_monitor import OperationTimes, ScheduleMonitor, StepTaken, agreed, to_text
 from offbeat.engine.schedule_state import checked_profile, checked_schedule, schedule_state
 from offbeat.engine.step_metrics import HiddenExchange
 from offbeat.errors import PlanError
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
 
     from offbeat.engine.batch_accounting import BatchAccount
     from offbeat.engine.bucket_buffer import BucketTrailer, GradEntry
+    from offbeat.engine.bucket_exchange import BucketExchange
     from offbeat.engine.buffers import Buffers
     from offbeat.engine.exchange_result import ExchangeResult
     from offbeat.engine.prepared_model import PreparedModel
@@ -125,7 +128,8 @@ class CrossIterationReducer(Reducer):
         self._optimizer = PartialOptimizer(model.optimizer)
         self._gradients: dict[str, torch.Tensor] = {}  # that step() was called with, of parameters that are not stepped
         self._results: deque[tuple[int, ExchangeResult]] = deque()
-        self._spans: list[tuple[float, float]] = []
+        self._spans: list[tuple[float, float]] = []  # of each block
+        self._between: list[tuple[float, float]] = []  # the two rounds of each: one was done, the other issued
         self._waits: list[tuple[float, float, int]] = []  # for a block: began, ended, its index
         self._landed_step = -1  # of which the spans and the waits are
         self._profile: BackwardProfile | None = None  # that the schedule was made from, if it is known
@@ -142,6 +146,7 @@ class CrossIterationReducer(Reducer):
         self._is_used = False  # a gradient was used while blocks were on their way
         self._used_steps = 0  # in a row
         self._why_barrier = ""  # no step is hidden behind the next one any more, as all have agreed
+        self._told_plan = False  # that it is the plan that has gradients waited for behind backward
         self._freshness = context.freshness
         super().__init__(model, plan, context, buffers=buffers, accounting=accounting)
         # The thread's own way to the fabric; what it waits for is explained by whoever waits for the thread.
@@ -210,6 +215,9 @@ class CrossIterationReducer(Reducer):
         result = super().after_step()
         if self._learner is not None and self._learner.is_done:
             self._go_ahead(self._learner)
+        elif not self._told_plan and self.plan.barrier_reason and self.communicator.world > 1:
+            self._told_plan = True
+            self._tell_barrier(self.plan.barrier_reason)
         return result
 
     def synchronize(self) -> None:
@@ -304,7 +312,9 @@ class CrossIterationReducer(Reducer):
         return schedule
 
     def _can_go_by(self, schedule: Schedule) -> bool:
-        """Whether the fabric carries what a schedule has."""
+        """Whether the plan lets steps be hidden, and the fabric carries what a schedule has."""
+        if self.plan.barrier_reason:
+            return False
         return not schedule.gathers or self._model.fabric.offers.reduce_scatter
 
     def _adopt_schedule(self, names: Sequence[str], schedule: Schedule, profile: BackwardProfile | None) -> None:
@@ -352,11 +362,11 @@ class CrossIterationReducer(Reducer):
             _log.warning("Cannot write %s: %s. `offbeat plan schedule` will not show it.", path, error.strerror)
 
     def _learn_anew(self) -> None:
-        """Watch the next steps; one is enough if the schedule is known."""
+        """Watch the next steps; one is enough if the schedule is known, and none if the plan itself is the barrier."""
         if self._learner is not None:
             self._learner.close()
             self._learner = None
-        if self.communicator.world > 1 and not self._why_barrier:
+        if self.communicator.world > 1 and not (self._why_barrier or self.plan.barrier_reason):
             model, now_s, is_known = self._model, self._context.metrics.now_s, self.schedule is not None
             self._learner = ScheduleLearner(model.model, model.parameters, now_s, is_known=is_known)
 
@@ -483,6 +493,9 @@ class CrossIterationReducer(Reducer):
 
     def _stay_at_barrier(self, why: str) -> None:
         self._why_barrier = why
+        self._tell_barrier(why)
+
+    def _tell_barrier(self, why: str) -> None:
         self._tell(self.step, "scheduling", f"step {self.step}: gradients are waited for behind backward: {why}.")
 
     def _scheduled(self, names: Sequence[str], schedule: Schedule) -> Layout:
@@ -554,11 +567,15 @@ class CrossIterationReducer(Reducer):
         complete_s = self._context.metrics.now_s()
         with torch._C.DisableTorchFunctionSubclass():
             buffer, exchange = self._prepared(index, self._carrier)
-        kind = GatherInFlight if self.in_two_rounds else BlockInFlight
-        block = kind(buffer, exchange, complete_s)
-        self._blocks.append(block)
+        first: BlockInFlight | ReduceInFlight
+        if self.in_two_rounds:
+            first = ReduceInFlight(buffer, exchange)
+            self._blocks.append(GatherInFlight(first, complete_s))
+        else:
+            first = BlockInFlight(buffer, exchange, complete_s)
+            self._blocks.append(first)
         self._under_way.append((buffer, exchange))
-        self._thread.issue(ReduceInFlight(buffer, exchange) if self.in_two_rounds else block)
+        self._thread.issue(first)
 
     # -- at its end ----------------------------------------------------------------------------------------------
 
@@ -582,8 +599,9 @@ class CrossIterationReducer(Reducer):
         accounting = self.accounting
         self._flight = Flight(self.step, blocks, accounting.weight, accounting.stamp)
         is_whole = accounting.weight > 0 and accounting.absent is None and all(e.used for e in self._entries.values())
-        hidden = HiddenExchange(self._landed_step, tuple(self._waits), (self._backward_began_s, ended_s))
-        spans, self._spans, self._waits = tuple(self._spans), [], []
+        backward_s = (self._backward_began_s, ended_s)
+        hidden = HiddenExchange(self._landed_step, tuple(self._waits), backward_s, tuple(self._between))
+        spans, self._spans, self._between, self._waits = tuple(self._spans), [], [], []
         if is_whole:
             self._flight.taken = StepTaken(
                 (),
@@ -637,10 +655,11 @@ class CrossIterationReducer(Reducer):
                 for block, trailer in zip(flight.blocks, trailers, strict=True):
                     block.buffer.hand_out(trailer.used_elsewhere)
         result = self._result_of(trailers, [block.exchange for block in flight.blocks], flight.weight)
-        self._spans, self._landed_step = list(result.spans), flight.step
+        in_order = sorted(flight.blocks, key=lambda block: block.buffer.bucket.index)  # of the schedule
+        self._spans, self._between = _spans_of([block.exchange for block in in_order])
+        self._landed_step = flight.step
         if self._monitor is not None and flight.taken is not None:
-            in_order = sorted(flight.blocks, key=lambda block: block.buffer.bucket.index)  # of the schedule
-            self._monitor.step_taken(flight.taken._replace(blocks=[_times(block) for block in in_order]))
+            self._monitor.step_taken(flight.taken._replace(operations=[*_times(in_order), *_rounds(flight.blocks)]))
             assert self.schedule is not None
             if self._why_anew and not can_be_worth_it(self._monitor.measured(), self.schedule):
                 self._monitor.trigger.decided(is_new=False)  # a vote costs a step
@@ -678,7 +697,38 @@ class CrossIterationReducer(Reducer):
         self._optimizer.step([(p, g.plain if isinstance(g, PendingGradient) else g) for p, g in gradients])
 
 
-def _times(block: BlockInFlight) -> BlockTimes:
-    exchange = block.exchange
-    assert exchange.done_s is not None, "it has landed"
-    return BlockTimes(block.complete_s, exchange.issued_s, exchange.done_s, block.is_end_seen)
+def _spans_of(exchanges: Sequence[BucketExchange]) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """The times at which exchanges were issued and done; of two rounds, at which one was done, and the other issued."""
+    spans = [(one.issued_s, one.done_s) for one in exchanges if one.done_s is not None]
+    between = [
+        (one.reduced_s, one.gathering_s)
+        for one in exchanges
+        if one.reduced_s is not None and one.gathering_s is not None
+    ]
+    return spans, between
+
+
+def _times(blocks: Iterable[BlockInFlight]) -> list[OperationTimes]:
+    """The times of each block's only round, or of the first of two; they have landed."""
+    found = []
+    for block in blocks:
+        exchange = block.exchange
+        done_s, is_seen = exchange.done_s, block.is_end_seen
+        if isinstance(block, GatherInFlight):
+            done_s, is_seen = exchange.reduced_s, block.reduce.is_end_seen
+        assert done_s is not None, "it has landed"
+        found.append(OperationTimes(block.complete_s, exchange.issued_s, done_s, is_seen))
+    return found
+
+
+def _rounds(blocks: Iterable[BlockInFlight]) -> list[OperationTimes]:
+    """The times of the second round of each block that has two; they have landed."""
+    found = []
+    for block in blocks:
+        if isinstance(block, GatherInFlight):
+            reduced_s, issued_s, done_s = block.exchange.reduced_s, block.exchange.gathering_s, block.exchange.done_s
+            assert reduced_s is not None
+            assert issued_s is not None
+            assert done_s is not None, "it has landed"
+            found.append(OperationTimes(reduced_s, issued_s, done_s, block.is_end_seen))
+    return found

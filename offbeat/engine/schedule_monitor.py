@@ -34,15 +34,15 @@ _LATE = 0.1  # of backward: less is what it costs to carry blocks meanwhile, whe
 _EACH = 4  # steps: gradients are looked at in one of them, unless something has moved
 _KEPT = 5  # steps, of which the median counts
 _ENOUGH = 3  # of them: with fewer, times are as they were
-_ENOUGH_BLOCKS = 4  # in a step, to be choosy about which of them say what the link carries
+_ENOUGH_DONE = 4  # operations of a step, to be choosy about which of them say what the link carries
 
 
-class BlockTimes(NamedTuple):
-    """One block's times, in clock seconds.
+class OperationTimes(NamedTuple):
+    """The times of one operation, in clock seconds: of a block's exchange, or of one of its two rounds.
 
     Args:
-        complete_s: all of its gradients were.
-        issued_s, done_s: its exchange was.
+        complete_s: all that it sends was.
+        issued_s, done_s: it was.
         is_seen: somebody waited for it when it was done; else it may have been done earlier.
     """
 
@@ -56,14 +56,14 @@ class StepTaken(NamedTuple):
     """One step that went by the schedule.
 
     Args:
-        blocks: in the order of the schedule.
+        operations: of all blocks, and behind them, with two rounds, of all gathers; in the order of the schedule.
         backward_began_s, backward_ended_s: in clock seconds.
         forward_s: of the forward pass before it, but for what was waited for.
         samples: of this worker.
         workers: that took part.
     """
 
-    blocks: Sequence[BlockTimes]
+    operations: Sequence[OperationTimes]
     backward_began_s: float
     backward_ended_s: float
     forward_s: float
@@ -100,9 +100,9 @@ class ScheduleMonitor:
         is_of_host: bool = True,
     ) -> None:
         self.profile, self._is_of_host = profile, is_of_host
-        self._sizes = schedule.sizes_bytes(profile)
-        # Where a block has two rounds, its time is of both, with others between them: it says nothing of the link.
-        self._is_one_round = not schedule.gathers
+        # Each of two rounds sends half of what an all-reduce does.
+        sizes, rounds = schedule.sizes_bytes(profile), 2 if schedule.gathers else 1
+        self._sizes = [sizes[index] // rounds for index in (*range(len(sizes)), *schedule.gathers)]
         self._complete_s: list[float] = []  # of each block, as predicted: no block comes before one that is earlier
         for block in schedule.blocks:
             ready_s = max(profile.gradients[one.gradient].ready_s for one in block.slices)
@@ -142,8 +142,7 @@ class ScheduleMonitor:
             self._backward_s.append(step.backward_ended_s - step.backward_began_s)
         if not self._samples:
             self._samples, self._workers = step.samples, step.workers
-        if self._is_one_round:
-            self._observe_link(step)
+        self._observe_link(step)
         self.trigger.observe(self._moved(step))
 
     def measured(self) -> BackwardProfile:
@@ -178,7 +177,7 @@ class ScheduleMonitor:
         limit_s = max(BLOCKS_LATE * self._pause_s, _LATE * self.profile.backward_s)
         late_s = statistics.median(
             one.complete_s - step.backward_began_s - expected_s
-            for one, expected_s in zip(step.blocks, self._complete_s, strict=True)
+            for one, expected_s in zip(step.operations[: len(self._complete_s)], self._complete_s, strict=True)
         )
         if len(self._late_s) < _KEPT:
             self._late_s.append(late_s)
@@ -205,13 +204,13 @@ class ScheduleMonitor:
         return {what: text if has else "" for what, (has, text) in moved.items()}
 
     def _observe_link(self, step: StepTaken) -> None:
-        """Have those blocks say what the link carries that do so best.
+        """Have those operations say what the link carries that do so best.
 
         Behind backward all is there on all workers, and nobody waits for another's gradients.
         """
         found = []  # size, seconds, whether the link was idle, whether backward was over
         before_s, is_seen = 0.0, True
-        for size, one in zip(self._sizes, step.blocks, strict=True):
+        for size, one in zip(self._sizes, step.operations, strict=True):
             was_idle = one.issued_s >= before_s
             if one.is_seen and (was_idle or is_seen):
                 since_s = one.issued_s if was_idle else before_s
@@ -221,7 +220,7 @@ class ScheduleMonitor:
         behind = [one for one in busy if one[3]]
         # A block that found an idle link may have been issued before its gradients were complete, but on the host.
         rest = found if self._is_of_host else busy
-        best = next((some for some in (behind, busy) if len(some) >= _ENOUGH_BLOCKS), rest)
+        best = next((some for some in (behind, busy) if len(some) >= _ENOUGH_DONE), rest)
         for size, seconds, was_idle, _ in best:
             self.link.observe(size, seconds, was_idle=was_idle)
 

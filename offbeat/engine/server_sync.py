@@ -61,6 +61,7 @@ class ServerFlight(NamedTuple):
         step: whose it is, for reports.
         weight, stamp: of this worker's batches in it.
         issued_s: when it was announced.
+        number: as contributions are counted at the server.
     """
 
     request: ServerRequest[PulledParameters]
@@ -68,6 +69,7 @@ class ServerFlight(NamedTuple):
     weight: float
     issued_s: float
     stamp: int
+    number: int
 
 
 class ServerSync:
@@ -193,7 +195,9 @@ class ServerSync:
 
     @property
     def number(self) -> int:
-        """The number of the next contribution."""
+        """The number of the next contribution, whether or not the parameters for it are here."""
+        if self._flight is not None:
+            return self._flight.number + 1
         return self._client.state(self._model.number).clock
 
     @property
@@ -267,7 +271,7 @@ class ServerSync:
         return self._finish(self._issue(info, unused, self.step if step is None else step))
 
     def _issue(self, info: ContributionInfo, unused: Sequence[str], step: int) -> ServerFlight:
-        metrics, number = self._context.metrics, self._model.number
+        metrics, number, contribution = self._context.metrics, self._model.number, self.number
         issued_s, stamp = metrics.now_s(), self.accounting.stamp
         encoded = self._encode(deltas=info.change)
         weight = info.weight if self._finite(encoded, "change" if info.change else "gradient", step) else 0.0
@@ -284,7 +288,7 @@ class ServerSync:
             changed=self._blocks_with(self._changed),
         )
         metrics.sent_bytes += request.sent_bytes
-        return ServerFlight(request, step, weight, issued_s, stamp)
+        return ServerFlight(request, step, weight, issued_s, stamp, contribution)
 
     def _finish(self, flight: ServerFlight) -> ExchangeResult:
         """Wait for the next parameters, and take those that were not taken yet."""

@@ -138,11 +138,13 @@ class HiddenExchange(NamedTuple):
         step: the earlier one.
         waits: when the forward pass waited for which block of it: began and ended, in clock seconds, and its index.
         backward: when the backward of the step at hand began and ended, in clock seconds.
+        between: of each block whose sum is made in two rounds, when the first was done and the second issued.
     """
 
     step: int
     waits: Sequence[tuple[float, float, int]]
     backward: tuple[float, float]
+    between: Sequence[tuple[float, float]] = ()
 
 
 class StepMetrics:
@@ -257,6 +259,8 @@ class StepMetrics:
             record["buckets_of"] = hidden.step
             record["waits"] = [[began - began_s, ended - began_s, index] for began, ended, index in hidden.waits]
             record["backward"] = [at_s - began_s for at_s in hidden.backward]
+            if hidden.between:
+                record["between"] = [[done - began_s, issued - began_s] for done, issued in hidden.between]
         self._file.append(record | {"dropped": True} if dropped else record)
         self._remember(model, self.samples, own_s, self._waiter.waited_s - self._waited_before_s)
         self._remember_own(model, own_s)

@@ -1,15 +1,18 @@
-"""What would the lab refuse to measure on this machine, and what does measuring a scenario take?
+"""What would the lab refuse to measure on this machine, what does measuring a scenario take, and what does it lack?
 
 What is wrong with a scenario itself is told when it is read, and when its plans and scripts are looked at (`jobs`).
 """
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat.errors import NetworkError, OffbeatError
+from offbeat.lab.jobs import find
 from offbeat.lab.network import check_topology, require_rights
+from offbeat.scenario import TrainingScript
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,6 +59,33 @@ def needs(scenario: Scenario, rows: Sequence[RowJob]) -> str:
     if scenario.emulated:
         takes += f", and {_TUN} for links that can become bad"
     return f"needs {takes}. It makes {runs} runs of {hosts} worker processes{server}."
+
+
+def lacking_data(scenario: Scenario, folder: Path) -> str:
+    """Say that the data are not there which a script is to read, and what it says of them; "" if nothing is lacking.
+
+    Args:
+        folder: where the scenario's file lies.
+    """
+    workload = scenario.workload
+    if not isinstance(workload, TrainingScript) or workload.data is None or find(workload.data, folder) is not None:
+        return ""
+    target = "" if workload.target is None else f", nor is the time to {workload.metric} {workload.target:g}"
+    about = _what_it_reads(find(workload.path, folder))
+    said = f' {workload.path} says: "{about}"' if about else ""
+    return (
+        f"There is no {workload.data} (workload.data), so what is measured is not on the data of this scenario{target}."
+        f"{said}"
+    )
+
+
+def _what_it_reads(script: Path | None) -> str:
+    """The paragraph of a script's docstring that begins with "Reads", in a line; "" if there is none."""
+    try:
+        told = ast.get_docstring(ast.parse("" if script is None else script.read_text())) or ""
+    except (OSError, ValueError, SyntaxError):
+        return ""  # whoever runs it will see
+    return next((" ".join(part.split()) for part in told.split("\n\n") if part.startswith("Reads ")), "")
 
 
 def _check_emulated(scenario: Scenario) -> None:

@@ -112,6 +112,7 @@ def steps_with_own_buckets(records: Sequence[Record]) -> list[StepRecord]:
             msgspec.structs.replace(
                 own,
                 buckets=[(issued_s + late_s, done_s + late_s) for issued_s, done_s in step.buckets],
+                between=[(done_s + late_s, issued_s + late_s) for done_s, issued_s in step.between],
                 waits=[(began_s + late_s, ended_s + late_s, index) for began_s, ended_s, index in step.waits],
                 buckets_of=own.step,
             )

@@ -63,6 +63,7 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step", kw_o
         buckets_of: the earlier step whose exchange the buckets are, and this one has hidden; -1 if they are this one's.
         waits: [began, ended, bucket] of each wait for one of these buckets, in seconds since `time_s`.
         backward: [began, ended], likewise; None where nothing is hidden behind the next step.
+        between: [first round done, second issued] of each bucket, likewise, if its sum is made in two rounds.
     """
 
     rank: int
@@ -82,6 +83,7 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step", kw_o
     buckets_of: int = -1
     waits: list[tuple[float, float, int]] = []
     backward: tuple[float, float] | None = None
+    between: list[tuple[float, float]] = []
 
 
 class LogRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="log", kw_only=True):

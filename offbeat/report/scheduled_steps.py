@@ -97,8 +97,8 @@ def scheduled_steps(made: MadeSchedule, records: Sequence[Record] = ()) -> Sched
         records: of the run whose schedule it is; none where it is only asked what another scheduler would do.
     """
     profile, played = made.profile, play(made.profile, made.schedule)
-    steps = _steps_of(records, made.step, len(made.schedule.blocks))
-    measured = None if made.schedule.gathers else _measured(_last_of(steps))
+    steps = _steps_of(records, made)
+    measured = _measured(_last_of(steps), made.schedule.gathers)
     names = [_words(profile, [one.gradient for one in block.slices]) for block in made.schedule.blocks]
     sizes = made.schedule.sizes_bytes(profile)
     operations = [*range(len(names)), *made.schedule.gathers]
@@ -189,12 +189,15 @@ def _words(profile: BackwardProfile, gradients: Sequence[int]) -> str:
     return text if len(text) <= _LONG else f"{text[: _LONG - 1]}…"
 
 
-def _steps_of(records: Sequence[Record], made_at: int, blocks: int) -> list[StepRecord]:
+def _steps_of(records: Sequence[Record], made: MadeSchedule) -> list[StepRecord]:
     """The records that hold exchanges by this schedule."""
     return [
         record
         for record in records
-        if isinstance(record, StepRecord) and record.buckets_of >= made_at + _SKIPPED and len(record.buckets) == blocks
+        if isinstance(record, StepRecord)
+        and record.buckets_of >= made.step + _SKIPPED
+        and len(record.buckets) == len(made.schedule.blocks)
+        and len(record.between) == len(made.schedule.gathers)
     ]
 
 
@@ -204,20 +207,32 @@ def _last_of(steps: Sequence[StepRecord]) -> list[StepRecord]:
     return [step for step in steps if step.step > last - _LAST]
 
 
-def _measured(steps: Sequence[StepRecord]) -> list[tuple[float, float]] | None:
-    """The times at which each block was issued and done in the median step, since its own step's backward began."""
+def _measured(steps: Sequence[StepRecord], gathers: Sequence[int]) -> list[tuple[float, float]] | None:
+    """The times at which each operation was issued and done in the median step, since its own step's backward began.
+
+    Args:
+        gathers: as of the schedule.
+    """
     began = {(step.rank, step.step): step.time_s + step.backward[0] for step in steps if step.backward is not None}
     found = []
     for step in steps:
         if (began_s := began.get((step.rank, step.buckets_of))) is not None:
             late_s = step.time_s - began_s
-            found.append([(issued_s + late_s, done_s + late_s) for issued_s, done_s in step.buckets])
+            found.append([(issued_s + late_s, done_s + late_s) for issued_s, done_s in _operations(step, gathers)])
     if not found:
         return None
     return [
         (statistics.median(one[0] for one in block), statistics.median(one[1] for one in block))
         for block in zip(*found, strict=True)
     ]
+
+
+def _operations(step: StepRecord, gathers: Sequence[int]) -> list[tuple[float, float]]:
+    """The times at which each operation of a schedule was issued and done."""
+    if not gathers:
+        return step.buckets
+    reduced = [(issued_s, done_s) for (issued_s, _), (done_s, _) in zip(step.buckets, step.between, strict=True)]
+    return reduced + [(step.between[index][1], step.buckets[index][1]) for index in gathers]
 
 
 def _periods_s(steps: Sequence[StepRecord]) -> list[float]:

@@ -1,10 +1,10 @@
 """trace.json in Chrome's trace event format, which https://ui.perfetto.dev opens.
 
 One process per worker with a track each for computing and waiting and one per bucket on the wire, or per block of a
-schedule; where a forward pass waited for a block, what that holds stands beside it; one for the parameter
-server, if there was one, with a track per worker: from a contribution's announcement until that worker had the
-parameters for its next step, as the worker measured it, and what the server told people. Clocks of several machines
-are taken as they are: their offset is that of their system clocks.
+schedule (twice, if it is reduced and gathered apart); where a forward pass waited for a block, what that holds stands
+beside it; one for the parameter server, if there was one, with a track per worker: from a contribution's announcement
+until that worker had the parameters for its next step, as the worker measured it, and what the server told people.
+Clocks of several machines are taken as they are: their offset is that of their system clocks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _shown(records: Sequence[Record]) -> tuple[Sequence[Record], int]:
     left = _MOST_SLICES
     for record in reversed(records):
         if isinstance(record, StepRecord):
-            left -= 2 + len(record.buckets) + len(record.waits)
+            left -= 2 + len(record.buckets) + len(record.between) + len(record.waits)
             if left < 0:
                 first = record.step + 1
                 return [r for r in records if not isinstance(r, StepRecord | LogRecord) or r.step >= first], first
@@ -81,8 +81,13 @@ def _step(record: StepRecord, start_us: float, buckets: Sequence[BucketRecord]) 
             about |= {"size_bytes": buckets[index].size_bytes, "parameters": ", ".join(buckets[index].parameters)}
             if record.buckets_of >= 0:
                 name = f"block {index + 1}: {label(buckets[index])}"
-        start, took_s = start_us + issued_s * 1e6, done_s - issued_s
-        events.append(_slice(record.rank, _FIRST_BUCKET + index, name, start, took_s, about))
+        rounds = [(name, issued_s, done_s)]
+        if index < len(record.between):
+            reduced_s, gathering_s = record.between[index]
+            rounds = [(f"{name}, reduced", issued_s, reduced_s), (f"{name}, gathered", gathering_s, done_s)]
+        for what, began_s, ended_s in rounds:
+            start, took_s = start_us + began_s * 1e6, ended_s - began_s
+            events.append(_slice(record.rank, _FIRST_BUCKET + index, what, start, took_s, about))
     for began_s, ended_s, index in record.waits:
         what = f"block {index + 1}" + (f": {label(buckets[index])}" if index < len(buckets) else "")
         start, about = start_us + began_s * 1e6, {"step": record.buckets_of}

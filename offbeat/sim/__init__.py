@@ -13,7 +13,8 @@ objects that decide are those of the parameter server and of the workers, not co
 * `faults` - a scenario's faults as disturbances; `fault_cost` - what each cost
 * `detection_times` - when a worker is missed, and when it is back
 * `parameter_server` - workers and a parameter server; `worker` is one of them, `transfers` what is on its way,
-  `leased_data` what they compute, `sim_plan` what the coordinator is told of the plan
+  `leased_data` what they compute, `sim_plan` what the coordinator is told of the plan; `early_push` - the same where
+  gradients are pushed while backward computes
 * `allreduce` - workers that all hold the parameters; `controller_driver` - which policy decides there;
   `cross_iteration` - the same where gradients travel behind the next forward pass, too
 * `result` - what became of a row

@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from offbeat.sim.worker import PendingUpdate
     from offbeat.sync import Member, Policy
 
-_STEP_S = 0.002  # of a worker, beyond computing and waiting: packing, the end of the step, Python
+STEP_S = 0.002  # of a worker, beyond computing and waiting: packing, the end of the step, Python
 
 
 class SimulatedServer:
@@ -98,6 +98,7 @@ class SimulatedServer:
         steps: of each worker.
         batch: samples of a worker's step, if batches are not tuned.
         troubles: what goes wrong meanwhile, at its time; `faults`, at a worker's step.
+        places: as of `SimulatedTransfers`.
     """
 
     def __init__(
@@ -112,12 +113,13 @@ class SimulatedServer:
         batch: int,
         troubles: Disturbances | None = None,
         faults: Faults | None = None,
+        places: Sequence[int] | None = None,
     ) -> None:
         self._plan, self._links = SimPlan.of(plan), links
         self._troubles, self._faults = troubles or Disturbances(), faults or Faults()
         self._timeline = timeline = Timeline()
         self._transfers = SimulatedTransfers(
-            self, timeline, links, self._troubles, push_bytes=size_bytes, pull_bytes=pull_bytes
+            self, timeline, links, self._troubles, push_bytes=size_bytes, pull_bytes=pull_bytes, places=places
         )
         self._workers = [SimWorker(rank, rank, own, plan.sync, steps) for rank, own in enumerate(compute_times)]
         self._steps, self._world = steps, len(compute_times)
@@ -160,6 +162,10 @@ class SimulatedServer:
         worker.begun_s, worker.samples = self._timeline.now_s, self._data.batch if tuned is None else tuned
         computing_s, lost_s = worker.compute_times.next_s(tuned)
         worker.computed_s = computing_s + lost_s
+        self._pass(worker, computing_s, lost_s)
+
+    def _pass(self, worker: SimWorker, computing_s: float, lost_s: float) -> None:
+        """Go through the step's forward pass and backward."""
         done_s = self._troubles.done_s(worker.rank, self._timeline.now_s, worker.computed_s)
         self._timeline.at(done_s, lambda: self._computed(worker))
 
@@ -181,8 +187,16 @@ class SimulatedServer:
         worker.is_change = what == "change"
         worker.ends = worker.is_change and before != policy
         worker.holds = True
+        self._has_computed(worker)
+
+    def _has_computed(self, worker: SimWorker) -> None:
+        """Bring what was computed."""
+        self._forget_push(worker)
+        self._later(worker, STEP_S / 2, lambda: self._bring(worker))
+
+    def _forget_push(self, worker: SimWorker) -> None:
+        """Begin to push the contribution at hand anew."""
         worker.is_announced, worker.brought, worker.update, worker.flow = False, 0, None, None
-        self._later(worker, _STEP_S / 2, lambda: self._bring(worker))
 
     def _goes_over(self, worker: SimWorker, policy: Policy, brings: int = 0) -> None:
         """Go over as `offbeat.engine.switchable_sync` does at a server."""
@@ -213,6 +227,9 @@ class SimulatedServer:
             self._come_back(worker)
             return
         worker.is_announced = True
+        self._say(worker, self._announcement(worker))
+
+    def _announcement(self, worker: SimWorker) -> Announce:
         weight, worker.alone = float(worker.samples * worker.alone), 0
         self.played.read[worker.push] = worker.read
         about = ContributionInfo(
@@ -222,7 +239,7 @@ class SimulatedServer:
             change=worker.is_change,
             ends=worker.ends,
         )
-        self._say(worker, Announce(0, worker.push[1], about))
+        return Announce(0, worker.push[1], about)
 
     def arriving(self, event: PushEnding | Pushed) -> None:
         """A contribution is nearly there, or whole."""
@@ -235,7 +252,13 @@ class SimulatedServer:
 
     def given(self, worker: SimWorker) -> None:
         """A worker has all of its next parameters."""
-        self._later(worker, self._links.to_server_s + _STEP_S / 2, lambda: self._pulled(worker))
+        self._later(worker, self._links.to_server_s + STEP_S / 2, lambda: self._pulled(worker))
+
+    def given_part(self, worker: SimWorker, part: int) -> None:
+        """Do nothing: a step begins when all parts are there."""
+
+    def pushed_all(self, worker: SimWorker) -> None:
+        """Do nothing: a contribution is announced before it is pushed."""
 
     def _pulled(self, worker: SimWorker) -> None:
         if worker.rank in self._members:
@@ -486,6 +509,6 @@ class SimulatedServer:
             self._open(worker, back)
         for worker in here:
             if worker.holds:
-                worker.is_announced, worker.brought, worker.update, worker.flow = False, 0, None, None
+                self._forget_push(worker)
                 worker.alone, worker.entry = max(worker.alone, 1), worker.entry + 1
                 self._later(worker, self._links.to_server_s, lambda one=worker: self._bring(one))  # type: ignore[misc]

@@ -16,9 +16,10 @@ from offbeat import model_profiles
 from offbeat.errors import ScenarioError
 from offbeat.float_sum import add_up
 from offbeat.scenario import Replay
-from offbeat.sim import allreduce, cross_iteration
+from offbeat.sim import allreduce, cross_iteration, early_push
 from offbeat.sim.compute_time import ComputeTimes
 from offbeat.sim.disturbances import SERVER
+from offbeat.sim.early_push import EarlyParts, SimulatedEarlyPush
 from offbeat.sim.fault_cost import others_s
 from offbeat.sim.faults import Faults, check
 from offbeat.sim.links import Links
@@ -27,7 +28,7 @@ from offbeat.sim.parameter_server import SimulatedServer
 from offbeat.sync import BSP
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from offbeat.fault_spec import Fault
     from offbeat.plan import Plan
@@ -108,8 +109,9 @@ def is_modelled(row: Row, workload: Replay | TrainingScript | None = None, plan:
     is_scheduled = isinstance(row.plan, dict) and "scheduling" in row.plan
     if is_scheduled and workload is not None and not isinstance(workload, Replay):
         return False
-    pushes_early = plan is not None and plan.is_served and plan.scheduling is not None
-    return not row.swap and not pushes_early and (row.system == "offbeat" or row.system in _PEERS)
+    if plan is not None and plan.is_served and plan.scheduling is not None and early_push.objection(plan):
+        return False
+    return not row.swap and (row.system == "offbeat" or row.system in _PEERS)
 
 
 def predict(
@@ -177,12 +179,10 @@ def _played(
 
         plan, links = dataclasses.replace(plan, fabric=ParameterServer()), links.meeting_at_switch
     if plan is not None and plan.is_served:
+        kind: Callable[..., SimulatedServer] = SimulatedServer
         if plan.scheduling is not None:
-            raise ScenarioError(
-                f"Cannot simulate {plan.scheduling!r} with {plan.fabric!r}: blocks that are pushed while backward "
-                "computes are not modelled. Leave out scheduling, or the fabric."
-            )
-        return SimulatedServer(
+            kind = functools.partial(SimulatedEarlyPush, parts=_early_parts(scenario, plan, links, struck))
+        return kind(
             plan,
             compute_times,
             links,
@@ -192,7 +192,7 @@ def _played(
             batch=known.batch,
             faults=faults,
         ).play()
-    if plan is not None and plan.scheduling is not None and len(compute_times) > 1:
+    if plan is not None and plan.scheduling is not None and not plan.barrier_reason and len(compute_times) > 1:
         return cross_iteration.play(
             msgspec.structs.replace(scenario, fault=list(struck)),
             plan.scheduling,
@@ -214,6 +214,26 @@ def _played(
         in_network=plan is not None and plan.fabric.offers.holds == "switch",
         kept_steps=math.inf if plan is None else _kept_steps(plan, known.gradient_bytes),
     )
+
+
+def _early_parts(scenario: Scenario, plan: Plan, links: Links, struck: Sequence[Fault]) -> EarlyParts:
+    """The parts in which contributions are pushed early.
+
+    Raises:
+        ScenarioError: if a row with early pushes is not modelled with this plan, these faults or this workload.
+    """
+    from offbeat.fabric import Served
+
+    assert plan.scheduling is not None
+    assert isinstance(plan.fabric, Served), "checked when the plan was made"
+    if why := early_push.objection(plan):
+        raise ScenarioError(why)
+    if not all(fault.stays for fault in struck):
+        raise ScenarioError(
+            f'Cannot simulate {plan.scheduling!r} with {plan.fabric!r} and faults other than "rate". Leave them out '
+            "(fault)."
+        )
+    return EarlyParts.of(scenario, plan.scheduling, plan.fabric, links)
 
 
 def _parts(scenario: Scenario, fault: Fault) -> dict[int, float]:

@@ -12,7 +12,7 @@ from offbeat.sim.worker import PARTS, PendingUpdate, SimWorker
 from offbeat.sync import Pushed, PushEnding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from offbeat.sim.disturbances import Disturbances
     from offbeat.sim.links import Links
@@ -34,6 +34,12 @@ class TransferOwner(Protocol):
     def given(self, worker: SimWorker) -> None:
         """A worker has all of its next parameters."""
 
+    def given_part(self, worker: SimWorker, part: int) -> None:
+        """A worker has a part of its next parameters, where they come one by one."""
+
+    def pushed_all(self, worker: SimWorker) -> None:
+        """A worker has pushed all that it has offered."""
+
 
 class SimulatedTransfers:
     """The transfers of a job.
@@ -41,6 +47,8 @@ class SimulatedTransfers:
     Args:
         job: is told what happens.
         push_bytes, pull_bytes: of a contribution, and of the parameters.
+        places: of each part among those that come back at the same time; None if all parts that can be sent come
+            back together.
     """
 
     def __init__(
@@ -52,9 +60,11 @@ class SimulatedTransfers:
         *,
         push_bytes: float,
         pull_bytes: float,
+        places: Sequence[int] | None = None,
     ) -> None:
+        self._places, self._parts = places, PARTS if places is None else len(places)
         self._job, self._timeline, self._links, self._troubles = job, timeline, links, troubles
-        self._push_bytes, self._pull_bytes = push_bytes / PARTS, pull_bytes / PARTS
+        self._push_bytes, self._pull_bytes = push_bytes / self._parts, pull_bytes / self._parts
         self._flows = Flows(timeline, {"in": links.servers, "out": links.servers})
         self._shares: dict[int, random.Random] = {}
         self._last_in_order: PendingUpdate | None = None
@@ -81,22 +91,27 @@ class SimulatedTransfers:
             self._make(worker.update)
         worker.brought += 1
         now_s = self._timeline.now_s
-        if worker.brought < PARTS:
-            self.send(worker)
-            if worker.brought == PARTS - 1:
+        if worker.brought < self._parts:
+            if worker.brought < worker.offered:
+                self.send(worker)
+            else:
+                worker.flow = None
+            if worker.brought == self._parts - 1:
                 self._job.arriving(PushEnding(*push, now_s))
+            if worker.flow is None:
+                self._job.pushed_all(worker)
             return
         worker.arrived_s = now_s
         self._job.arriving(Pushed(*push, now_s))
 
     def apply(self, action: Apply, workers: list[SimWorker]) -> None:
         """Make an update as soon as its parts are there."""
-        missing = [0] * PARTS
+        missing = [0] * self._parts
         update = PendingUpdate(missing, action.pushes, action.rate)
         for push in action.pushes:
             worker = workers[push[0]]
-            if worker.push == push and worker.brought < PARTS:
-                for part in range(worker.brought, PARTS):
+            if worker.push == push:
+                for part in range(worker.brought, self._parts):
                     missing[part] += 1
             if worker.push == push:
                 worker.update = update
@@ -115,12 +130,16 @@ class SimulatedTransfers:
     def pull(self, worker: SimWorker) -> None:
         """Start to send a worker its next parameters, as far as they are made."""
         worker.is_pulling, worker.got = True, 0
-        worker.due = PARTS if worker.update is None else worker.update.made
+        worker.queue, worker.queued = [], 0
+        worker.due = self._parts if worker.update is None else worker.update.made
         if worker.update is not None:
             worker.update.pullers.append(worker)
         self._give(worker)
 
     def _give(self, worker: SimWorker) -> None:
+        if self._places is not None:
+            worker.queue += sorted(range(worker.queued, worker.due), key=self._places.__getitem__)
+            worker.queued = worker.due
         parts, back_s = worker.due - worker.got, self._troubles.back_s(worker.rank, self._timeline.now_s)
         if worker.moving is not None or worker.is_waiting or not parts:
             return
@@ -130,10 +149,14 @@ class SimulatedTransfers:
             self._timeline.at(back_s, lambda: self._give_again(worker) if worker.entry == entry else None)
             return
         worker.read = self._count
+        one = worker.queue.pop(0) if self._places is not None else None
+        parts = parts if one is None else 1
 
         def there() -> None:
             worker.moving, worker.got = None, worker.got + parts
-            if worker.got < PARTS:
+            if one is not None:
+                self._job.given_part(worker, one)
+            if worker.got < self._parts:
                 self._give(worker)
             else:
                 worker.is_pulling = False
@@ -147,12 +170,12 @@ class SimulatedTransfers:
 
     def give_all(self, worker: SimWorker, done: Callable[[], None]) -> None:
         """Parameters for a worker that has not had any."""
-        self._flows.start(FlowPath(("out",), self._rate(worker)), PARTS * self._pull_bytes, done)
+        self._flows.start(FlowPath(("out",), self._rate(worker)), self._parts * self._pull_bytes, done)
 
     def stop(self, worker: SimWorker) -> None:
         """Send nothing more of a worker's contribution."""
         if worker.update is not None:
-            for part in range(worker.brought, PARTS):
+            for part in range(worker.brought, self._parts):
                 worker.update.missing[part] -= 1
             self._make(worker.update)
         if worker.flow is not None:

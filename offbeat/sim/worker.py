@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from offbeat.batching import Lease
+    from offbeat.protocol.training import Announce
     from offbeat.sim.compute_time import ComputeTimes
     from offbeat.sim.flows import Flow
     from offbeat.sync import Policy, Push
 
 PARTS = 10
-"""Of a contribution; the last but one of them is when a shard says that it is nearly there."""
+"""Of a contribution that is pushed behind backward; the last but one is when a shard says that it is nearly there."""
 _NOWHERE = FlowPath(())
 
 
@@ -42,7 +43,7 @@ class PendingUpdate:
 
     def follow(self, before: PendingUpdate | None) -> None:
         """Be made in order behind that one."""
-        if before is not None and before.made < PARTS:
+        if before is not None and before.made < len(before.missing):
             self.before, before.after = before, self
 
     def make(self, give: Callable[[SimWorker], None], whole: Callable[[PendingUpdate], None]) -> None:
@@ -54,19 +55,20 @@ class PendingUpdate:
         """
         update: PendingUpdate | None = self
         while update is not None:
-            most = PARTS if update.before is None else update.before.made
+            parts = len(update.missing)
+            most = parts if update.before is None else update.before.made
             made = update.made
             while made < most and not update.missing[made]:
                 made += 1
             if made == update.made:
                 return
             update.made = made
-            if made == PARTS:
+            if made == parts:
                 whole(update)  # before what is given with it
             for worker in update.pullers:
                 worker.due = made
                 give(worker)
-            if made == PARTS:
+            if made == parts:
                 update.pullers.clear()
                 if update.after is not None:
                     update.after.before = None
@@ -91,6 +93,12 @@ class SimWorker:
         brought: parts of the contribution at hand that have arrived.
         update: that this contribution is in.
         got, due: parts of the next parameters that are here, and that may come.
+        offered: parts of the contribution at hand that may be pushed by now.
+        queue: parts of the next parameters that are to be sent one by one, and `queued`, how many ever were.
+        announcement: of the contribution at hand, that waits behind parts which are on their way.
+        lacking: parts of the next parameters that are not here, where a forward pass goes on without them.
+        layer, passed_s: the next one of the forward pass, and when the one before is over.
+        factor: how many times as long as the replay says this step computes; `lost_s` are lost behind backward.
     """
 
     rank: int
@@ -125,3 +133,12 @@ class SimWorker:
     is_waiting: bool = False  # to be given more, until its process or link goes on
     got: int = 0
     due: int = 0
+    offered: int = PARTS
+    queue: list[int] = field(default_factory=list)
+    queued: int = 0
+    announcement: Announce | None = None
+    lacking: set[int] = field(default_factory=set)
+    layer: int = 0
+    passed_s: float = 0.0
+    factor: float = 1.0
+    lost_s: float = 0.0

@@ -14,7 +14,7 @@ from offbeat.report.buckets import bucket_times
 from offbeat.report.records import Record, Records, StepRecord
 from offbeat.report.scheduled_steps import scheduled_steps
 from offbeat.report.trace import trace
-from offbeat.scheduling import MadeSchedule, Prophet, play
+from offbeat.scheduling import MadeSchedule, Prophet, ReduceScatterGather, play
 from tests.scheduling.test_replanning import profile
 
 if TYPE_CHECKING:
@@ -22,16 +22,23 @@ if TYPE_CHECKING:
 
 PROFILE = profile()
 MADE = MadeSchedule(step=7, scheduler="Prophet()", profile=PROFILE, schedule=Prophet(1 << 14).schedule(PROFILE))
+IN_TWO_ROUNDS = MadeSchedule(
+    step=7,
+    scheduler="ReduceScatterGather()",
+    profile=PROFILE,
+    schedule=ReduceScatterGather(1 << 18).schedule(PROFILE),
+)
 PLAYED = play(PROFILE, MADE.schedule)
 STEP_S, LATE_S = 0.25, 0.004
 
 
-def run_dir(folder: Path, *, scale: float = 1.0) -> Path:
+def run_dir(folder: Path, *, scale: float = 1.0, made: MadeSchedule = MADE) -> Path:
     """A run of two workers, with ten steps behind the schedule in which all takes `scale` times what was predicted."""
-    (folder / "schedule.json").write_bytes(MADE.to_bytes())
+    (folder / "schedule.json").write_bytes(made.to_bytes())
+    played, gathers = play(PROFILE, made.schedule), made.schedule.gathers
     buckets = [
         {"index": i, "size_bytes": size, "parameters": [PROFILE.gradients[one.gradient].name for one in block.slices]}
-        for i, (block, size) in enumerate(zip(MADE.schedule.blocks, MADE.schedule.sizes_bytes(PROFILE), strict=True))
+        for i, (block, size) in enumerate(zip(made.schedule.blocks, made.schedule.sizes_bytes(PROFILE), strict=True))
     ]
     records = []
     for rank in range(2):
@@ -39,14 +46,21 @@ def run_dir(folder: Path, *, scale: float = 1.0) -> Path:
         for step in range(8, 20):
             # A step's record begins with its forward pass, and has the blocks of the backward before it.
             began_s, forward_s, late_s = 100.0 + step * STEP_S, 0.05, LATE_S * rank
-            since_s = forward_s - STEP_S
-            times = zip(PLAYED.issued, PLAYED.done, strict=True)
+            since_s = forward_s - STEP_S + late_s
+            times = [
+                (since_s + scale * a, since_s + scale * b) for a, b in zip(played.issued, played.done, strict=True)
+            ]
+            reduced, gathered = (
+                times[: len(made.schedule.blocks)],
+                dict(zip(gathers, times[len(made.schedule.blocks) :], strict=True)),
+            )
+            whole = [(a, gathered[i][1] if gathers else b) for i, (a, b) in enumerate(reduced)]
             records.append(
                 {
                     "kind": "step", "rank": rank, "step": step, "time_s": began_s, "step_s": STEP_S, "compute_s": 0.2,
                     "communication_s": 0.1, "wait_s": 0.01, "early_wait_s": 0.01, "bytes_sent": 1, "samples": 4,
                     "weight": 1.0, "buckets_of": step - 1, "backward": [forward_s, forward_s + 0.12],
-                    "buckets": [[since_s + scale * a + late_s, since_s + scale * b + late_s] for a, b in times],
+                    "buckets": whole, "between": [(reduced[i][1], gathered[i][0]) for i in sorted(gathers)],
                     "waits": [[0.001, 0.011, 6]],
                 }
             )  # fmt: skip
@@ -73,6 +87,18 @@ def test_prediction_bound_and_measurement_stand_beside_each_other(tmp_path: Path
     assert 0 < shown["block_end_error"] < 0.1
     assert shown["lower_bound_s"] <= shown["step_s"]
     assert (tmp_path / "shown.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_both_rounds_are_shown_as_they_were_measured(tmp_path: Path) -> None:
+    code, text = command(run_dir(tmp_path, made=IN_TWO_ROUNDS), "--json", tmp_path / "shown.json")
+    assert code == 0, text
+    shown = json.loads((tmp_path / "shown.json").read_text())
+    played = play(PROFILE, IN_TWO_ROUNDS.schedule)
+    assert [block["gradients"].startswith("gather of ") for block in shown["blocks"]] == [False] * 6 + [True] * 6
+    for what, predicted_s in (("issued", played.issued), ("done", played.done)):
+        expected_s = [one + LATE_S / 2 for one in predicted_s]
+        assert [block[f"measured_{what}_s"] for block in shown["blocks"]] == pytest.approx(expected_s)
+    assert 0 < shown["block_end_error"] < 0.1
 
 
 def test_a_prediction_that_is_wrong_is_seen_to_be(tmp_path: Path) -> None:

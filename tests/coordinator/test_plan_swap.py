@@ -40,13 +40,13 @@ def test_all_meet_at_the_first_place_that_nobody_has_passed() -> None:
     assert proposal.sync_point == 7
 
 
-@pytest.mark.parametrize(("second", "are_level"), [((3, 5), True), ((4, 5), False), ((3, 4), False)])
+@pytest.mark.parametrize(("second", "are_level"), [((3, 5), True), ((4, 5), False), ((3, 4), False), ((4, 6), True)])
 def test_who_is_within_a_step_is_not_level_with_who_is_behind_it(second: tuple[int, int], are_level: bool) -> None:
     """As many contributions, of more steps: the last one was pushed in a step that is not over."""
     proposal = PlanProposal(1, PLAN, "", [], 0.0, ["rank 0"], waiting={0, 1})
     for worker, (place, pushed) in enumerate(((3, 5), second)):
         proposal.hear(worker, PlanAgreement(1, PLAN.digest, place=place, pushed=pushed))
-    assert (len(proposal.passed) == 1) == are_level
+    assert proposal.are_level == are_level
 
 
 class Judge:

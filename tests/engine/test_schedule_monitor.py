@@ -6,52 +6,64 @@ import dataclasses
 
 import pytest
 
-from offbeat.engine.schedule_monitor import BlockTimes, ScheduleMonitor, StepTaken, agreed, to_text
+from offbeat.engine.schedule_monitor import OperationTimes, ScheduleMonitor, StepTaken, agreed, to_text
 from offbeat.errors import DisagreementError
-from offbeat.scheduling import BackwardProfile, Prophet, play
+from offbeat.scheduling import BackwardProfile, Prophet, ReduceScatterGather, Schedule, play
 from tests.scheduling.test_replanning import profile
 
 PLANNED = profile(bandwidth=8e6)
 SCHEDULE = Prophet(1 << 14).schedule(PLANNED)
+IN_TWO_ROUNDS = ReduceScatterGather().schedule(PLANNED)
+BOTH = pytest.mark.parametrize("schedule", [SCHEDULE, IN_TWO_ROUNDS], ids=["one round", "two rounds"])
 
 
-def watch(planned: BackwardProfile = PLANNED) -> ScheduleMonitor:
-    return ScheduleMonitor(planned, SCHEDULE)
+def watch(planned: BackwardProfile = PLANNED, schedule: Schedule = SCHEDULE) -> ScheduleMonitor:
+    return ScheduleMonitor(planned, schedule)
 
 
-def taken(real: BackwardProfile, *, samples: int = 32, workers: int = 2, at_s: float = 1000.0) -> StepTaken:
+def taken(
+    real: BackwardProfile,
+    schedule: Schedule = SCHEDULE,
+    *,
+    samples: int = 32,
+    workers: int = 2,
+    at_s: float = 1000.0,
+) -> StepTaken:
     """A step as it goes where the profile is this one."""
-    played = play(real, SCHEDULE)
-    ready = [max(real.gradients[one.gradient].ready_s for one in block.slices) for block in SCHEDULE.blocks]
-    blocks = [
-        BlockTimes(at_s + max(ready[: i + 1]), at_s + issued_s, at_s + done_s, True)
-        for i, (issued_s, done_s) in enumerate(zip(played.issued, played.done, strict=True))
+    played = play(real, schedule)
+    ready = [max(real.gradients[one.gradient].ready_s for one in block.slices) for block in schedule.blocks]
+    complete = [max(ready[: i + 1]) for i in range(len(ready))] + [played.done[i] for i in schedule.gathers]
+    operations = [
+        OperationTimes(at_s + complete_s, at_s + issued_s, at_s + done_s, True)
+        for complete_s, issued_s, done_s in zip(complete, played.issued, played.done, strict=True)
     ]
-    return StepTaken(blocks, at_s, at_s + real.backward_s, real.forward_s, samples, workers)
+    return StepTaken(operations, at_s, at_s + real.backward_s, real.forward_s, samples, workers)
 
 
-def go(watching: ScheduleMonitor, real: BackwardProfile, steps: int, **step: int) -> str:
+def go(watching: ScheduleMonitor, real: BackwardProfile, steps: int, schedule: Schedule = SCHEDULE, **step: int) -> str:
     """The reason for another schedule behind so many steps."""
     for _ in range(steps):
         if watching.watches_gradients:
             for one in real.gradients:
                 watching.gradient_is_complete(one.name, one.ready_s)
-        watching.step_taken(taken(real, **step))
+        watching.step_taken(taken(real, schedule, **step))
     return watching.trigger.reason
 
 
-def test_a_step_as_predicted_changes_nothing() -> None:
-    watching = watch()
-    assert go(watching, PLANNED, 100) == ""
+@BOTH
+def test_a_step_as_predicted_changes_nothing(schedule: Schedule) -> None:
+    watching = watch(schedule=schedule)
+    assert go(watching, PLANNED, 100, schedule) == ""
     assert watching.measured().bandwidth == pytest.approx(8e6, rel=0.01)
 
 
+@BOTH
 @pytest.mark.parametrize("factor", [0.5, 0.8, 1.3, 2.0])
-def test_a_link_that_changes_is_told_within_ten_steps(factor: float) -> None:
-    watching = watch()
-    go(watching, PLANNED, 20)
+def test_a_link_that_changes_is_told_within_ten_steps(factor: float, schedule: Schedule) -> None:
+    watching = watch(schedule=schedule)
+    go(watching, PLANNED, 20, schedule)
     real = dataclasses.replace(PLANNED, bandwidth=8e6 * factor)
-    assert "MB of gradients in a second" in go(watching, real, 10)
+    assert "MB of gradients in a second" in go(watching, real, 10, schedule)
     assert watching.measured().bandwidth == pytest.approx(8e6 * factor, rel=0.1)
 
 
@@ -59,12 +71,13 @@ def test_a_few_percent_are_not_told() -> None:
     assert go(watch(), dataclasses.replace(PLANNED, bandwidth=8.8e6), 100) == ""
 
 
-def test_gradients_that_are_later_are_told_and_measured() -> None:
-    watching = watch()
-    go(watching, PLANNED, 20)
+@BOTH
+def test_gradients_that_are_later_are_told_and_measured(schedule: Schedule) -> None:
+    watching = watch(schedule=schedule)
+    go(watching, PLANNED, 20, schedule)
     real = profile(bandwidth=8e6, ready_s=0.03)
-    assert "later" in go(watching, real, 6)
-    go(watching, real, 6)
+    assert "later" in go(watching, real, 6, schedule)
+    go(watching, real, 6, schedule)
     assert watching.measured().gradients[0].ready_s == pytest.approx(0.18)
     assert watching.measured().backward_s == pytest.approx(0.18)
 
@@ -86,17 +99,17 @@ def test_a_worker_that_is_faster_than_the_slowest_has_nothing_to_tell() -> None:
 def test_another_batch_and_other_workers_are_told(step: dict[str, int], why: str) -> None:
     watching = watch()
     go(watching, PLANNED, 10)
-    assert go(watching, PLANNED, 1, **step) == "", "such as the last batch of an epoch"
+    assert go(watching, PLANNED, 1, SCHEDULE, **step) == "", "such as the last batch of an epoch"
     assert go(watching, PLANNED, 10) == ""
-    assert why in go(watching, PLANNED, 5, **step)
+    assert why in go(watching, PLANNED, 5, SCHEDULE, **step)
 
 
 def test_a_clock_that_is_set_back_changes_nothing() -> None:
     watching = watch()
     go(watching, PLANNED, 10)
     step = taken(PLANNED)
-    blocks = [one._replace(done_s=one.done_s - 5000.0) for one in step.blocks]
-    watching.step_taken(step._replace(blocks=blocks, forward_s=0.0))
+    operations = [one._replace(done_s=one.done_s - 5000.0) for one in step.operations]
+    watching.step_taken(step._replace(operations=operations, forward_s=0.0))
     assert go(watching, PLANNED, 20) == ""
     assert watching.measured().trouble == ""
 

@@ -17,6 +17,7 @@ from offbeat.errors import DisagreementError, NetworkError, ScenarioError, Worke
 from offbeat.lab import lab_registry, launch, lower_bounds, results, runner
 from offbeat.lab.jobs import jobs
 from offbeat.lab.namespace import DIRECTORY
+from offbeat.lab.refusals import lacking_data
 from offbeat.model_profiles import size_bytes
 from offbeat.report.records import Records, StepRecord
 from offbeat.report.scheduled_steps import scheduled_steps
@@ -186,6 +187,29 @@ def test_fewer_steps_and_repeats_on_request(tmp_path: Path) -> None:
     report = results.read(tmp_path / "out.json")
     assert [row.repeats for row in report.rows] == [1, 1]
     assert all(len(raw.step_s) == 2 for raw in report.raw)
+
+
+def test_data_that_are_not_there_are_told_before_the_first_row(tmp_path: Path) -> None:
+    text = LOOPBACK.replace('path = "work.py"', 'path = "work.py"\ndata = "pictures"\ntarget = 0.9')
+    path = scenario(tmp_path, text, script='"""A race.\n\nReads pictures\nof cats.\n\nFast.\n"""' + SCRIPT)
+    lacks = "There is no pictures (workload.data), so what is measured is not on the data of this scenario, nor is "
+    lacks += 'the time to accuracy 0.9. work.py says: "Reads pictures of cats."'
+    quick = ("--json", "out.json", "--repeats", 1, "--steps", 2)
+    code, output = offbeat("lab", "run", path, *quick, folder=tmp_path)
+    assert code == 0, output
+    assert output.index(lacks) < output.index("1 of 2: repeat 1, ddp")
+    assert lacks in offbeat("lab", "show", path, folder=tmp_path)[1]
+    (tmp_path / "pictures").mkdir()
+    for arguments in (("run", path, *quick), ("show", path)):
+        assert "There is no" not in offbeat("lab", *arguments, folder=tmp_path)[1]
+
+
+@pytest.mark.parametrize("name", ["mnist", "chars"])
+def test_our_workloads_say_where_their_data_are_to_be_had(name: str, tmp_path: Path) -> None:
+    folder = ROOT / "benchmarks/scenarios"
+    found = Scenario.from_toml((folder / f"accuracy_{name}.toml").read_text().replace("../shared/data", "no/data"))
+    assert f'../workloads/{name}.py says: "Reads ' in (told := lacking_data(found, folder))
+    assert "https://" in told
 
 
 def test_show_draws_and_counts(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import ScenarioError
-from offbeat.fabric import ParameterServer
 from offbeat.plan import Plan
 from offbeat.scenario import Scenario
 from offbeat.scheduling import FIFO, Prophet, lower_bound_s
@@ -53,13 +52,6 @@ def test_a_schedule_follows_another_rate() -> None:
         best_s = (step + 1 - first) * fast_s + slow * slow_s
         assert best_s * (1 - 1e-9) <= found_s < 1.1 * best_s
     assert step_s(Scenario.from_toml(TEXT + rate.format(0)), plan) == pytest.approx(slow_s, rel=1e-6)
-
-
-def test_a_server_to_which_blocks_are_pushed_early_is_refused() -> None:
-    scenario = Scenario.from_toml(TEXT)
-    known = Known([0.1] * 4, 1e6, 32)
-    with pytest.raises(ScenarioError, match="pushed while backward computes are not modelled"):
-        predict(scenario, scenario.row[0], Plan(fabric=ParameterServer(), scheduling=Prophet()), known)
 
 
 @pytest.mark.parametrize(

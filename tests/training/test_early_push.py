@@ -467,14 +467,7 @@ def test_a_server_that_dies_meanwhile_goes_on(tmp_path: Path, policy: Policy, sh
     assert seen.applied + seen.dropped + seen.lost == 2 * STEPS + 1, "each counts, or is reported"
 
 
-# -- with data, and with another fabric --------------------------------------------------------------------------------
-
-
-def test_a_job_with_a_scheduler_stays_on_its_fabric() -> None:
-    group = offbeat.Plan(scheduling=offbeat.Prophet())
-    for here, there in ((group, plan()), (plan(), group)):
-        with pytest.raises(PlanError, match="while gradients are sent by Prophet"):
-            here.swapped(there.to_toml(), whole=True)
+# -- with data ---------------------------------------------------------------------------------------------------------
 
 
 def recorded_run(folder: Path, policy: Policy) -> int:

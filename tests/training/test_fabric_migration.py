@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import time
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from offbeat.scheduling import Scheduler
+
 SERVER = ParameterServer(block_bytes=4096)
 ON_SERVER = (BSP(), SSP(2), LocalSGD(3), ASP())
 IN_GROUP = (BSP(), LocalSGD(2), LocalSGD(3))
@@ -45,8 +48,10 @@ def a_server() -> Iterator[ParameterServer]:
         process.wait()
 
 
-def train(made: str, swaps: dict[int, offbeat.Plan]) -> tuple[list[torch.Tensor], list[str]]:
-    """Two epochs over a loader whose last batches are uneven; the parameters after each step."""
+def train(
+    made: str, swaps: dict[int, offbeat.Plan], scheduling: Scheduler | None = None, epochs: int = 2
+) -> tuple[list[torch.Tensor], list[str]]:
+    """Some epochs over a loader whose last batches are uneven; the parameters after each step, and what was said."""
     said = listen()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 5))
@@ -55,15 +60,17 @@ def train(made: str, swaps: dict[int, offbeat.Plan]) -> tuple[list[torch.Tensor]
     if made == "adam":
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     after: list[torch.Tensor] = []
-    with offbeat.init(offbeat.Plan()) as run:
+    with offbeat.init(offbeat.Plan(scheduling=scheduling)) as run:
         prepared, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, batch_size=8, shuffle=True))
-        for _ in range(2):
+        for _ in range(epochs):
             for x, y in loader:
                 if (plan := swaps.get(len(after))) and run.rank == 0:
                     run.swap(plan)
                 nn.functional.mse_loss(prepared(x), y).backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                if len(after) % 5 == 2:  # the others with a step under way, where there is a scheduler
+                    run.synchronize()
                 after.append(torch.cat([p.detach().flatten().clone() for p in model.parameters()]))
         run.settle()
         assert run.step == len(after)
@@ -85,6 +92,82 @@ def test_a_server_for_a_while_changes_no_bit(made: str) -> None:
     assert "on ParameterServer(" in moved[0]
     assert "on ProcessGroup()" in moved[1]
     assert " ms)." in moved[0], "it is said how long it took"
+
+
+@pytest.mark.timeout(180)
+def test_with_a_scheduler_the_bits_are_those_of_the_same_swap_without() -> None:
+    """In loops over a prepared loader, whose last batches are uneven."""
+    told = []
+    for scheduling in (None, offbeat.Prophet(1 << 10)):
+        with a_server() as server:
+            swaps = {8: offbeat.Plan(fabric=server, scheduling=scheduling), 25: offbeat.Plan(scheduling=scheduling)}
+            told.append(run_workers(2, train, "sgd", swaps, scheduling, 8, timeout_s=80))
+    (usual, _), (other, _) = told[0]
+    (mine, said), (others, _) = told[1]
+    for step in range(2, len(usual), 5):
+        assert torch.equal(mine[step], usual[step]), step
+        assert torch.equal(others[step], other[step]), step
+    assert len(mine) == len(usual) == 48
+    assert [", on ParameterServer(" in text for text in said if ", on " in text] == [True, False]
+
+
+def hides_steps(run: offbeat.Run) -> bool:
+    """Whether the next forward pass begins while a step is under way."""
+    synchronizer: Any = run._session.models.synchronizers[0]
+    gradients = synchronizer._gradients
+    return gradients._return is not None if run.plan.is_served else gradients.is_ahead
+
+
+def go_over(
+    folder: Path, server: ParameterServer, scheduling: Scheduler | None, first: int, fabric: str
+) -> tuple[list[torch.Tensor], list[tuple[bool, bool]]]:
+    """To a server, and back; the parameters in the end, and behind each step: is there a server, and are steps hidden?
+
+    Args:
+        first: rank of the worker that, with a scheduler, has made a step more when the other one wants to go back.
+    """
+    steps, behind = [], {0}
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
+    group = offbeat.Elastic() if fabric == "elastic" else offbeat.ProcessGroup()
+    plans = {at: offbeat.Plan(fabric=made, scheduling=scheduling) for at, made in ((12, server), (40, group))}
+    with offbeat.init(plans[40]) as run:
+        prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        generator = torch.Generator().manual_seed(run.rank)
+        for step in range(70):
+            if step in plans and run.rank == 1 - first:
+                while step == 40 and scheduling is not None and not (folder / "ahead").exists():
+                    time.sleep(0.01)
+                run.swap(plans[step])
+            prepared(torch.randn(5, 40, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 40 and run.rank == first:
+                (folder / "ahead").touch()
+            steps.append((run.plan.is_served, scheduling is not None and hides_steps(run)))
+            behind.add(run.step - run._session.models.synchronizers[0].number if run.plan.is_served else 0)
+        assert len(behind) == 2, "what is under way counts, too"
+        run.synchronize()
+        return [p.detach().clone() for p in model.parameters()], steps
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("first", "fabric"), [(0, "group"), (1, "group"), (1, "elastic")])
+def test_a_step_under_way_is_at_its_end_before_all_go_over(tmp_path: Path, first: int, fabric: str) -> None:
+    """The one that is ahead has brought its part of an update, of which the other has still to bring its own."""
+    told = []
+    for scheduling in (None, offbeat.Prophet(1 << 10)):
+        (tmp_path / "ahead").unlink(missing_ok=True)
+        with a_server() as server:
+            told.append(run_workers(2, go_over, tmp_path, server, scheduling, first, fabric, timeout_s=55))
+    usual, hidden = told
+    for (mine, steps), (theirs, _) in zip(hidden, usual, strict=True):
+        assert all(map(torch.equal, mine, theirs))
+        assert all(map(torch.equal, mine, hidden[0][0]))
+        assert steps == hidden[0][1], "all went over behind the same steps"
+        runs = [(is_there, hides) for (is_there, hides), _ in itertools.groupby(steps)]
+        assert runs == [(False, False), (False, True), (True, False), (True, True), (False, False), (False, True)]
+        assert steps[40] == (True, True), "whoever wants to go back has a step to bring that the other has brought"
 
 
 # -- nothing is lost ---------------------------------------------------------------------------------------------------
@@ -192,6 +275,44 @@ def test_leased_data_goes_over_where_a_loop_begins_and_each_sample_is_computed_o
     assert any("on ProcessGroup()" in text for text in said)
     assert any("where the next loop over the data begins" in text for text in said)
     assert any("ASP() decides when workers may go on, not BSP() any more, on ParameterServer(" in text for text in said)
+
+
+def lease_and_hide() -> tuple[list[torch.Tensor], list[list[int]], list[bool]]:
+    """From a server that leases data to the group, with a scheduler.
+
+    Returns:
+        The parameters behind each loop, the samples that were computed in it, and whether there was a server then.
+    """
+    after, seen, there = [], list[list[int]](), []
+    model = nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 1))
+    data = TensorDataset(torch.linspace(-1, 1, 80).reshape(-1, 1), torch.arange(80))
+    with offbeat.init(offbeat.Plan(fabric=SERVER, scheduling=offbeat.Prophet(1 << 10))) as run:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        prepared, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, batch_size=4, shuffle=True))
+        for epoch in range(4):
+            seen.append([])
+            for step, (x, numbers) in enumerate(loader):
+                seen[-1] += numbers.tolist()
+                prepared(x).square().mean().backward()
+                if epoch == 1 and step == 5 and run.rank == 0:
+                    assert hides_steps(run)
+                    run.swap(offbeat.Plan(scheduling=run.plan.scheduling))
+                optimizer.step()
+                optimizer.zero_grad()
+            there.append(run.plan.is_served)
+            assert hides_steps(run)
+            run.synchronize()
+            after.append(torch.cat([p.detach().flatten().clone() for p in model.parameters()]))
+        run.settle()
+        return after, seen, there
+
+
+@pytest.mark.timeout(120)
+def test_leased_data_goes_over_with_a_scheduler_and_each_sample_is_computed_once_in_an_epoch() -> None:
+    (mine, seen, there), (theirs, others, _) = run_workers(2, lease_and_hide, timeout_s=80)
+    assert there == [True, True, False, False], "where a loop begins"
+    assert all(map(torch.equal, mine, theirs))
+    assert [sorted(one + other) for one, other in zip(seen, others, strict=True)] == [list(range(80))] * 4
 
 
 def go_on(folder: Path, begin: bool) -> list[list[int]]:

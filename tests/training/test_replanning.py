@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,11 @@ from torch import nn
 import offbeat
 from offbeat.errors import DisagreementError
 from offbeat.payload import Sum
+from offbeat.report.records import Records
+from offbeat.report.scheduled_steps import scheduled_steps
+from offbeat.report.trace import trace
 from offbeat.safe_read import read_file
-from offbeat.scheduling import BackwardProfile, MadeSchedule, Prophet, Schedule
+from offbeat.scheduling import BackwardProfile, MadeSchedule, Prophet, ReduceScatterGather, Schedule, play
 from tests.workers import run_workers
 
 if TYPE_CHECKING:
@@ -45,6 +49,17 @@ class LateReply:
         return self._pending.result()
 
 
+class LateScattered(LateReply):
+    """The first round of a sum in two, over a slow link. A `Scattered`."""
+
+    def __init__(self, link: SlowFabric, scattered: Any, size_bytes: float) -> None:
+        super().__init__(scattered, link.done_s(size_bytes))
+        self._link, self._size_bytes = link, size_bytes
+
+    def all_gather(self) -> LateReply:
+        return LateReply(self._pending.all_gather(), self._link.done_s(self._size_bytes))
+
+
 class SlowFabric:
     """A fabric over a link that carries one sum after the other, at a rate that a test sets."""
 
@@ -58,9 +73,16 @@ class SlowFabric:
         pending = self._fabric.start(payload)
         if not isinstance(payload, Sum):
             return pending
-        takes_s = payload.tensor.numel() * payload.tensor.itemsize / self.bandwidth
-        self._free_s = max(time.monotonic(), self._free_s) + takes_s
-        return LateReply(pending, self._free_s)
+        return LateReply(pending, self.done_s(payload.tensor.numel() * payload.tensor.itemsize))
+
+    def reduce_scatter(self, payload: Sum) -> LateScattered:
+        half_bytes = payload.tensor.numel() * payload.tensor.itemsize / 2
+        return LateScattered(self, self._fabric.reduce_scatter(payload), half_bytes)
+
+    def done_s(self, size_bytes: float) -> float:
+        """The time when the link has carried so much more."""
+        self._free_s = max(time.monotonic(), self._free_s) + size_bytes / self.bandwidth
+        return self._free_s
 
 
 class Computes(torch.autograd.Function):
@@ -146,6 +168,36 @@ def test_a_link_that_slows_down_has_the_schedule_made_anew(tmp_path: Path) -> No
     assert len(made.schedule.blocks) == after
     events = [line for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if "scheduled anew" in line]
     assert len(events) == 2, "each worker records it once"
+
+
+def slowed_in_two_rounds(run_dir: Path) -> tuple[float, float]:
+    """What the link carries, as a worker finds it before and after it is slowed down."""
+    with offbeat.init(offbeat.Plan(scheduling=ReduceScatterGather(1 << 18)), run_dir=run_dir) as run:
+        job = ScheduledJob(run)
+        job.steps_until(lambda: job.reducer.is_ahead, 12)
+        for _ in range(6):
+            job.step()
+        before = job.reducer._monitor.link.bandwidth
+        job.link.bandwidth = SLOW
+        took = job.steps_until(lambda: job.reducer._monitor.link.bandwidth < 1.2 * SLOW, 20)
+        assert took < 20
+        return before, job.reducer._monitor.link.bandwidth
+
+
+def test_both_rounds_say_what_the_link_carries_and_are_shown_as_they_were_measured(tmp_path: Path) -> None:
+    for before, after in run_workers(2, slowed_in_two_rounds, tmp_path, timeout_s=120):
+        assert 0.7 * FAST < before < 1.2 * FAST
+        assert 0.8 * SLOW < after < 1.2 * SLOW
+    made = read_file(tmp_path / "schedule.json", MadeSchedule.from_bytes)
+    records = Records(tmp_path / "metrics.jsonl").all()
+    rounds = scheduled_steps(made, records).blocks
+    assert len(rounds) == 2 * len(made.schedule.blocks) == 2 * LAYERS
+    done = [one.measured_done_s or 0.0 for one in rounds]
+    assert all(0 < earlier < later for earlier, later in itertools.pairwise(done)), "one after the other"
+    backward_s = LAYERS * BACKWARD_S
+    assert done[0] < backward_s < min(one.measured_issued_s or 0.0 for one in rounds[LAYERS:])
+    shown = {event["name"].partition(",")[2] for event in trace(records)["traceEvents"] if "block 1" in event["name"]}
+    assert {" reduced", " gathered"} <= shown
 
 
 def of_another_mind() -> str:

@@ -15,11 +15,12 @@ from torch import nn
 
 import offbeat
 from offbeat.errors import PlanError
-from tests.workers import run_workers
+from tests.workers import listen, run_workers
 
 if TYPE_CHECKING:
     from offbeat.codec import Codec
     from offbeat.fabric import FabricSpec
+    from offbeat.plan import Nonfinite
     from offbeat.scheduling import Scheduler
 
 STEPS = 14  # of which seven are learnt from
@@ -106,6 +107,45 @@ def test_what_cannot_reduce_and_gather_apart_is_refused_with_the_plan(fabric: Fa
         offbeat.Plan(fabric=fabric, scheduling=offbeat.ReduceScatterGather())
     with pytest.raises(PlanError, match="what is sent at a time holds at least one byte"):
         offbeat.ReduceScatterGather(bucket_bytes=0)
+
+
+def at_barrier(nonfinite: Nonfinite, codec: Codec, hides: bool) -> tuple[list[torch.Tensor], bool, list[str]]:
+    """The parameters of a loop in which a worker once has NaN, if that is skipped; was it ahead? What did it say?"""
+    said, net = listen(), network()
+    made = plan("group", IN_TWO_ROUNDS if hides else None)
+    with offbeat.init(dataclasses.replace(made, nonfinite=nonfinite, codec=codec)) as run:
+        replica, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+        generator = torch.Generator().manual_seed(run.rank)
+        for step in range(2 * STEPS):
+            loss = replica(torch.randn(5, 16, generator=generator)).square().mean()
+            breaks = nonfinite == "skip" and step == STEPS and run.rank == 1
+            (loss * torch.nan if breaks else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(net.state_dict().values()), hides and is_ahead(run), said
+
+
+@pytest.mark.parametrize(
+    ("nonfinite", "codec", "why"),
+    [
+        ("skip", offbeat.Dense(), "with nonfinite='skip' no parameter is stepped before"),
+        ("raise", offbeat.Dense(), "with nonfinite='raise' no parameter is stepped before"),
+        ("pass", offbeat.ErrorFeedback(offbeat.Cast("bf16")), "a gradient that is cut has no residual"),
+    ],
+    ids=["skip", "raise", "residual"],
+)
+def test_a_plan_that_takes_whole_steps_stays_at_the_barrier_and_says_so_once(
+    nonfinite: Nonfinite, codec: Codec, why: str
+) -> None:
+    usual, hidden = (run_workers(2, at_barrier, nonfinite, codec, hides) for hides in (False, True))
+    for (mine, was_ahead, _), (theirs, _, _) in zip(hidden, usual, strict=True):
+        assert not was_ahead
+        assert all(map(torch.equal, mine, theirs))
+        assert all(map(torch.equal, mine, hidden[0][0]))
+    assert sum("the step is skipped" in text for text in hidden[0][2]) == (nonfinite == "skip")
+    said = [text for text in hidden[0][2] if "waited for behind backward" in text]
+    assert len(said) == 1, said
+    assert why in said[0]
 
 
 def rewound() -> tuple[bool, bool, bool]:
