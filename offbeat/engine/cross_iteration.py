@@ -51,7 +51,7 @@ from offbeat.engine.module_hook import ModuleHook
 from offbeat.engine.partial_optimizer import PartialOptimizer
 from offbeat.engine.pending_gradient import PendingGradient, pending
 from offbeat.engine.reducer import Reducer
-from offbeat.engine.schedule_learner import ScheduleLearner
+from offbeat.engine.schedule_learner import BLIND, ScheduleLearner
 from offbeat.engine.schedule_monitor import OperationTimes, ScheduleMonitor, StepTaken, agreed, to_text
 from offbeat.engine.schedule_state import checked_profile, checked_schedule, schedule_state
 from offbeat.engine.step_metrics import HiddenExchange
@@ -481,7 +481,7 @@ class CrossIterationReducer(Reducer):
         if learner.is_compiled:
             return "the model is compiled, and what its modules read cannot be waited for one by one"
         if learner.is_blind:
-            return "no backward was seen to begin: call what prepare() returned, and have it return tensors"
+            return BLIND
         if learner.lacking and self.schedule is None:  # else it was in the schedule's own first steps that it counted
             return f"{worker_questions.some(learner.lacking)} had no gradient in some step"
         return ""

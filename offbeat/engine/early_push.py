@@ -22,7 +22,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from offbeat.engine.issue_queue import IssueQueue
-from offbeat.engine.schedule_learner import ScheduleLearner
+from offbeat.engine.schedule_learner import BLIND, ScheduleLearner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -156,7 +156,11 @@ class EarlyPush:
         """The reason why pushing early does not pay here; "" if there is none."""
         if self._changed_steps >= _MOST_CHANGED:
             return "gradients are changed before each step of the optimizer, as by clipping"
-        lacking = [] if self._learner is None or not self._learner.is_done else self._learner.lacking
+        if self._learner is None or not self._learner.is_done:
+            return ""
+        if self._learner.is_blind:
+            return BLIND
+        lacking = self._learner.lacking
         return f"{lacking[0]} had no gradient in some step" if lacking else ""
 
     def plan(self, latency_s: float) -> None:

@@ -35,6 +35,8 @@ _SMALL = 1 << 14  # bytes of those of which only the number counts
 _REPEATS = 3
 _ROW = 8  # small exchanges, two of them under way
 _LEAST_BANDWIDTH = 1.0
+BLIND = "no backward was seen to begin: call what prepare() returned, and have it return tensors"
+"""Why nothing can be planned where a learner `is_blind`."""
 
 
 class Measured(msgspec.Struct, frozen=True):

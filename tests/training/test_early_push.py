@@ -25,6 +25,7 @@ from offbeat.protocol.training import ContributionInfo, PullBlock
 from offbeat.sync import ASP, BSP, SSP, Hybrid, KSync, LocalSGD, Policy, RoundRobin
 from tests.audit.test_real_jobs import ended, recorded
 from tests.training.server_jobs import TIMEOUT_S, Counter, kept, kill, look, serve, wait_for_snapshot
+from tests.training.test_scheduling import Hidden
 from tests.workers import run_workers
 
 if TYPE_CHECKING:
@@ -67,6 +68,23 @@ def pushed_early(run: offbeat.Run) -> int:
 def network() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)], nn.Linear(64, 64, bias=False))
+
+
+def unseen() -> int:
+    """Steps with blocks pushed early, of a model in whose answer nobody finds a tensor."""
+    net, with_early = Hidden(), 0
+    with offbeat.init(plan()) as run:
+        replica, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.01))
+        for _ in range(STEPS):
+            replica(torch.randn(4, 16)).logits.square().mean().backward()
+            with_early += pushed_early(run) > 0
+            optimizer.step()
+            optimizer.zero_grad()
+    return with_early
+
+
+def test_who_is_not_seen_to_begin_backward_pushes_behind_it() -> None:
+    assert run_workers(2, unseen, timeout_s=55) == [0, 0]
 
 
 # -- the same as without -----------------------------------------------------------------------------------------------
