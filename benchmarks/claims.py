@@ -403,13 +403,8 @@ _NOT_KNOWN = (
     "Why is not known. A step waits 103 ms for the exchange, and 79 were predicted; on a processor on which a step "
     "computed for twice as long it was 93, as predicted."
 )
-_ANEW = (
-    "Within the measured steps all voted on another schedule, since blocks on busy processors look like a slower link, "
-    "which costs about a step; before schedules were watched a step took 0.55 to 0.57 s, in runs of this row alone."
-)
 EXPLAINED: dict[str, dict[str, str]] = {
     "loopback": {"ddp": _CORES, "offbeat": _CORES},
-    "schedule_resnet50": {"Prophet": _ANEW},
     "innetwork_eight": {"switch": _CLIENTS},
     "accuracy_chars": {
         "ksync(3), drop": _NOT_KNOWN,
