@@ -188,7 +188,7 @@ def in_order_of_reading() -> tuple[list[int], list[int], list[int]]:
             optimizer.zero_grad()
         run.synchronize()
         server = run._session.server
-        sync: Any = run._session.models.synchronizers[0]._gradients  # type: ignore[attr-defined]
+        sync: Any = run._session.models.synchronizers[0]._gradients
         assert server is not None
         came, hear = list[int](), server.client.hear
 
@@ -603,7 +603,7 @@ def swapped_within_a_forward_pass() -> tuple[bool, float, str]:
         counter, is_under_way = BlockCounter(run), list[bool]()
         for step in range(STEPS):
             if run.rank == 0 and step == 12:
-                sync: Any = run._session.models.synchronizers[0]._gradients  # type: ignore[attr-defined]
+                sync: Any = run._session.models.synchronizers[0]._gradients
 
                 def swap(layer: nn.Module, inputs: Any, sync: Any = sync) -> None:
                     before = sync._flight
