@@ -48,13 +48,13 @@ class EarlyPush:
         shards: which shard holds each.
         now_s: the clock.
         take: copies a gradient to where it is pushed from; False if that cannot be.
-        push: pushes a block.
+        push: pushes a block, at once or when its worker's turn has come.
 
     Attributes:
         order: in which blocks are pushed; empty until it is known.
         pull_order: in which the forward pass needs them; empty until it is known.
         taken: gradients that were copied since the last step, in the backward at hand or before.
-        pushed: blocks that were pushed since then.
+        pushed: blocks that were handed over to be pushed since then.
         readers: modules that read each parameter; empty until the order is known, or if that is not known of all.
     """
 
