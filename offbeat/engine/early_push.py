@@ -9,8 +9,9 @@ plans from what the first steps have taken here: of a server's blocks each worke
 nothing is to be agreed on. Of a schedule only the order counts: the portions are the server's blocks.
 
 Nothing comes of a block before the contribution is announced, behind backward, with all that is known only then: its
-weight, the optimizer's hyper-parameters, which parameters had no gradient. Until then the last block of each shard is
-held back, so that no shard has all of a contribution that may never be.
+weight, the optimizer's hyper-parameters, which parameters had no gradient. Until then of each shard the block is held
+back that the next forward pass needs last, so that no shard has all of a contribution that may never be: it comes back
+last, too.
 
 Who changes a gradient between backward and the step (clipping, unscaling, another backward) has the blocks that it is
 in pushed again: what was pushed is compared with what the optimizer would step with.
@@ -178,7 +179,7 @@ class EarlyPush:
         names = [one.name for one in profile.gradients]
         self.order = order_of(self._blocks, names, self._scheduler.schedule(profile))
         self.pull_order = in_order_of_need(self._blocks, names)
-        self._held_back = frozenset({self._shards[block]: block for block in self.order}.values())
+        self._held_back = frozenset({self._shards[block]: block for block in self.pull_order}.values())
         self._queue = IssueQueue(self.order, self._issue)
         self.readers = {} if learner.unread else learner.readers
         self.close()

@@ -3,8 +3,8 @@
 What differs from `parameter_server`, as `offbeat.engine.early_push` and `parameter_return` have it:
 
 * A contribution is cut into as many parts as each shard has blocks, in the order of the plan's own scheduler. A part is
-  pushed once all gradients in it are complete, one after the other; the last one, which stands for the last block of
-  each shard, is held back until the optimizer's step.
+  pushed once all gradients in it are complete, one after the other; the one that is needed last, which stands for one
+  block of each shard, is held back until the optimizer's step.
 * The announcement is on the same link, behind the parts that are on their way there. Before it nothing is made of them.
 * The optimizer's step returns at once. Parts of the next parameters come back one by one, of those that can be sent at
   the same time the most urgent first, while the next forward pass computes; each of its layers waits for its own.
@@ -93,10 +93,12 @@ class EarlyParts:
                 needed[layer_of[one.gradient]].add(part)
         first = [min(i for i, parts in enumerate(needed) if part in parts) for part in range(count)]
         order = sorted(range(count), key=lambda part: (first[part], part))
+        pushed = [*(part for part in range(count) if part != order[-1]), order[-1]]
+        number = {part: place for place, part in enumerate(pushed)}
         return cls(
-            ready_s=tuple(itertools.accumulate(ready_s, max)),
-            places=tuple(order.index(part) for part in range(count)),
-            needed=tuple(map(frozenset, needed)),
+            ready_s=tuple(itertools.accumulate((ready_s[part] for part in pushed), max)),
+            places=tuple(order.index(part) for part in pushed),
+            needed=tuple(frozenset(number[part] for part in parts) for parts in needed),
             forward_s=tuple(layer.forward_s for layer in layers),
             backward_s=profile.backward_s,
         )

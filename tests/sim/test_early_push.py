@@ -102,15 +102,13 @@ def test_with_next_to_nothing_to_send_a_step_takes_what_is_computed() -> None:
     assert seconds(found, plan(block_bytes=4096)) == pytest.approx(1.0 + STEP_S, abs=STEP_S)
 
 
-def test_what_is_held_back_comes_back_behind_all_else() -> None:
-    """200 Mbit/s, 0.44 s each way: all but the first layer's gradients leave in backward; that layer waits for the end.
+def test_what_is_held_back_is_what_is_needed_last() -> None:
+    """200 Mbit/s, 0.44 s each way: all but the first and the last layer's gradients are there when backward ends.
 
-    What is held back is the last part in the scheduler's order, here of the first layer. By the time that it is there
-    all other parts are on their way back.
+    From then on parameters come back without a pause, the last layer's behind all others; then that layer is left.
     """
-    each_way_s = copy_s(200)
-    expected_s = 0.7 + each_way_s / LAYERS + each_way_s + 0.3
-    assert seconds(scenario(rate_mbps=200), plan()) == pytest.approx(expected_s, abs=0.005)
+    expected_s = 0.7 + copy_s(200) + FORWARD_S
+    assert seconds(scenario(rate_mbps=200), plan()) == pytest.approx(expected_s, abs=0.01)
 
 
 def test_a_forward_pass_goes_on_while_its_later_parameters_come_back() -> None:
@@ -149,11 +147,11 @@ def test_two_servers_carry_twice_as_much() -> None:
 
 @pytest.mark.parametrize("policy", [BSP(), SSP(4), ASP()], ids=repr)
 def test_a_scenario_of_the_lab_is_played(policy: Policy) -> None:
-    """Where all wait for all, early pushes gain. Else a first layer that waits for all else costs more than they do."""
+    """Early pushes gain, whoever waits for whom."""
     found = Scenario.from_toml(Path("benchmarks/scenarios/schedule_server.toml").read_text())
     known = Known.of(found)
     early, behind = (predict(found, found.row[0], plan(policy, early=is_early), known) for is_early in (True, False))
-    assert 0.5 < early.seconds_per_step < (0.9 if policy == BSP() else 1.2) * behind.seconds_per_step
+    assert 0.5 < early.seconds_per_step < 0.85 * behind.seconds_per_step
     assert predict(found, found.row[0], plan(policy), known) == early, "nothing by chance"
     assert early.most_stale <= {BSP(): 0, SSP(4): 4 * 4}.get(policy, 99)
 
