@@ -411,6 +411,8 @@ class CrossIterationReducer(Reducer):
             self._stay_at_barrier(why)
         elif why := self._first_told("whether the schedule is made anew", self._why_anew):
             self._schedule_anew(why)
+        # All has landed for the vote, so that nobody has to wait who would have: that is no other habit.
+        self._is_used = self._is_used or self._used_steps > 0
         # Who has asked for a vote along with the last step has been heard in this one.
         heard = [(step, dataclasses.replace(result, vote_requested=False)) for step, result in self._results]
         self._results = deque(heard)

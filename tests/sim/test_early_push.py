@@ -105,9 +105,10 @@ def test_with_next_to_nothing_to_send_a_step_takes_what_is_computed() -> None:
 def test_what_is_held_back_is_what_is_needed_last() -> None:
     """200 Mbit/s, 0.44 s each way: all but the first and the last layer's gradients are there when backward ends.
 
-    From then on parameters come back without a pause, the last layer's behind all others; then that layer is left.
+    Once the first layer's are, too, and behind them the announcement, parameters come back without a pause, the last
+    layer's behind all others; then that layer is left.
     """
-    expected_s = 0.7 + copy_s(200) + FORWARD_S
+    expected_s = 0.7 + copy_s(200) / LAYERS + copy_s(200) + FORWARD_S
     assert seconds(scenario(rate_mbps=200), plan()) == pytest.approx(expected_s, abs=0.01)
 
 
@@ -172,10 +173,10 @@ def test_a_link_that_changes_its_rate_is_another_from_then_on() -> None:
 def test_parts_are_pushed_in_order_and_are_needed_where_their_gradients_are() -> None:
     found = scenario(4, rate_mbps=200)
     parts = parts_of(found, LAYER_BYTES, FIFO(1))
-    backward_s = [BACKWARD_S * (i + 1) for i in range(LAYERS)]
-    assert parts.ready_s == pytest.approx(backward_s), "one part is one layer; the last is complete first"
-    assert parts.needed == tuple(frozenset({LAYERS - 1 - i}) for i in range(LAYERS))
-    assert parts.places == tuple(range(LAYERS))[::-1], "the first layer's come back first"
+    complete_s = [BACKWARD_S * (i + 2) for i in range(LAYERS - 1)]
+    assert parts.ready_s == pytest.approx([*complete_s, complete_s[-1]]), "one part is one layer; the last is held back"
+    assert parts.needed == (*(frozenset({LAYERS - 2 - i}) for i in range(LAYERS - 1)), frozenset({LAYERS - 1}))
+    assert parts.places == (*range(LAYERS - 1)[::-1], LAYERS - 1), "the first layer's come back first"
     assert parts.compute_s == pytest.approx(1.0)
 
 

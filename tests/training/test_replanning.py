@@ -16,7 +16,7 @@ from offbeat.report.records import Records
 from offbeat.report.scheduled_steps import scheduled_steps
 from offbeat.report.trace import trace
 from offbeat.safe_read import read_file
-from offbeat.scheduling import BackwardProfile, MadeSchedule, Prophet, ReduceScatterGather, Schedule, play
+from offbeat.scheduling import BackwardProfile, MadeSchedule, Prophet, ReduceScatterGather, Schedule
 from tests.workers import run_workers
 
 if TYPE_CHECKING:
