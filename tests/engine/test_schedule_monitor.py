@@ -8,7 +8,7 @@ import pytest
 
 from offbeat.engine.schedule_monitor import BlockTimes, ScheduleMonitor, StepTaken, agreed, to_text
 from offbeat.errors import DisagreementError
-from offbeat.scheduling import BackwardProfile, Prophet, play
+from offbeat.scheduling import BackwardProfile, Prophet, Schedule, play
 from tests.scheduling.test_replanning import profile
 
 PLANNED = profile(bandwidth=8e6)
@@ -19,10 +19,17 @@ def watch(planned: BackwardProfile = PLANNED) -> ScheduleMonitor:
     return ScheduleMonitor(planned, SCHEDULE)
 
 
-def taken(real: BackwardProfile, *, samples: int = 32, workers: int = 2, at_s: float = 1000.0) -> StepTaken:
+def taken(
+    real: BackwardProfile,
+    schedule: Schedule = SCHEDULE,
+    *,
+    samples: int = 32,
+    workers: int = 2,
+    at_s: float = 1000.0,
+) -> StepTaken:
     """A step as it goes where the profile is this one."""
-    played = play(real, SCHEDULE)
-    ready = [max(real.gradients[one.gradient].ready_s for one in block.slices) for block in SCHEDULE.blocks]
+    played = play(real, schedule)
+    ready = [max(real.gradients[one.gradient].ready_s for one in block.slices) for block in schedule.blocks]
     blocks = [
         BlockTimes(at_s + max(ready[: i + 1]), at_s + issued_s, at_s + done_s, True)
         for i, (issued_s, done_s) in enumerate(zip(played.issued, played.done, strict=True))
@@ -36,7 +43,7 @@ def go(watching: ScheduleMonitor, real: BackwardProfile, steps: int, **step: int
         if watching.watches_gradients:
             for one in real.gradients:
                 watching.gradient_is_complete(one.name, one.ready_s)
-        watching.step_taken(taken(real, **step))
+        watching.step_taken(taken(real, SCHEDULE, **step))
     return watching.trigger.reason
 
 
