@@ -33,6 +33,6 @@ def check_size(name: str, size_bytes: int) -> None:
     """
     if type(size_bytes) is not int or size_bytes < 1:
         raise PlanError(
-            f"Cannot schedule with {name} = {size_bytes!r}: what is sent at a time holds at least one byte. Give a "
-            f"whole number from 1, or leave it out - at `plan.scheduling.{name}`."
+            f"Cannot schedule with {name} = {size_bytes!r}: a block holds at least one byte. Give a whole "
+            f"number from 1, or leave it out - at `plan.scheduling.{name}`."
         )
