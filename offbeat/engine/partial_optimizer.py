@@ -93,7 +93,7 @@ class PartialOptimizer:
 
 @contextlib.contextmanager
 def _outside(devices: Collection[str]) -> Iterator[None]:
-    """Nothing of what holds for a forward pass: no inference mode, no autocast, no dispatch mode."""
+    """Leave what holds for a forward pass: inference mode, autocast, dispatch modes."""
     with contextlib.ExitStack() as entered:
         entered.enter_context(torch.inference_mode(mode=False))
         for device in devices:

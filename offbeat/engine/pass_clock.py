@@ -27,7 +27,7 @@ class PassClock:
         self.is_of_host = device.type != "cuda"
 
     def mark(self) -> Any:
-        """This point in time."""
+        """Mark this point in time."""
         if self.is_of_host:
             return self._now_s()
         event = torch.cuda.Event(enable_timing=True)

@@ -392,7 +392,7 @@ class TableClient:
             self._begin("pull")
 
     def _rows_of(self, header: NDArray[np.void], ours: NDArray[np.bool_], clock: int) -> NDArray[np.int64]:
-        """Which packets are rows of the table that were asked for with this clock."""
+        """Find the packets that are rows of the table, and were asked for with this clock."""
         fits = (header["count"] == self.shape.values // VALUES_STEP) & (header["chunk"] < self.shape.rows)
         return np.flatnonzero(ours & fits & (header["bitmap"] == clock) & (header["kind"] == PacketKind.ROW))
 

@@ -105,7 +105,7 @@ def test_three_workers_have_the_same_bits_by_sums_in_two_rounds(fabric: str, cod
 def test_what_cannot_reduce_and_gather_apart_is_refused_with_the_plan(fabric: FabricSpec) -> None:
     with pytest.raises(PlanError, match=r"use ProcessGroup.. or Elastic"):
         offbeat.Plan(fabric=fabric, scheduling=offbeat.ReduceScatterGather())
-    with pytest.raises(PlanError, match="what is sent at a time holds at least one byte"):
+    with pytest.raises(PlanError, match="a block holds at least one byte"):
         offbeat.ReduceScatterGather(bucket_bytes=0)
 
 
