@@ -109,6 +109,16 @@ class Checkpointed(nn.Module):
         return out
 
 
+class CheckpointedNorms(jobs.CNN):
+    """Each BatchNorm's statistics are moved twice in a step: by the forward pass, and by its recomputation."""
+
+    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(self[:3], x_BCHW, use_reentrant=False)
+        hidden = checkpoint(self[3:6], hidden, use_reentrant=False)
+        out: torch.Tensor = self[6:](hidden)
+        return out
+
+
 @dataclasses.dataclass
 class Answer:
     logits: torch.Tensor
@@ -257,6 +267,7 @@ JOBS = {
     "autocast": Job(jobs.CNN, jobs.images, loss=autocast),
     "checkpoint, reentrant": Job(reentrant, jobs.vectors, ddp={"static_graph": True}),
     "checkpoint, non-reentrant": Job(non_reentrant, jobs.vectors),
+    "checkpoint around BatchNorm": Job(CheckpointedNorms, jobs.images),
     "dataclass output": Job(DataclassOutput, jobs.vectors, loss=dataclass_loss),
     "dict output": Job(DictOutput, jobs.vectors, loss=dict_loss),
     "double backward": Job(jobs.MLP, jobs.vectors, loss=gradient_penalty),

@@ -8,12 +8,13 @@ import json
 import os
 import random
 import signal
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -80,12 +81,14 @@ def train(
     num_workers: int,
     sync: Policy | None,
     scheduling: Scheduler | None = None,
+    in_flight: bool = False,
 ) -> Trained:
     """Train to the end of the epochs; behind each step all ask each other for more, and evaluate now and then.
 
     Args:
         starts: at which step of the first worker each newcomer starts.
         kills: at which step each of these is killed; it writes down before which samples it has used.
+        in_flight: some of that step's blocks are on their way for ever, so that it is in no step; nobody waits for it.
     """
     said, here = listen(), Path(folder)
     if rank_here() in starts:
@@ -105,6 +108,10 @@ def train(
         for (x,) in loader:
             time.sleep(0.03)  # its work: as long as somebody who joins takes, there has to be some
             began_s = time.monotonic()
+            breaks_off = in_flight and kills.get(run.rank) == run.step + 1
+            if breaks_off:
+                (here / f"used-{run.rank}").write_text(json.dumps(trained.used))
+                break_off_half_way(run)
             prepared(x / SAMPLES).square().mean().backward()
             if run.has_data:
                 trained.used[epoch].extend(x.flatten().int().tolist())
@@ -112,6 +119,12 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             longest_s = max(longest_s, time.monotonic() - began_s)
+            if breaks_off:
+                assert gradients_of(run)._flight is not None
+                os.kill(os.getpid(), signal.SIGKILL)
+            if in_flight and run.step in kills.values():
+                assert gradients_of(run).is_ahead
+                continue
             run.synchronize()
             trained.digests[run.step] = digest(model)
             (here / f"step-{run.step}").touch()
@@ -124,6 +137,27 @@ def train(
                 evaluate(run, prepared)
     run.close()
     return trained._replace(longest_s=longest_s)
+
+
+def gradients_of(run: offbeat.Run) -> Any:
+    return run._session.models.synchronizers[0]._gradients  # type: ignore[attr-defined]
+
+
+def break_off_half_way(run: offbeat.Run) -> None:
+    """Have the thread that carries blocks go no further than half of the next step's rounds."""
+    thread, rounds = gradients_of(run)._thread, len(gradients_of(run).schedule.after)
+    issue, begun = thread.issue, itertools.count()
+
+    def stop() -> None:
+        thread._land(1)  # the broadcast of the buffers, which backward waits for
+        threading.Event().wait()
+
+    def issue_half(one: object) -> None:
+        if next(begun) == 1 + rounds // 2:
+            thread._jobs.put(stop)
+        issue(one)
+
+    thread.issue = issue_half
 
 
 def evaluate(run: offbeat.Run, prepared: nn.Module) -> None:
@@ -182,10 +216,15 @@ def test_who_joins_learns_the_schedule_with_the_others(start: int, scheduling: S
     assert start < min(results[3].digests) < max(results[3].digests) - 15
 
 
-def test_who_is_killed_between_blocks_in_two_rounds_is_left_out(tmp_path: Path) -> None:
-    scheduling, kills = offbeat.ReduceScatterGather(bucket_bytes=100), {1: 15}
-    results = run_workers(3, train, str(tmp_path), {}, kills, "local_batch", 0, None, scheduling, faulty=1)
+@pytest.mark.parametrize("scheduling", [offbeat.Priority(100), offbeat.ReduceScatterGather(bucket_bytes=100)], ids=repr)
+def test_who_is_killed_with_blocks_in_flight_is_left_out_and_others_compute_its_batch(
+    scheduling: Scheduler, tmp_path: Path
+) -> None:
+    """Of one round, or between the two."""
+    kills = {1: 16}
+    results = run_workers(3, train, str(tmp_path), {}, kills, "local_batch", 0, None, scheduling, True, faulty=1)
     check(results, tmp_path, kills)
+    assert all(16 not in one.digests for one in results if one is not None)
     assert max(results[0].digests) > 40
 
 
