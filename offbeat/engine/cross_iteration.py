@@ -411,7 +411,9 @@ class CrossIterationReducer(Reducer):
     @property
     def _why_rewritten(self) -> str:
         names = worker_questions.some(self._rewritten) if self._rewritten else ""
-        return f"backward writes to {names}, as where activation checkpointing computes BatchNorm again" if names else ""
+        return (
+            f"backward writes to {names}, as where activation checkpointing computes BatchNorm again" if names else ""
+        )
 
     def _schedule_anew(self, why: str) -> None:
         """Make the schedule of what all have found by now, and go by it if that is worth it. Collective."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,6 +12,8 @@ from offbeat.errors import ModelError
 
 if TYPE_CHECKING:
     from types import FrameType
+
+    from _typeshed import TraceFunction
 
 
 def drawn(*sizes: int) -> BatchAccount:
@@ -100,7 +102,7 @@ def test_what_is_on_its_way_is_counted_once_whenever_another_thread_looks() -> N
     """Looked at between any two lines of the thread that trains."""
     share, seen = drawn(4), list[int]()
 
-    def look(frame: FrameType, event: str, argument: object) -> object:
+    def look(frame: FrameType, event: str, argument: Any) -> TraceFunction:
         sys.settrace(None)
         seen.append(share.unlanded)
         sys.settrace(look)

@@ -76,15 +76,15 @@ class Doubled(InFlight):
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()
-        self.tensor, self.result = tensor, torch.zeros_like(tensor)
+        self.tensor, self.doubled = tensor, torch.zeros_like(tensor)
 
     def issue(self) -> None:
         torch.cuda._sleep(100_000_000)
-        self.result.copy_(self.tensor)
+        self.doubled.copy_(self.tensor)
 
     def finish(self) -> None:
         torch.cuda._sleep(100_000_000)
-        self.result.mul_(2)
+        self.doubled.mul_(2)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -100,7 +100,7 @@ def test_what_is_packed_on_a_side_stream_is_sent_whole_and_read_whole() -> None:
         thread.finish()
         assert one.wait(TIMEOUT)
         one.take_up()
-        found = one.result.clone()
+        found = one.doubled.clone()
     torch.cuda.synchronize()
     thread.close()
     assert set(found.tolist()) == {2.0}

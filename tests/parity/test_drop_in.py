@@ -113,10 +113,14 @@ class CheckpointedNorms(jobs.CNN):
     """Each BatchNorm's statistics are moved twice in a step: by the forward pass, and by its recomputation."""
 
     def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
-        hidden = checkpoint(self[:3], x_BCHW, use_reentrant=False)
-        hidden = checkpoint(self[3:6], hidden, use_reentrant=False)
-        out: torch.Tensor = self[6:](hidden)
-        return out
+        hidden = checkpoint(self._inside, x_BCHW, 0, 3, use_reentrant=False)
+        hidden = checkpoint(self._inside, hidden, 3, 6, use_reentrant=False)
+        return self._inside(hidden, 6, len(self))
+
+    def _inside(self, hidden: torch.Tensor, first: int, end: int) -> torch.Tensor:
+        for layer in list(self)[first:end]:
+            hidden = layer(hidden)
+        return hidden
 
 
 @dataclasses.dataclass

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from offbeat.diagnosis.wait import BlockingWait
 from offbeat.engine import ControlGroup, JobInfo, JoinCheck, JoinClient, JoinServer
 from offbeat.errors import DisagreementError, ModelError, PlanError
 from offbeat.fabric import BindContext, ElasticGroup, InMemory
+from tests.stalled_thread import stall
 from tests.workers import listen, run_workers
 
 if TYPE_CHECKING:
@@ -111,17 +111,17 @@ def train(
             breaks_off = in_flight and kills.get(run.rank) == run.step + 1
             if breaks_off:
                 (here / f"used-{run.rank}").write_text(json.dumps(trained.used))
-                break_off_half_way(run)
+                stall(gradients_of(run)._thread, after=len(gradients_of(run).schedule.after) // 2)
             prepared(x / SAMPLES).square().mean().backward()
+            if breaks_off:  # before the optimizer's step, behind which there may be a vote
+                assert gradients_of(run)._flight is not None
+                os.kill(os.getpid(), signal.SIGKILL)
             if run.has_data:
                 trained.used[epoch].extend(x.flatten().int().tolist())
                 trained.sizes[run.step] = len(x)
             optimizer.step()
             optimizer.zero_grad()
             longest_s = max(longest_s, time.monotonic() - began_s)
-            if breaks_off:
-                assert gradients_of(run)._flight is not None
-                os.kill(os.getpid(), signal.SIGKILL)
             if in_flight and run.step in kills.values():
                 assert gradients_of(run).is_ahead
                 continue
@@ -140,24 +140,7 @@ def train(
 
 
 def gradients_of(run: offbeat.Run) -> Any:
-    return run._session.models.synchronizers[0]._gradients  # type: ignore[attr-defined]
-
-
-def break_off_half_way(run: offbeat.Run) -> None:
-    """Have the thread that carries blocks go no further than half of the next step's rounds."""
-    thread, rounds = gradients_of(run)._thread, len(gradients_of(run).schedule.after)
-    issue, begun = thread.issue, itertools.count()
-
-    def stop() -> None:
-        thread._land(1)  # the broadcast of the buffers, which backward waits for
-        threading.Event().wait()
-
-    def issue_half(one: object) -> None:
-        if next(begun) == 1 + rounds // 2:
-            thread._jobs.put(stop)
-        issue(one)
-
-    thread.issue = issue_half
+    return run._session.models.synchronizers[0]._gradients
 
 
 def evaluate(run: offbeat.Run, prepared: nn.Module) -> None:

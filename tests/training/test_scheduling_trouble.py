@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import signal
-import threading
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offbeat
 from offbeat.errors import OffbeatError
+from tests.stalled_thread import stall
 from tests.training.test_scheduling import is_ahead, network, plan
 from tests.workers import listen, run_workers
 
@@ -141,13 +141,12 @@ def struck_in_turns() -> tuple[int, list[float], list[bool]]:
             both: list[Any] = [one._gradients for one in run._session.models.synchronizers]
             if run.rank == 1 and step == STRIKES_AT:
                 for gradients in both:
-                    gradients.synchronize()
-                    gradients._thread._jobs.put(threading.Event().wait)
+                    stall(gradients._thread, after=0)
             (judges(made_up) - 1).square().mean().backward()  # it reaches both
-            makers.step()
-            if run.rank == 1 and step == STRIKES_AT:
+            if run.rank == 1 and step == STRIKES_AT:  # before the optimizer's step, behind which there may be a vote
                 assert all(gradients._flight is not None for gradients in both)
                 os.kill(os.getpid(), signal.SIGKILL)
+            makers.step()
         run.synchronize()
         sums = [float(p.double().sum()) for model in (maker, judge) for p in model.parameters()]
         return step + 1, sums, [gradients.is_ahead for gradients in both]
@@ -195,7 +194,7 @@ def test_buffers_that_backward_begins_to_write_to_are_equal_all_the_same() -> No
     assert was_ahead
     for one, other in zip(mine, theirs, strict=True):
         assert all(map(torch.equal, one, other))
-    assert any("net.1.running_mean" in text and "waited for behind backward" in text for text in (*told, *said))
+    assert any("net.1." in text and "waited for behind backward" in text for text in (*told, *said))
 
 
 def counted(folder: Path) -> None:
@@ -214,11 +213,16 @@ def test_each_step_counts_the_bytes_of_the_blocks_that_have_landed_in_it(tmp_pat
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     layout = next(one for one in reversed(records) if one["kind"] == "layout")
     # Of two workers each sends half of a sum twice: the gradients, and a trailer of five numbers and one per parameter.
-    numbers = [sum(b["size_bytes"] for b in layout["buckets"]) // 4, *(5 + len(b["parameters"]) for b in layout["buckets"])]
+    numbers = [
+        sum(b["size_bytes"] for b in layout["buckets"]) // 4,
+        *(5 + len(b["parameters"]) for b in layout["buckets"]),
+    ]
     for rank in range(2):
-        sent = [one["bytes_sent"] for one in records if one["kind"] == "step" and one["rank"] == rank and "waits" in one]
+        sent = [
+            one["bytes_sent"] for one in records if one["kind"] == "step" and one["rank"] == rank and "waits" in one
+        ]
         assert len(sent) > 5
-        assert sent == [0] + [4 * sum(numbers)] * (len(sent) - 1)
+        assert sent[1:] == [4 * sum(numbers)] * (len(sent) - 1)  # in the first there is what tells the bandwidth
 
 
 def uneven(hides: bool) -> tuple[list[torch.Tensor], bool]:
