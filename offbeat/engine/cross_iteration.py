@@ -410,10 +410,10 @@ class CrossIterationReducer(Reducer):
 
     @property
     def _why_rewritten(self) -> str:
-        names = worker_questions.some(self._rewritten) if self._rewritten else ""
-        return (
-            f"backward writes to {names}, as where activation checkpointing computes BatchNorm again" if names else ""
-        )
+        if not self._rewritten:
+            return ""
+        names = worker_questions.some(self._rewritten)
+        return f"backward writes to {names}, as where activation checkpointing computes BatchNorm again"
 
     def _schedule_anew(self, why: str) -> None:
         """Make the schedule of what all have found by now, and go by it if that is worth it. Collective."""

@@ -161,6 +161,34 @@ def test_a_generation_that_has_ended_is_not_ended_again() -> None:
     assert not first.reconfigure(AT_ONCE)
 
 
+class HeldFabric(NoFabric):
+    """A fabric that has something to give or to take until it is let go."""
+
+    may_go = was_asked = False
+
+    def replay(self, timeout: timedelta) -> bool:
+        self.was_asked = True
+        return self.may_go
+
+
+def test_what_one_thread_begins_while_another_leads_to_the_next_generation_is_issued() -> None:
+    """Its fabric is connected already, and another is not yet."""
+    group, held = ElasticGroup(HashStore(), 0, 1), HeldFabric()
+    group.gone = dict
+    fabric = Elastic().bind(BindContext(0, 1, group=group))
+    group._clients.append(held)
+    group.invalidate()
+    deadline_s = time.monotonic() + 10
+    while not held.was_asked:
+        assert not group.reconfigure(AT_ONCE)
+        assert time.monotonic() < deadline_s
+    exchange = fabric.start(Sum(torch.ones(3)))
+    held.may_go = True
+    while not exchange.wait(timedelta(milliseconds=100)):
+        assert time.monotonic() < deadline_s, "it was never begun"
+    fabric.close()
+
+
 def sum_on_two_fabrics() -> tuple[int, int]:
     """Two threads add up, each on its own fabric; now and then one ends the generation."""
     rank, steps = int(os.environ["RANK"]), 100

@@ -199,15 +199,22 @@ def test_who_joins_learns_the_schedule_with_the_others(start: int, scheduling: S
     assert start < min(results[3].digests) < max(results[3].digests) - 15
 
 
-@pytest.mark.parametrize("scheduling", [offbeat.Priority(100), offbeat.ReduceScatterGather(bucket_bytes=100)], ids=repr)
-def test_who_is_killed_with_blocks_in_flight_is_left_out_and_others_compute_its_batch(
-    scheduling: Scheduler, tmp_path: Path
+@pytest.mark.parametrize(
+    ("scheduling", "in_flight"),
+    [
+        pytest.param(offbeat.Priority(slice_bytes=100), True, marks=pytest.mark.slow),
+        (offbeat.ReduceScatterGather(bucket_bytes=100), True),
+        pytest.param(offbeat.ReduceScatterGather(bucket_bytes=100), False, marks=pytest.mark.slow),
+    ],
+)
+def test_who_is_killed_is_left_out_and_what_is_in_no_step_of_it_is_computed_by_others(
+    scheduling: Scheduler, in_flight: bool, tmp_path: Path
 ) -> None:
-    """Of one round, or between the two."""
+    """With blocks on their way, in the middle of a round or between the two of them, or behind a step that is whole."""
     kills = {1: 16}
-    results = run_workers(3, train, str(tmp_path), {}, kills, "local_batch", 0, None, scheduling, True, faulty=1)
+    results = run_workers(3, train, str(tmp_path), {}, kills, "local_batch", 0, None, scheduling, in_flight, faulty=1)
     check(results, tmp_path, kills)
-    assert all(16 not in one.digests for one in results if one is not None)
+    assert all((16 in one.digests) != in_flight for one in results if one is not None)
     assert max(results[0].digests) > 40
 
 
