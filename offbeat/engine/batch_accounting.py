@@ -53,6 +53,7 @@ class BatchAccount:
         self._drawn = BatchCounts()  # since the last exchange
         self._used = BatchCounts()  # of these, by steps of the worker's own
         self._computed = BatchCounts()  # of these, before the last backward began
+        self._sent = BatchCounts()  # on their way, and in no step until they have landed
         self._scale = 1.0
         self._last_samples = 0
         self._ahead = 0  # drawn since the last forward pass
@@ -109,9 +110,11 @@ class BatchAccount:
         return 0.0 if self.padding else self._scale
 
     @property
-    def drawn(self) -> int:
-        """Batches since the last exchange."""
-        return self._drawn.batches
+    def unlanded(self) -> int:
+        """Batches that are in no step yet: since the last exchange, and of one that is on its way. On any thread."""
+        drawn = self._drawn  # before `_sent`: what `exchanged` takes from here is there by then
+        sent = self._sent
+        return drawn.batches + (0 if sent is drawn else sent.batches)
 
     @property
     def samples(self) -> int:
@@ -175,8 +178,16 @@ class BatchAccount:
         self._scale = state_checks.number(state["scale"], "scale of a gradient")
         self._last_samples = state_checks.whole(state["last_samples"], "samples of the last step")
 
+    def sent(self) -> None:
+        """What was drawn is on its way, and has not `landed` when it is `exchanged`, which comes next."""
+        self._sent = self._drawn
+
+    def landed(self) -> None:
+        """What was on its way is in a step."""
+        self._sent = BatchCounts()
+
     def exchanged(self) -> None:
-        """The exchange is done; the next one counts anew."""
+        """The exchange is done, or on its way; the next one counts anew."""
         self._scale, self._last_samples = self.scale, self.samples
         self._drawn = self._used = self._computed = BatchCounts()
         self.uncomputed = 0

@@ -46,6 +46,11 @@ class _BufferPlace:
     def name(self) -> str:
         return self._name
 
+    def mark(self) -> tuple[torch.Tensor | None, int]:
+        """What changes where the buffer is written to, or replaced; but within inference mode."""
+        tensor = self._module._buffers.get(self._key)
+        return tensor, -1 if tensor is None or tensor.is_inference() else tensor._version
+
     def look(self) -> torch.Tensor:
         """The writable part of the buffer that is there now."""
         tensor = self._module._buffers.get(self._key)
@@ -71,6 +76,10 @@ def _places(module: torch.nn.Module, ignored: Collection[str]) -> Iterator[_Buff
                 yield _BufferPlace(name, child, key)
 
 
+def _differs(now: tuple[torch.Tensor | None, int], tensor: torch.Tensor | None, version: int) -> bool:
+    return now[0] is not tensor or now[1] != version
+
+
 class Buffers:
     """The buffers of one model.
 
@@ -84,6 +93,32 @@ class Buffers:
         self._places = [place for place in _places(module, ignored) if place.tensor.numel()]
         self._fabric = fabric
         self._under_way: list[tuple[list[_BufferPlace], torch.Tensor, Pending]] = []
+        self._packed: list[tuple[list[_BufferPlace], torch.Tensor]] | None = None
+        self._marks: list[tuple[torch.Tensor | None, int]] = []
+
+    def mark(self) -> None:
+        """Have `changed` count from here."""
+        self._marks = [place.mark() for place in self._places]
+
+    def changed(self) -> list[str]:
+        """The names of those that were written to, or replaced, since `mark` or `pack`."""
+        before = zip(self._places, self._marks, strict=False)
+        return [place.name for place, (tensor, version) in before if _differs(place.mark(), tensor, version)]
+
+    def pack(self) -> None:
+        """Take them as they are now, for the next `start`, which may be on another thread.
+
+        Raises:
+            ModelError: if a buffer has been replaced by one of another shape or dtype.
+        """
+        self.mark()
+        by_kind: dict[tuple[torch.dtype, torch.device], list[_BufferPlace]] = {}
+        for place in self._places:
+            tensor = place.look()
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(place)
+        self._packed = [
+            (places, torch.cat([place.look().detach().reshape(-1) for place in places])) for places in by_kind.values()
+        ]
 
     def start(self, source: int) -> list[Pending]:
         """Begin to overwrite every rank's buffers with those of `source`, one broadcast per dtype. Collective.
@@ -91,24 +126,27 @@ class Buffers:
         Raises:
             ModelError: if a buffer has been replaced by one of another shape or dtype.
         """
-        by_kind: dict[tuple[torch.dtype, torch.device], list[_BufferPlace]] = {}
-        for place in self._places:
-            tensor = place.look()
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(place)
-        for places in by_kind.values():
-            whole = torch.cat([place.look().detach().reshape(-1) for place in places])
-            self._under_way.append((places, whole, self._fabric.broadcast(whole, source)))
+        if self._packed is None:
+            self.pack()
+        assert self._packed is not None
+        packed, self._packed = self._packed, None
+        self._under_way += [(places, whole, self._fabric.broadcast(whole, source)) for places, whole in packed]
         return [pending for _, _, pending in self._under_way]
 
     def finish(self, source: int) -> None:
         """Take over what arrived; only after every pending of `start` is done."""
         self.set_(self.take(source))
 
-    def take(self, source: int) -> dict[str, torch.Tensor]:
-        """Hand out what arrived, by name, to be `set_` later; nothing at the source. When all pendings are done."""
+    def take(self, source: int, *, own: bool = False) -> dict[str, torch.Tensor]:
+        """Hand out what arrived, by name, to be `set_` later. When all pendings are done.
+
+        Args:
+            source: where nothing is handed out.
+            own: but what was sent.
+        """
         under_way, self._under_way = self._under_way, []
         arrived: dict[str, torch.Tensor] = {}
-        for places, whole, _ in under_way if self._fabric.rank != source else ():
+        for places, whole, _ in under_way if own or self._fabric.rank != source else ():
             parts = whole.split([place.look().numel() for place in places])
             arrived |= {place.name: part.view(place.look().shape) for place, part in zip(places, parts, strict=True)}
         return arrived

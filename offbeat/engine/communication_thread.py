@@ -16,10 +16,12 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import torch
+
 from offbeat.errors import NetworkError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from datetime import timedelta
 
     from offbeat.engine.bucket_buffer import BucketBuffer, BucketTrailer
@@ -32,6 +34,17 @@ if TYPE_CHECKING:
 _LOOK_S = 0.002  # at what is under way: 2 ms too late is little beside a block, and looking takes some 30 us
 
 
+def marks(devices: Sequence[torch.device]) -> list[torch.cuda.Event]:
+    """Mark behind what this thread has let each of these GPUs do so far."""
+    return [torch.cuda.current_stream(device).record_event() for device in devices]
+
+
+def wait_behind(events: Sequence[torch.cuda.Event]) -> None:
+    """Have what this thread lets their GPUs do from here on come behind these."""
+    for event in events:
+        torch.cuda.current_stream(event.device).wait_event(event)
+
+
 class InFlight(ABC):
     """One thing that the thread carries, until it has landed. A `Pending`."""
 
@@ -40,6 +53,7 @@ class InFlight(ABC):
     def __init__(self) -> None:
         self.failure: BaseException | None = None
         self._landed = threading.Event()
+        self._ended: list[torch.cuda.Event] = []  # what the thread had devices do for it
 
     @abstractmethod
     def issue(self) -> None:
@@ -53,10 +67,15 @@ class InFlight(ABC):
         """Whether there is nothing to note any more of when it is done; on the thread."""
         return True
 
-    def land(self) -> None:
-        """Bring it to its end, and say so."""
+    def land(self, devices: Sequence[torch.device] = ()) -> None:
+        """Bring it to its end, and say so; `take_up` waits for what these devices still have to do for that."""
         self.finish()
+        self._ended = marks(devices)
         self._landed.set()
+
+    def take_up(self) -> None:
+        """Have what this thread lets devices do from here on come behind it, once it has landed."""
+        wait_behind(self._ended)
 
     def fail(self, failure: BaseException) -> None:
         """Note that it will not come to its end."""
@@ -164,7 +183,7 @@ class GatherInFlight(BlockInFlight):
 
 
 class BroadcastInFlight(InFlight):
-    """The broadcast of the model's buffers; it is the training thread that takes over what came.
+    """The broadcast of the model's buffers as they are when it is made; the training thread takes over what came.
 
     Args:
         buffers, source: as of `Buffers.start`.
@@ -175,6 +194,7 @@ class BroadcastInFlight(InFlight):
         super().__init__()
         self._buffers, self._source, self._communicator = buffers, source, communicator
         self._broadcasts: list[Pending] = []
+        buffers.pack()
 
     def issue(self) -> None:
         """Begin it."""
@@ -186,8 +206,12 @@ class BroadcastInFlight(InFlight):
             self._communicator.wait(one, "broadcast of the buffers")
 
     def take_over(self) -> None:
-        """Leave what came in the buffers; backward is over, which reads them."""
-        self._buffers.finish(self._source)
+        """Leave what came in the buffers; backward is over, which reads them.
+
+        If backward has written to them, too, the source goes back to what it has sent: all are to have the same.
+        """
+        self.take_up()
+        self._buffers.set_(self._buffers.take(self._source, own=bool(self._buffers.changed())))
 
 
 class CommunicationThread:
@@ -195,10 +219,11 @@ class CommunicationThread:
 
     Args:
         after: for each thing of a step, in order, how many of the first have landed before it is issued.
+        devices: the GPUs on which gradients are: each thread has streams of its own there.
     """
 
-    def __init__(self, after: tuple[int, ...]) -> None:
-        self._after = after
+    def __init__(self, after: tuple[int, ...], devices: Sequence[torch.device] = ()) -> None:
+        self._after, self._devices = after, devices
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._under_way: list[InFlight] = []  # of the step at hand, in order; the first `_landed` have landed
         self._landed = 0
@@ -207,8 +232,9 @@ class CommunicationThread:
         self._thread.start()
 
     def issue(self, one: InFlight) -> None:
-        """Begin the next of the step."""
-        self._jobs.put(lambda: self._issue(one))
+        """Begin the next of the step, behind what the caller has had devices do."""
+        packed = marks(self._devices)
+        self._jobs.put(lambda: self._issue(one, packed))
 
     def finish(self) -> None:
         """Land all of the step."""
@@ -251,16 +277,17 @@ class CommunicationThread:
         except NetworkError:  # whoever waits for it learns of that
             return True
 
-    def _issue(self, one: InFlight) -> None:
+    def _issue(self, one: InFlight, packed: Sequence[torch.cuda.Event]) -> None:
         if self._failure is not None:
             one.fail(NetworkError(str(self._failure)))
             return
+        wait_behind(packed)
         self._under_way.append(one)
         one.issue()
 
     def _land(self, count: int) -> None:
         while self._failure is None and self._landed < count:
-            self._under_way[self._landed].land()
+            self._under_way[self._landed].land(self._devices)
             self._landed += 1
 
     def _finish(self) -> None:

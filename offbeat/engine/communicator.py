@@ -24,10 +24,12 @@ class Communicator:
         fabric: this worker's end of the fabric; nobody else issues on it.
         context: of this worker.
         model: which of several, from 0, for reports.
+        is_apart: it is a thread's that does not train; the metrics have its bytes when that which does calls `tell`.
     """
 
-    def __init__(self, fabric: Fabric, context: WorkerContext, model: int = 0) -> None:
+    def __init__(self, fabric: Fabric, context: WorkerContext, model: int = 0, *, is_apart: bool = False) -> None:
         self._fabric, self._waiter, self._metrics = fabric, context.waiter, context.metrics
+        self._is_apart, self._untold_bytes = is_apart, 0
         self.now_s = context.metrics.now_s  # the clock
         self.model = model
         self.rank, self.world = fabric.rank, fabric.world
@@ -70,6 +72,13 @@ class Communicator:
         """Block until a round of the bucket's exchange is done."""
         return self.wait(pending, "all-reduce", bucket.label, bucket.index)
 
+    def tell(self) -> None:
+        """Have the metrics count what was sent until now; while nothing is on its way."""
+        self._metrics.sent_bytes += self._untold_bytes
+        self._untold_bytes = 0
+
     def _count(self, pending: Pending) -> Pending:
-        self._metrics.sent_bytes += pending.sent_bytes
+        self._untold_bytes += pending.sent_bytes
+        if not self._is_apart:
+            self.tell()
         return pending

@@ -17,6 +17,8 @@ in its order by a thread (`communication_thread`). Rules:
 * Where a worker lacks a gradient or has no data the step is a barrier, there alone: what is sent, and its order, is the
   same.
 * What the workers have said along with a step's gradients counts one step later, on all of them.
+* Buffers are sent as they are when the first gradient is complete. Where backward writes to them behind that, it has to
+  be a barrier; if it begins to when steps are ahead, all have what was sent until they have voted to go back there.
 * Where a schedule has two rounds the thread reduces all blocks in the order of backward, and then gathers them in that
   of the next forward pass. A gradient has landed when it is gathered, and so has what the workers have said.
 * A plan in which only whole steps can be made (`Plan.barrier_reason`) stays a barrier, and says so once.
@@ -100,6 +102,7 @@ class Flight:
     def landed(self) -> int:
         """The number of the first blocks that have landed."""
         while self._landed < len(self.blocks) and self.blocks[self._landed].has_landed:
+            self.blocks[self._landed].take_up()
             self._landed += 1
         return self._landed
 
@@ -147,11 +150,12 @@ class CrossIterationReducer(Reducer):
         self._used_steps = 0  # in a row
         self._why_barrier = ""  # no step is hidden behind the next one any more, as all have agreed
         self._told_plan = False  # that it is the plan that has gradients waited for behind backward
+        self._rewritten: list[str] = []  # buffers that were written to in backward
         self._freshness = context.freshness
         super().__init__(model, plan, context, buffers=buffers, accounting=accounting)
         # The thread's own way to the fabric; what it waits for is explained by whoever waits for the thread.
         silent = dataclasses.replace(context, waiter=BlockingWait(clock=context.clock, timeout=_NEVER))
-        self._carrier = Communicator(model.fabric, silent, model.number)
+        self._carrier = Communicator(model.fabric, silent, model.number, is_apart=True)
         self._learn_anew()
 
     @property
@@ -340,7 +344,9 @@ class CrossIterationReducer(Reducer):
     def _start_thread(self, schedule: Schedule) -> None:
         # The buffers go first, while there are no gradients yet.
         ahead = () if self._buffers is None else (0,)
-        self._thread = CommunicationThread((*ahead, *(n and n + len(ahead) for n in schedule.after)))
+        after = (*ahead, *(n and n + len(ahead) for n in schedule.after))
+        devices = dict.fromkeys(bucket.device for bucket in self.layout.buckets if bucket.device.type == "cuda")
+        self._thread = CommunicationThread(after, tuple(devices))
 
     def _leave_schedule(self, why: str) -> None:
         """Write down the schedule that holds from here on, for those who look at the run."""
@@ -363,6 +369,7 @@ class CrossIterationReducer(Reducer):
 
     def _learn_anew(self) -> None:
         """Watch the next steps; one is enough if the schedule is known, and none if the plan itself is the barrier."""
+        self._rewritten = []
         if self._learner is not None:
             self._learner.close()
             self._learner = None
@@ -392,7 +399,8 @@ class CrossIterationReducer(Reducer):
     @property
     def wants_vote(self) -> bool:
         """Whether steps are no longer to be hidden behind the next one, or are by a schedule that is out of date."""
-        return self.is_ahead and (self._used_steps >= _MOST_USED or bool(self._why_anew))
+        is_due = self._used_steps >= _MOST_USED or bool(self._rewritten) or bool(self._why_anew)
+        return self.is_ahead and is_due
 
     @property
     def _why_anew(self) -> str:
@@ -406,6 +414,7 @@ class CrossIterationReducer(Reducer):
             return
         is_used = self._used_steps >= _MOST_USED
         mine = "gradients are used in each step, as by clipping or zero_grad(set_to_none=False)" if is_used else ""
+        mine = mine or self._why_rewritten
         if why := self._first_told("whether steps are hidden behind the next one", mine):
             self._return_to_barrier()
             self._stay_at_barrier(why)
@@ -416,6 +425,13 @@ class CrossIterationReducer(Reducer):
         # Who has asked for a vote along with the last step has been heard in this one.
         heard = [(step, dataclasses.replace(result, vote_requested=False)) for step, result in self._results]
         self._results = deque(heard)
+
+    @property
+    def _why_rewritten(self) -> str:
+        if not self._rewritten:
+            return ""
+        names = worker_questions.some(self._rewritten)
+        return f"backward writes to {names}, as where activation checkpointing computes BatchNorm again"
 
     def _schedule_anew(self, why: str) -> None:
         """Make the schedule of what all have found by now, and go by it if that is worth it. Collective."""
@@ -480,6 +496,8 @@ class CrossIterationReducer(Reducer):
             return objection
         if self.layout.sparse:
             return f"the gradient of {self.layout.sparse[0]} is sparse"
+        if self._rewritten:
+            return self._why_rewritten
         if learner.is_compiled:
             return "the model is compiled, and what its modules read cannot be waited for one by one"
         if learner.is_blind:
@@ -547,7 +565,11 @@ class CrossIterationReducer(Reducer):
 
     def _fire(self) -> None:
         super()._fire()
-        if self._thread is not None and self._buffers is not None:
+        if self._buffers is None:
+            return
+        if self._thread is None:
+            self._buffers.mark()
+        else:
             self._broadcast = BroadcastInFlight(self._buffers, self.accounting.source, self._carrier)
             self._thread.issue(self._broadcast)
 
@@ -582,6 +604,8 @@ class CrossIterationReducer(Reducer):
     # -- at its end ----------------------------------------------------------------------------------------------
 
     def _fence(self) -> None:
+        if self._buffers is not None and self._any_fired:
+            self._rewritten = self._rewritten or self._buffers.changed()
         if self._thread is None or not self._any_fired:
             if self._learner is not None and self._any_fired:
                 self._learner.backward_ends()  # before what is waited for
@@ -613,6 +637,7 @@ class CrossIterationReducer(Reducer):
                 metrics.samples,
                 len(self._context.control.members),
             )
+            accounting.sent()
         else:
             self._land_all(hands_out=True)
         self._count_exchange(spans, dropped=False, hidden=hidden)
@@ -626,6 +651,7 @@ class CrossIterationReducer(Reducer):
 
     def _wait_for(self, flight: Flight, block: BlockInFlight) -> None:
         if block.has_landed:
+            block.take_up()
             return
         bucket = block.buffer.bucket
         context = WaitContext(
@@ -633,6 +659,7 @@ class CrossIterationReducer(Reducer):
         )
         began_s = self._context.metrics.now_s()
         self._context.waiter.wait(block, context)
+        block.take_up()
         self._waits.append((began_s, self._context.metrics.now_s(), bucket.index))
 
     def _land_all(self, *, hands_out: bool = False) -> None:
@@ -646,6 +673,8 @@ class CrossIterationReducer(Reducer):
         for block in flight.blocks:
             self._wait_for(flight, block)
         self._flight = None
+        self.accounting.landed()
+        self._carrier.tell()
         trailers: list[BucketTrailer] = []
         for block in flight.blocks:
             assert block.trailer is not None

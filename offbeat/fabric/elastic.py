@@ -22,6 +22,7 @@ left.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from contextlib import suppress
@@ -95,10 +96,12 @@ class BoundElastic:
 
     def __init__(self, group: ElasticGroup) -> None:
         self._elastic_group, self._members = group, group.members
+        self._lock = threading.RLock()  # a thread that waits for another fabric's exchange may have this one stop
         self.rank, self.world = group.rank, group.world
         self.offers = _OFFERS
         self._group: dist.ProcessGroup | None = None
         self._group = group.add_client(self)
+        self._is_issuing = self._group is not None  # between `replay` and `stop`
         self._exchanges: deque[ElasticExchange] = deque()  # in order, from the first whose result another may lack
         self._begun = self._most_kept = 0
         self._spare = SpareMemory()
@@ -141,15 +144,17 @@ class BoundElastic:
         self._begun = number
 
     def stop(self) -> GroupProgress:
-        # Gloo's threads may write there as long as the process lives.
-        left = [self._supply, *(exchange.stop() for exchange in self._exchanges)]
-        self._left_behind += [one for one in left if one is not None]
-        self._supply = None
-        if self._group is not None:
-            never_destroy(self._group)
-        below = self._begun - len(self._exchanges)
-        complete = [exchange.number for exchange in self._exchanges if exchange.is_complete]
-        return GroupProgress(below, (*complete, *sorted(self._early)))
+        with self._lock:
+            self._is_issuing = False
+            # Gloo's threads may write there as long as the process lives.
+            left = [self._supply, *(exchange.stop() for exchange in self._exchanges)]
+            self._left_behind += [one for one in left if one is not None]
+            self._supply = None
+            if self._group is not None:
+                never_destroy(self._group)
+            below = self._begun - len(self._exchanges)
+            complete = [exchange.number for exchange in self._exchanges if exchange.is_complete]
+            return GroupProgress(below, (*complete, *sorted(self._early)))
 
     def resume(self, group: dist.ProcessGroup, progress: Mapping[int, GroupProgress]) -> None:
         self._group, self._progress, self._members = group, progress, tuple(progress)
@@ -161,6 +166,10 @@ class BoundElastic:
         ]
 
     def replay(self, timeout: timedelta) -> bool:
+        with self._lock:
+            return self._replay(timeout)
+
+    def _replay(self, timeout: timedelta) -> bool:
         while self._lacking:
             number = self._lacking[0]
             if self._supply is None:
@@ -177,24 +186,30 @@ class BoundElastic:
             elif number >= self._begun:
                 self._early[number] = data
             self._lacking.pop(0)
-        for exchange in self._exchanges:
-            self._issue(exchange)
+        if not all(self._issue(exchange) for exchange in self._exchanges):
+            raise NetworkError("A connection to another worker broke.")
+        self._is_issuing = True
         return True
 
     # -- at work -------------------------------------------------------------------------------------------------
 
     def proceed(self, exchange: ElasticExchange, timeout: timedelta) -> bool:
         """Wait for an exchange; returns whether it is complete."""
-        if not self._elastic_group.reconfigure(timeout):
+        group = self._elastic_group
+        if not group.reconfigure(timeout):
             return False
-        try:
-            if exchange.poll(timeout):
-                self._forget(exchange)
-                return True
-        except NetworkError:
-            self._elastic_group.invalidate()
-            return False
-        self._elastic_group.poll(exchange.waited_s)
+        with self._lock:
+            number, is_broken = group.number, False
+            try:
+                if exchange.poll(timeout):
+                    self._forget(exchange)
+                    return True
+            except NetworkError:
+                is_broken = True
+        if is_broken:
+            group.invalidate(number)
+        else:
+            group.poll(exchange.waited_s)
         return False
 
     @property
@@ -204,24 +219,30 @@ class BoundElastic:
 
     def begin(self, operation: RetryableOp) -> ElasticExchange:
         """Begin the next exchange."""
-        floor = next((e.number for e in self._exchanges if not e.is_taken), self._begun)
-        exchange = ElasticExchange(self, operation, self._begun, floor)
-        self._begun += 1
-        self._exchanges.append(exchange)
-        self._most_kept = max(self._most_kept, len(self._exchanges))
-        if exchange.number in self._early:
-            exchange.take(self._early.pop(exchange.number))
-        elif self._elastic_group.is_ready:
-            self._issue(exchange)
+        with self._lock:
+            number, is_broken = self._elastic_group.number, False
+            floor = next((e.number for e in self._exchanges if not e.is_taken), self._begun)
+            exchange = ElasticExchange(self, operation, self._begun, floor)
+            self._begun += 1
+            self._exchanges.append(exchange)
+            self._most_kept = max(self._most_kept, len(self._exchanges))
+            if exchange.number in self._early:
+                exchange.take(self._early.pop(exchange.number))
+            elif self._is_issuing:
+                is_broken = not self._issue(exchange)
+        if is_broken:
+            self._elastic_group.invalidate(number)
         return exchange
 
-    def _issue(self, exchange: ElasticExchange) -> None:
+    def _issue(self, exchange: ElasticExchange) -> bool:
+        """Begin a try, if it is not complete; False if a connection of the group is known to be broken."""
         if exchange.is_complete:
-            return
+            return True
         try:
             exchange.issue(self._handle, self.rank, self._members)
-        except RuntimeError:  # a connection of the group is known to be broken
-            self._elastic_group.invalidate()
+        except RuntimeError:
+            return False
+        return True
 
     def _forget(self, exchange: ElasticExchange) -> None:
         """Let go of what all others have, too: all that came before this exchange was begun."""
@@ -279,7 +300,8 @@ class ElasticExchange:
         return self.is_taken
 
     def done(self) -> bool:
-        return self.is_complete or (self._pending is not None and self._pending.done())
+        pending = self._pending
+        return self.is_complete or (pending is not None and pending.done())
 
     def result(self) -> Reply:
         return self._operation.reply()

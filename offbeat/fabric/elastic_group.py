@@ -23,6 +23,10 @@ Newcomers come in with the next generation. All members have to stand at the sam
 exchange under way: each says that it has come there (`admit`), and once all have, the generation is ended. Who decides
 who goes on takes the newcomers in if all that go on say that they stand there; else they meet there again, one
 generation later. A newcomer (`join`) stands where they do, with nothing of its own, until it is among those that go on.
+
+Several threads of a worker may wait at a time, each for an exchange of another fabric, as where two models' blocks are
+on their way. One of them at a time ends a generation or leads to the next, by the group's lock, and has each fabric
+stop and resume by that fabric's own. Whoever holds a fabric's lock does not take the group's.
 """
 
 from __future__ import annotations
@@ -90,7 +94,7 @@ _decided = msgspec.json.Decoder(Quorum)
 
 
 class GroupClient(Protocol):
-    """One fabric of this worker, as its group sees it."""
+    """One fabric of this worker, as its group sees it; by whichever thread leads to the next generation."""
 
     @property
     def begun(self) -> int:
@@ -137,6 +141,7 @@ class ElasticGroup:
         self.members = tuple(range(world)) if rank < world else ()
         self.gone: Callable[[], Mapping[int, str]] | None = None
         self.on_change: Callable[[Mapping[int, str]], None] = lambda lost: None
+        self._lock = threading.RLock()  # held by who ends a generation or leads to the next; not while it sleeps
         self._number = 0
         self._clients: list[GroupClient] = []
         self._reconfiguration: _Reconfiguration | None = None
@@ -172,11 +177,6 @@ class ElasticGroup:
     def remove_client(self, client: GroupClient) -> None:
         """Forget a fabric that is closed. Its number is not used again."""
         self._clients[self._clients.index(client)] = _ClosedClient()
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether exchanges can go on."""
-        return self._reconfiguration is None and bool(self.members)
 
     @property
     def is_first_generation(self) -> bool:
@@ -257,17 +257,21 @@ class ElasticGroup:
             client.begin_at(count)
         self._number, self._reconfiguration = number, _Reconfiguration(self, number, self._clients, joins=True)
 
-    def invalidate(self) -> None:
+    def invalidate(self, number: int | None = None) -> None:
         """End this generation: a connection in it broke.
+
+        Args:
+            number: of the generation that is meant; None for the present one. One that has ended is left alone.
 
         Raises:
             NetworkError: if nobody can know who is left.
         """
         if self.gone is None:
             raise NetworkError("The connection to another worker broke.")
-        if self._reconfiguration is None:
-            self._store.set(f"{self._number}/broken", "")
-            self._reconfiguration = _Reconfiguration(self, self._number, self._clients)
+        with self._lock:
+            if self._reconfiguration is None and number in (None, self._number):
+                self._store.set(f"{self._number}/broken", "")
+                self._reconfiguration = _Reconfiguration(self, self._number, self._clients)
 
     def exclude(self, excluded: Mapping[int, str]) -> None:
         """Go on without these members, and why: all others know that from elsewhere. Between exchanges.
@@ -286,14 +290,15 @@ class ElasticGroup:
             waited_s: for how long the exchange at hand has been waited for.
         """
         now_s = time.monotonic()
-        if now_s - self._polled_s >= _POLL_S:
-            self._polled_s = now_s
-            keys = ["broken", "done"] if waited_s > _DONE_S else ["broken"]
-            if any(self._store.check([f"{self._number}/{key}"]) for key in keys):
+        with self._lock:
+            if now_s - self._polled_s >= _POLL_S:
+                self._polled_s = now_s
+                keys = ["broken", "done"] if waited_s > _DONE_S else ["broken"]
+                if any(self._store.check([f"{self._number}/{key}"]) for key in keys):
+                    self.invalidate()
+            # Seldom: who is killed is noticed by its neighbours, and whoever has many workers has many that wait.
+            if waited_s > _SUSPECT_S and now_s - self._detected_s > _SUSPECT_S and self.lost_members(self.members):
                 self.invalidate()
-        # Seldom: who is killed is noticed by its neighbours, and whoever has many workers has many that wait.
-        if waited_s > _SUSPECT_S and now_s - self._detected_s > _SUSPECT_S and self.lost_members(self.members):
-            self.invalidate()
 
     def lost_members(self, ranks: Sequence[int]) -> Mapping[int, str]:
         """Find which of these are known to be gone, and why; the detector is not asked too often."""
@@ -310,30 +315,33 @@ class ElasticGroup:
             WorkerLostError: if the others have gone on without this worker.
         """
         deadline_s = time.monotonic() + timeout.total_seconds()
-        while self._reconfiguration is not None:
-            reconfiguration = self._reconfiguration
-            try:
-                lost = reconfiguration.advance()
-            except NetworkError:  # one more is lost
-                self._reconfiguration = reconfiguration.restart()
-                continue
-            except _NotYet:
-                self._reconfiguration = reconfiguration.defer()
-                continue
-            if lost is not None:
-                came = set(reconfiguration.members) - set(self.members)
-                self.members, self._number, self._reconfiguration = (
-                    reconfiguration.members,
-                    reconfiguration.number + 1,
-                    None,
-                )
-                self._rejected |= {rank: lost[rank] for rank in self._admits if rank in lost}
-                if lost or not came:
-                    self.on_change(lost)
-            elif time.monotonic() > deadline_s:
+        while True:
+            with self._lock:
+                while self._reconfiguration is not None and self._advance(self._reconfiguration):
+                    pass
+                if self._reconfiguration is None:
+                    return True
+            if time.monotonic() > deadline_s:
                 return False
-            else:
-                time.sleep(_POLL_S)
+            time.sleep(_POLL_S)
+
+    def _advance(self, reconfiguration: _Reconfiguration) -> bool:
+        """Do what can be done now; whether there may be more that can."""
+        try:
+            lost = reconfiguration.advance()
+        except NetworkError:  # one more is lost
+            self._reconfiguration = reconfiguration.restart()
+            return True
+        except _NotYet:
+            self._reconfiguration = reconfiguration.defer()
+            return True
+        if lost is None:
+            return False
+        came = set(reconfiguration.members) - set(self.members)
+        self.members, self._number, self._reconfiguration = reconfiguration.members, reconfiguration.number + 1, None
+        self._rejected |= {rank: lost[rank] for rank in self._admits if rank in lost}
+        if lost or not came:
+            self.on_change(lost)
         return True
 
     def _announce(self, key: str) -> None:

@@ -12,6 +12,7 @@ whoever comes and goes; see `offbeat.batching.leases`.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +92,7 @@ class LeasedLoader:
         self.is_open = False  # it is under way
         self._given: deque[tuple[Batch, DrawnBatch]] = deque(maxlen=MOST_LEFT)  # in it
         self._left: tuple[tuple[Batch, DrawnBatch], ...] = ()  # the last batches of a loop that was left early
+        self._drawing = threading.Lock()  # held while one is counted: another thread may notice that a worker is lost
         together = world * batch_of(loader)
         samples, rest = divmod(source.leases.samples, together)
         self._batches = Batches(source, max(1, samples + bool(rest and not drops_last(loader))))
@@ -118,9 +120,10 @@ class LeasedLoader:
             self.loop_rng.go_on()
             for data in drawing:
                 batch = asked.popleft()
-                self._source.drawn(batch)
                 real, count = batch.lease is not None, 0 if batch.lease is None else batch.lease.count
-                draw = self._on_batch(real=real, source=batch.first, samples=count, weight=batch.weight)
+                with self._drawing:
+                    self._source.drawn(batch)
+                    draw = self._on_batch(real=real, source=batch.first, samples=count, weight=batch.weight)
                 given.append((batch, draw))
                 yield data
                 if self._loop != loop:
@@ -184,9 +187,10 @@ class LeasedLoader:
         assert isinstance(self._source, ReplicatedSource)
         self._source.joined(ranks)
 
-    def lost(self, ranks: Iterable[int], *, unused: int) -> None:
-        """Go on without these workers; the last `unused` batches of the loop are in no step yet."""
-        self._source.lost(ranks, unused=unused)
+    def lost(self, ranks: Iterable[int], *, unused: Callable[[], int]) -> None:
+        """Go on without these workers; the last `unused` batches of the loop are in no step yet. On any thread."""
+        with self._drawing:
+            self._source.lost(ranks, unused=unused())
 
     def out_of_memory(self) -> None:
         """Handle that there was no memory for the batch at hand."""

@@ -164,11 +164,13 @@ class LoaderManager:
         return self.loaders[0].progress
 
     def lose(self, ranks: Iterable[int]) -> str:
-        """Go on without these workers; what becomes of the batches, in words."""
-        unused = max((synchronizer.accounting.drawn for synchronizer in self._models.synchronizers), default=0)
+        """Go on without these workers; what becomes of the batches, in words. On the thread that has noticed it."""
         for loader in self.leased:
-            loader.lost(ranks, unused=unused)
+            loader.lost(ranks, unused=self._unlanded)
         return what_changes(self._keeps)
+
+    def _unlanded(self) -> int:
+        return max((synchronizer.accounting.unlanded for synchronizer in self._models.synchronizers), default=0)
 
     @property
     def is_settled(self) -> bool:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from typing import TYPE_CHECKING, Any
+
 import pytest
 
 from offbeat.engine.batch_accounting import BatchAccount, BatchCounts
 from offbeat.errors import ModelError
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from _typeshed import TraceFunction
 
 
 def drawn(*sizes: int) -> BatchAccount:
@@ -74,3 +82,38 @@ def test_what_a_step_of_its_own_used_is_not_counted_again_when_gradients_are_cle
     share.draw(real=True, source=0, samples=16)
     share.cleared()
     assert share.samples == 64 + 32 + 16
+
+
+def test_what_is_on_its_way_is_in_no_step() -> None:
+    share = drawn(4, 4)
+    share.sent()
+    assert share.unlanded == 2
+    share.exchanged()
+    assert share.unlanded == 2
+    share.draw(real=True, source=0, samples=4)
+    assert share.unlanded == 3
+    share.landed()
+    assert share.unlanded == 1
+    share.exchanged()
+    assert share.unlanded == 0
+
+
+def test_what_is_on_its_way_is_counted_once_whenever_another_thread_looks() -> None:
+    """Looked at between any two lines of the thread that trains."""
+    share, seen = drawn(4), list[int]()
+
+    def look(frame: FrameType, event: str, argument: Any) -> TraceFunction:
+        sys.settrace(None)
+        seen.append(share.unlanded)
+        sys.settrace(look)
+        return look
+
+    sys.settrace(look)
+    try:
+        share.sent()
+        share.exchanged()
+        sys.settrace(None)
+    finally:
+        sys.settrace(None)
+    assert len(seen) > 5
+    assert set(seen) == {1}

@@ -109,6 +109,20 @@ class Checkpointed(nn.Module):
         return out
 
 
+class CheckpointedNorms(jobs.CNN):
+    """Each BatchNorm's statistics are moved twice in a step: by the forward pass, and by its recomputation."""
+
+    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(self._inside, x_BCHW, 0, 3, use_reentrant=False)
+        hidden = checkpoint(self._inside, hidden, 3, 6, use_reentrant=False)
+        return self._inside(hidden, 6, len(self))
+
+    def _inside(self, hidden: torch.Tensor, first: int, end: int) -> torch.Tensor:
+        for layer in list(self)[first:end]:
+            hidden = layer(hidden)
+        return hidden
+
+
 @dataclasses.dataclass
 class Answer:
     logits: torch.Tensor
@@ -257,6 +271,7 @@ JOBS = {
     "autocast": Job(jobs.CNN, jobs.images, loss=autocast),
     "checkpoint, reentrant": Job(reentrant, jobs.vectors, ddp={"static_graph": True}),
     "checkpoint, non-reentrant": Job(non_reentrant, jobs.vectors),
+    "checkpoint around BatchNorm": Job(CheckpointedNorms, jobs.images),
     "dataclass output": Job(DataclassOutput, jobs.vectors, loss=dataclass_loss),
     "dict output": Job(DictOutput, jobs.vectors, loss=dict_loss),
     "double backward": Job(jobs.MLP, jobs.vectors, loss=gradient_penalty),

@@ -13,7 +13,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from offbeat.diagnosis.wait import BlockingWait
 from offbeat.engine import ControlGroup, JobInfo, JoinCheck, JoinClient, JoinServer
 from offbeat.errors import DisagreementError, ModelError, PlanError
 from offbeat.fabric import BindContext, ElasticGroup, InMemory
+from tests.stalled_thread import stall
 from tests.workers import listen, run_workers
 
 if TYPE_CHECKING:
@@ -80,12 +81,14 @@ def train(
     num_workers: int,
     sync: Policy | None,
     scheduling: Scheduler | None = None,
+    in_flight: bool = False,
 ) -> Trained:
     """Train to the end of the epochs; behind each step all ask each other for more, and evaluate now and then.
 
     Args:
         starts: at which step of the first worker each newcomer starts.
         kills: at which step each of these is killed; it writes down before which samples it has used.
+        in_flight: some of that step's blocks are on their way for ever, so that it is in no step; nobody waits for it.
     """
     said, here = listen(), Path(folder)
     if rank_here() in starts:
@@ -105,13 +108,23 @@ def train(
         for (x,) in loader:
             time.sleep(0.03)  # its work: as long as somebody who joins takes, there has to be some
             began_s = time.monotonic()
+            breaks_off = in_flight and kills.get(run.rank) == run.step + 1
+            if breaks_off:
+                (here / f"used-{run.rank}").write_text(json.dumps(trained.used))
+                stall(gradients_of(run)._thread, after=len(gradients_of(run).schedule.after) // 2)
             prepared(x / SAMPLES).square().mean().backward()
+            if breaks_off:  # before the optimizer's step, behind which there may be a vote
+                assert gradients_of(run)._flight is not None
+                os.kill(os.getpid(), signal.SIGKILL)
             if run.has_data:
                 trained.used[epoch].extend(x.flatten().int().tolist())
                 trained.sizes[run.step] = len(x)
             optimizer.step()
             optimizer.zero_grad()
             longest_s = max(longest_s, time.monotonic() - began_s)
+            if in_flight and run.step in kills.values():
+                assert gradients_of(run).is_ahead
+                continue
             run.synchronize()
             trained.digests[run.step] = digest(model)
             (here / f"step-{run.step}").touch()
@@ -124,6 +137,10 @@ def train(
                 evaluate(run, prepared)
     run.close()
     return trained._replace(longest_s=longest_s)
+
+
+def gradients_of(run: offbeat.Run) -> Any:
+    return run._session.models.synchronizers[0]._gradients
 
 
 def evaluate(run: offbeat.Run, prepared: nn.Module) -> None:
@@ -182,10 +199,22 @@ def test_who_joins_learns_the_schedule_with_the_others(start: int, scheduling: S
     assert start < min(results[3].digests) < max(results[3].digests) - 15
 
 
-def test_who_is_killed_between_blocks_in_two_rounds_is_left_out(tmp_path: Path) -> None:
-    scheduling, kills = offbeat.ReduceScatterGather(bucket_bytes=100), {1: 15}
-    results = run_workers(3, train, str(tmp_path), {}, kills, "local_batch", 0, None, scheduling, faulty=1)
+@pytest.mark.parametrize(
+    ("scheduling", "in_flight"),
+    [
+        pytest.param(offbeat.Priority(slice_bytes=100), True, marks=pytest.mark.slow),
+        (offbeat.ReduceScatterGather(bucket_bytes=100), True),
+        pytest.param(offbeat.ReduceScatterGather(bucket_bytes=100), False, marks=pytest.mark.slow),
+    ],
+)
+def test_who_is_killed_is_left_out_and_what_is_in_no_step_of_it_is_computed_by_others(
+    scheduling: Scheduler, in_flight: bool, tmp_path: Path
+) -> None:
+    """With blocks on their way, in the middle of a round or between the two of them, or behind a step that is whole."""
+    kills = {1: 16}
+    results = run_workers(3, train, str(tmp_path), {}, kills, "local_batch", 0, None, scheduling, in_flight, faulty=1)
     check(results, tmp_path, kills)
+    assert all((16 in one.digests) != in_flight for one in results if one is not None)
     assert max(results[0].digests) > 40
 
 

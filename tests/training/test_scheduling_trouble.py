@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import os
 import signal
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import offbeat
 from offbeat.errors import OffbeatError
+from tests.stalled_thread import stall
 from tests.training.test_scheduling import is_ahead, network, plan
 from tests.workers import listen, run_workers
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 STEPS = 16  # of which seven are learnt from
 STRIKES_AT = 11
@@ -106,6 +112,109 @@ def test_elastic_workers_go_on_without_who_fails_with_blocks_on_their_way(how: s
     first, _, last = run_workers(3, struck, "elastic", how, faulty=1)
     assert first[:2] == last[:2] == ("", STEPS)
     assert first[2] == last[2], "replicas are equal"
+
+
+def struck_in_turns() -> tuple[int, list[float], list[bool]]:
+    """What becomes of workers that train two models in turns while another is killed with blocks of both on their way:
+    their number of steps, the parameters, and whether both were ahead.
+    """
+    torch.manual_seed(4)
+    maker, judge = (
+        nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 20)),
+        nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 1)),
+    )
+    made = dataclasses.replace(plan("elastic"), scheduling=offbeat.Priority(slice_bytes=400))
+    with offbeat.init(made, timeout=timedelta(seconds=TIMEOUT_S)) as run:
+        (makes, makers), (judges, judging) = (
+            run.prepare(one, torch.optim.SGD(one.parameters(), lr=0.05))[:2] for one in (maker, judge)
+        )
+        generator = torch.Generator().manual_seed(run.rank)
+        for step in range(STEPS):
+            made_up = makes(torch.randn(5, 8, generator=generator))
+            judging.zero_grad()
+            judges(made_up.detach()).square().mean().backward()
+            judging.step()
+            makers.zero_grad()
+            both: list[Any] = [one._gradients for one in run._session.models.synchronizers]
+            if run.rank == 1 and step == STRIKES_AT:
+                for gradients in both:
+                    stall(gradients._thread, after=0)
+            (judges(made_up) - 1).square().mean().backward()  # it reaches both
+            if run.rank == 1 and step == STRIKES_AT:  # before the optimizer's step, behind which there may be a vote
+                assert all(gradients._flight is not None for gradients in both)
+                os.kill(os.getpid(), signal.SIGKILL)
+            makers.step()
+        run.synchronize()
+        sums = [float(p.double().sum()) for model in (maker, judge) for p in model.parameters()]
+        return step + 1, sums, [gradients.is_ahead for gradients in both]
+
+
+def test_two_models_of_elastic_workers_go_on_without_who_fails_with_blocks_of_both_on_their_way() -> None:
+    """Two threads of each notice it, and wait for the same new generation."""
+    first, _, last = run_workers(3, struck_in_turns, faulty=1)
+    assert first == last
+    assert first[0] == STEPS
+    assert first[2] == [True, True]
+
+
+def recomputes() -> tuple[list[list[torch.Tensor]], bool, list[str]]:
+    """Buffers behind each step of a model that begins to compute a BatchNorm again in backward, when it is ahead."""
+    told, net, was_ahead = listen(), network(), False
+    with offbeat.init(plan_of(True)) as run:
+        replica, optimizer = run.prepare(Recomputing(net), torch.optim.SGD(net.parameters(), lr=0.1))
+        generator, buffers = torch.Generator().manual_seed(run.rank), []
+        for step in range(STEPS):
+            was_ahead = was_ahead or is_ahead(run)
+            replica(torch.randn(5, 16, generator=generator), step >= STRIKES_AT).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.synchronize()
+            buffers.append([buffer.clone() for buffer in net.buffers()])
+        assert not is_ahead(run)
+        return buffers, was_ahead, told
+
+
+class Recomputing(nn.Module):
+    """A network whose first layers may be computed a second time in backward."""
+
+    def __init__(self, net: nn.Sequential) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor, again: bool) -> torch.Tensor:
+        x = checkpoint(self.net[:3], x, use_reentrant=False) if again else self.net[:3](x)
+        return torch.as_tensor(self.net[3:](x))
+
+
+def test_buffers_that_backward_begins_to_write_to_are_equal_all_the_same() -> None:
+    (mine, was_ahead, told), (theirs, _, said) = run_workers(2, recomputes)
+    assert was_ahead
+    for one, other in zip(mine, theirs, strict=True):
+        assert all(map(torch.equal, one, other))
+    assert any("net.1." in text and "waited for behind backward" in text for text in (*told, *said))
+
+
+def counted(folder: Path) -> None:
+    net = network()
+    with offbeat.init(plan_of(True), run_dir=folder) as run:
+        replica, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in range(STEPS):
+            replica(torch.ones(5, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_each_step_counts_the_bytes_of_the_blocks_that_have_landed_in_it(tmp_path: Path) -> None:
+    """The thread that carries blocks counts for itself: no byte is lost between it and the thread that trains."""
+    run_workers(2, counted, tmp_path)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    *_, layout = (one["buckets"] for one in records if one["kind"] == "layout")
+    # Of two workers each sends half of a sum twice: the gradients, and a trailer of five numbers and one per parameter.
+    size_bytes = sum(bucket["size_bytes"] + 4 * (5 + len(bucket["parameters"])) for bucket in layout)
+    for rank in range(2):
+        sent = [one["bytes_sent"] for one in records if one["rank"] == rank and "waits" in one]
+        assert len(sent) > 5
+        assert sent[1:] == [size_bytes] * (len(sent) - 1)  # in the first there is what tells the bandwidth
 
 
 def uneven(hides: bool) -> tuple[list[torch.Tensor], bool]:
