@@ -94,7 +94,9 @@ def _read_schedule(run_dir: Path, model: int) -> MadeSchedule:
     except FileNotFoundError as error:
         raise ScenarioError(
             f"Cannot show a schedule: there is no {path}. Name a folder of a run with a plan such as "
-            "Plan(scheduling=Prophet()) that has made more than seven steps."
+            "Plan(scheduling=Prophet()) that has made more than seven steps, without a parameter server, where each "
+            "worker has an order of its own, and has not said that gradients are waited for behind backward; and with "
+            "--model one of the models that it has prepared."
         ) from error
     except (OSError, safe_read.UnreadableError) as error:
         raise ScenarioError(

@@ -56,6 +56,14 @@ def run(
             show_default=False,
         ),
     ] = "",
+    scheduling: Annotated[
+        str,
+        typer.Option(
+            help="The scheduler that decides in what order gradients are sent, such as 'Prophet()', instead of the "
+            "plan's.",
+            show_default=False,
+        ),
+    ] = "",
     servers: Annotated[
         int,
         typer.Option(min=0, max=64, help="Shards of a parameter server to start beside the workers; 0: see the plan."),
@@ -105,7 +113,7 @@ def run(
     if not script.is_file():
         found = "it is no regular file" if script.exists() else "there is no such file"
         raise PlanError(f"Cannot run {script}: {found}. Give the path of a Python script.")
-    given = {"sync": sync, "codec": codec, "fabric": fabric, "controller": controller}
+    given = {"sync": sync, "codec": codec, "fabric": fabric, "controller": controller, "scheduling": scheduling}
     parts = {room: read_part(room, text) for room, text in given.items() if text}
     joining = None
     if join:

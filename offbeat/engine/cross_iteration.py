@@ -339,7 +339,8 @@ class CrossIterationReducer(Reducer):
         if self._profile is not None:
             self._monitor = self._monitor_of(self._profile, schedule)
         self._leave_schedule("")
-        _log.info("step %d: gradients are sent in %d blocks.", self.step, len(schedule.blocks))
+        text = f"step {self.step}: gradients are sent in {len(schedule.blocks)} blocks, in the order of"
+        self._context.log.all("scheduling", f"{text} {self.plan.scheduling!r}, also behind the next forward pass.")
 
     def _start_thread(self, schedule: Schedule) -> None:
         # The buffers go first, while there are no gradients yet.
@@ -452,7 +453,8 @@ class CrossIterationReducer(Reducer):
             self._adopt_schedule(self._names, schedule, profile)
             self._start_thread(schedule)
             self._leave_schedule(why)
-            blocks = f"{len(schedule.blocks)} blocks instead of {len(before.blocks)}"
+            now, then = len(schedule.blocks), len(before.blocks)
+            blocks = f"{now} blocks" if now == then else f"{now} blocks instead of {then}"
             text = (
                 f"step {self.step}: gradients are scheduled anew ({why}): {blocks}, and a step is to take {predicted}."
             )

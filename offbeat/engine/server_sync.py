@@ -510,7 +510,9 @@ class ServerSync:
         grad = self._model.parameters[name].grad
         if grad is None or grad.is_sparse:
             return False
-        return torch.equal(grad.detach().to(self._places[name].device), self._places[name])
+        taken = self._places[name]
+        now = grad.detach().to(taken.device)
+        return torch.equal(now, taken) or bool(torch.isclose(now, taken, rtol=0.0, atol=0.0, equal_nan=True).all())
 
     def _push_early(self, index: int) -> None:
         block = self._blocks[index]
@@ -533,7 +535,8 @@ class ServerSync:
             _log.warning("%s", text)
         elif early.is_enough:
             early.plan(min(self._answer_s() for _ in range(_QUESTIONS)))
-            _log.info("step %d: gradients are pushed in %d blocks.", self.step, len(self._blocks))
+            text = f"gradients are pushed in {len(self._blocks)} blocks while backward computes, in the order of"
+            self._context.log.all("scheduling", f"step {self.step}: {text} {self.plan.scheduling!r}.")
             if early.readers:
                 self._return_ahead(early)
 

@@ -149,17 +149,19 @@ def scheduled_steps(made: MadeSchedule, records: Sequence[Record] = ()) -> Sched
 def lines(shown: ScheduledSteps) -> list[str]:
     """A screen for people."""
     again = f" Made anew: {shown.why}." if shown.why else ""
-    measured = "not measured"
+    measured = ""
     if shown.measured_step_s is not None:
-        measured = f"{_ms(shown.measured_step_s)} in {shown.measured_steps} steps"
+        measured = f", measured {_ms(shown.measured_step_s)} in {shown.measured_steps} steps"
     text = [
         f"{shown.scheduler}, made behind step {shown.made_behind_step}.{again}",
         f"backward {_ms(shown.backward_s)}, forward {_ms(shown.forward_s)}; the link carries "
         f"{shown.bandwidth / 1e6:.4g} MB of gradients in a second, with a latency of {_ms(shown.latency_s)} and a gap "
         f"of {_ms(shown.gap_s)}",
-        f"step predicted {_ms(shown.step_s)}, measured {measured}; at least {_ms(shown.lower_bound_s)}: the prediction "
-        f"is at {shown.efficiency:.1%} of the bound",
+        f"step predicted {_ms(shown.step_s)}{measured}; at least {_ms(shown.lower_bound_s)}: the prediction is at "
+        f"{shown.efficiency:.1%} of the bound",
     ]
+    if shown.measured_step_s is not None and shown.measured_step_s < shown.lower_bound_s:
+        text.append("steps take less than that bound: when the first ones were measured, machines or links were busier")
     if shown.block_end_error is not None:
         text.append(
             f"ends of blocks are {shown.block_end_error:.1%} from the predicted ones, in the median of the last steps"

@@ -38,6 +38,7 @@ from offbeat.run.run_state import MOST_SEEDS
 from offbeat.run.session import RunSettings, WorkerSession
 from offbeat.run.step_hooks import StepHooks
 from offbeat.run.wrapper_check import WrapperCheck
+from offbeat.safe_write import write_whole
 from offbeat.version import __version__
 
 if TYPE_CHECKING:
@@ -84,8 +85,15 @@ def init(
             workers, which is open.
     """
     environment = Environment()
+    asked = Plan.from_toml(environment.plan) if environment.plan else Plan()
     if plan is None:
-        plan = Plan.from_toml(environment.plan) if environment.plan else Plan()
+        plan = asked
+    elif environment.joins is None and asked not in (plan, Plan()):
+        raise PlanError(
+            "Cannot go by two plans: the script passes one to offbeat.init(), and the command line or OFFBEAT_PLAN asks "
+            "for another. Call offbeat.init() without a plan, or leave out --plan, --sync, --codec, --fabric, "
+            "--controller and --scheduling."
+        )
     if not isinstance(plan, Plan):
         raise PlanError(f"Cannot use {plan!r} as a plan: make one with offbeat.Plan(...) or Plan.from_toml(text).")
     if timeout is None:
@@ -101,7 +109,10 @@ def init(
     )
     for session in open_sessions.of_this_process():
         session.make_way()
-    return Run(settings, environment)
+    run = Run(settings, environment)
+    if plan != asked and run.rank == 0 and settings.run_dir is not None and environment.joins is None:
+        write_whole(settings.run_dir / "plan.toml", plan.to_toml().encode())  # `offbeat run` could not know of it
+    return run
 
 
 class Run:

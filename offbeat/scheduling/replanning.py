@@ -22,6 +22,7 @@ IN_A_ROW = 5  # steps
 _FIRST_QUIET = 10  # steps behind a schedule that was not worth it
 _MOST_QUIET = 640
 _WORTH = 0.02  # of a step: what a new schedule gains at least
+_LEAST_S = 0.001
 
 
 class ReplanTrigger:
@@ -64,9 +65,14 @@ class ReplanTrigger:
 
 def can_be_worth_it(profile: BackwardProfile, instead_of: Schedule) -> bool:
     """Whether there can be a schedule by this profile that `is_worth_it`; else nobody needs to be asked for one."""
-    return lower_bound_s(profile) <= (1 - _WORTH) * play(profile, instead_of).step_s
+    return lower_bound_s(profile) <= _enough_s(play(profile, instead_of).step_s)
 
 
 def is_worth_it(profile: BackwardProfile, schedule: Schedule, instead_of: Schedule) -> bool:
-    """Whether a schedule gains enough by a profile: at least 2 % of a step."""
-    return play(profile, schedule).step_s <= (1 - _WORTH) * play(profile, instead_of).step_s
+    """Whether a schedule gains enough by a profile: at least 2 % of a step, and 1 ms."""
+    return play(profile, schedule).step_s <= _enough_s(play(profile, instead_of).step_s)
+
+
+def _enough_s(step_s: float) -> float:
+    """The time that a step has to take at most, instead of so much: less is what measurements differ by."""
+    return step_s - max(_WORTH * step_s, _LEAST_S)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from offbeat import Plan
+from offbeat import LocalSGD, Plan
 from offbeat.cli.app import run_app
 from tests.cli.commands import TRAIN, alive, clean_environment, descendants, offbeat, script, start
 
@@ -75,6 +75,21 @@ FAILS = TRAIN.replace(
     "def fail():\n    raise RuntimeError('the disk is full')\n"
     "for step in range(4):\n    if run.rank == 1 and step == 2: fail()",
 )
+
+
+OWN_PLAN = (
+    "import offbeat\nwith offbeat.init(offbeat.Plan(sync=offbeat.LocalSGD(3))) as run:\n    print(run.plan.sync)\n"
+)
+
+
+def test_a_plan_of_the_scripts_own_is_in_the_run_folder_and_none_other_beside_it(tmp_path: Path) -> None:
+    path = script(tmp_path, OWN_PLAN)
+    code, output = offbeat("run", "--run-dir", "own", path, folder=tmp_path)
+    assert (code, "LocalSGD(every=3" in output) == (0, True), output
+    assert Plan.from_toml((tmp_path / "own/plan.toml").read_text()) == Plan(sync=LocalSGD(3))
+    code, output = offbeat("run", "--scheduling", "Prophet()", "--run-dir", "two", path, folder=tmp_path)
+    assert code == 2
+    assert "Cannot go by two plans" in output
 
 
 def test_the_culprit_is_named_with_its_traceback(tmp_path: Path) -> None:

@@ -112,6 +112,8 @@ def trained(
                 scaler.update()
                 optimizer.zero_grad()
                 continue
+            if kind == "not finite" and step >= 8:
+                next(net.parameters()).data[0, 0] = torch.nan  # and so is each gradient, which nobody has changed
             if kind == "clipped" and step % 3 == 2:
                 nn.utils.clip_grad_norm_(net.parameters(), 0.01)
             if kind == "asked" and step % 3 == 2:
@@ -145,6 +147,13 @@ def test_the_bits_are_those_of_pushing_behind_backward(kind: str, shards: int) -
         assert all(map(torch.equal, one, other))
         assert without == 0
         assert with_early >= STEPS - 7 - 3, "most steps behind the first seven push early"
+
+
+@pytest.mark.timeout(120)
+def test_gradients_that_are_not_finite_are_not_taken_for_changed_ones() -> None:
+    steps = 24
+    for _, with_early in run_workers(2, trained, 1, "not finite", True, None, steps, timeout_s=55):
+        assert with_early >= steps - 7 - 3
 
 
 @pytest.mark.timeout(120)
