@@ -179,11 +179,11 @@ class BatchAccount:
         self._last_samples = state_checks.whole(state["last_samples"], "samples of the last step")
 
     def sent(self) -> None:
-        """What was drawn is on its way, and has not `landed` when it is `exchanged`, which comes next."""
+        """Note that what was drawn is on its way, and has not `landed` when it is `exchanged`, which comes next."""
         self._sent = self._drawn
 
     def landed(self) -> None:
-        """What was on its way is in a step."""
+        """Note that what was on its way is in a step."""
         self._sent = BatchCounts()
 
     def exchanged(self) -> None:

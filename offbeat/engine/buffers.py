@@ -47,7 +47,7 @@ class _BufferPlace:
         return self._name
 
     def mark(self) -> tuple[torch.Tensor | None, int]:
-        """What changes where the buffer is written to, or replaced; but within inference mode."""
+        """Return what changes where the buffer is written to, or replaced; inference mode keeps no count."""
         tensor = self._module._buffers.get(self._key)
         return tensor, -1 if tensor is None or tensor.is_inference() else tensor._version
 
