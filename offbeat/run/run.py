@@ -90,8 +90,8 @@ def init(
         plan = asked
     elif environment.joins is None and asked not in (plan, Plan()):
         raise PlanError(
-            "Cannot go by two plans: the script passes one to offbeat.init(), and the command line or OFFBEAT_PLAN asks "
-            "for another. Call offbeat.init() without a plan, or leave out --plan, --sync, --codec, --fabric, "
+            "Cannot go by two plans: the script passes one to offbeat.init(), and the command line or OFFBEAT_PLAN "
+            "asks for another. Call offbeat.init() without a plan, or leave out --plan, --sync, --codec, --fabric, "
             "--controller and --scheduling."
         )
     if not isinstance(plan, Plan):
