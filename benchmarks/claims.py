@@ -403,13 +403,8 @@ _NOT_KNOWN = (
     "Why is not known. A step waits 103 ms for the exchange, and 79 were predicted; on a processor on which a step "
     "computed for twice as long it was 93, as predicted."
 )
-_LATER = (
-    "The simulator has no cores. Where four workers share two, blocks end a seventh later than their schedule "
-    "predicts, measured in the row itself; and the schedule of the second half is made of what was measured there."
-)
 EXPLAINED: dict[str, dict[str, str]] = {
     "loopback": {"ddp": _CORES, "offbeat": _CORES},
-    "schedule_rate": {"Prophet": _LATER},
     "innetwork_eight": {"switch": _CLIENTS},
     "accuracy_chars": {
         "ksync(3), drop": _NOT_KNOWN,

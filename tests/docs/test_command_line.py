@@ -19,6 +19,7 @@ COMMANDS = {
         "--codec",
         "--fabric",
         "--controller",
+        "--scheduling",
         "--servers",
         "--join",
         "--timeout",
