@@ -27,7 +27,7 @@ _HEADING_WIDTH = 6
 _LEAST_WIDTH = 80
 _WAY_OUT = "Give the path of a TOML file, such as those in benchmarks/scenarios."
 _UNBOUNDED_WIDTH = 1000
-_SPARED = ("simulated", "uneven", "idle", "max", "min", "MB sent", "ms at barrier")
+_SPARED = ("simulated", "uneven", "idle", "max", "min", "MB sent", "ms at barrier", "MB to target")
 """Columns a narrow terminal does without, the first ones first; the file has them all."""
 _LEAST_REPEATS = 3
 """With fewer, a difference of microseconds is noise."""
