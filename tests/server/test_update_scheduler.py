@@ -328,3 +328,17 @@ def test_what_overtakes_stepping_out_and_in_again_is_kept(come: int) -> None:
     assert [(a.block, a.parts) for a in one.due() if isinstance(a, ApplyUpdate)] == [
         (block, (((0, 0), f"part {block}"),)) for block in (0, 1)
     ]
+
+
+def test_what_one_had_begun_that_is_gone_and_not_only_out_is_forgotten() -> None:
+    """Word that a worker takes part no longer may come before its connection ends."""
+    one = scheduler()
+    one.arrive((0, 0), 0, "part 0")
+    one.lose(0, stays=True)
+    assert (0, 0) in one._arrivals
+    one.gone(0)
+    assert (0, 0) not in one._arrivals
+    one.admit(0, 0)
+    one.arrive((0, 0), 0, "part 0")
+    one.gone(0)
+    assert (0, 0) in one._arrivals, "the word that it is lost is to come"

@@ -176,6 +176,10 @@ class ModelShard:
         self._perform(block)
         return missing
 
+    def gone(self, worker: int) -> None:
+        """The connection of a worker is gone; the coordinator may have said so before."""
+        self._scheduler.gone(worker)
+
     def decide(self, decision: Decision, *, stays: bool = False) -> Push | None:
         """Carry out a decision; returns what was lost by it.
 

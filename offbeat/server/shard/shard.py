@@ -482,6 +482,8 @@ class Shard:
             if peer.role == "worker" and peer.rank not in self._peers:
                 self._post_event(WorkerMissed(now_s(), peer.rank))
             return
+        for model_shard in self._model_shards.values():
+            model_shard.gone(peer.rank)
         self._remove(peer, WorkerGone(now_s(), peer.rank, error))
         asyncio.get_running_loop().call_later(0.0 if error is None else self._patience_s, self._note_gone, peer.rank)
         if not self._peers:

@@ -300,6 +300,15 @@ class UpdateScheduler:
         del self._arrivals[push]
         return push if arrival.wanted else None
 
+    def gone(self, worker: int) -> None:
+        """Forget what a worker that was taken to have stepped out had begun to push, and nobody has decided about."""
+        if worker in self._next:
+            return  # `lose` is to come
+        for push, arrival in list(self._arrivals.items()):
+            is_begun = len(arrival.blocks) < len(self._blocks) and not arrival.is_whole
+            if push[0] == worker and is_begun and self._update_of(push) is None:
+                del self._arrivals[push]
+
     def due(self, block: int | None = None) -> Iterator[UndoUpdate | ApplyUpdate | CaptureBlock | SendBlock]:
         """Yield what can be done now, in order; it counts as done when it is yielded.
 
