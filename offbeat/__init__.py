@@ -39,7 +39,18 @@ from offbeat.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from offbeat.batching import BatchTuning
-    from offbeat.codec import Cast, Dense, ErrorFeedback
+    from offbeat.codec import (
+        GRBS,
+        QSGD,
+        Cast,
+        Dense,
+        ErrorFeedback,
+        FixedPoint,
+        PowerSGD,
+        RandomK,
+        Sign,
+        TopK,
+    )
     from offbeat.fabric import Elastic, InMemory, ParameterServer, ProcessGroup, Switch
     from offbeat.plan import Plan
     from offbeat.run.checkpoints import Checkpoints
@@ -62,6 +73,8 @@ _HOMES = {
     "Elastic": "offbeat.fabric",
     "ErrorFeedback": "offbeat.codec",
     "FIFO": "offbeat.scheduling",
+    "FixedPoint": "offbeat.codec",
+    "GRBS": "offbeat.codec",
     "Hybrid": "offbeat.sync",
     "InMemory": "offbeat.fabric",
     "KSync": "offbeat.sync",
@@ -70,15 +83,20 @@ _HOMES = {
     "OuterSGD": "offbeat.sync",
     "ParameterServer": "offbeat.fabric",
     "Plan": "offbeat.plan",
+    "PowerSGD": "offbeat.codec",
     "Priority": "offbeat.scheduling",
     "ProcessGroup": "offbeat.fabric",
     "Prophet": "offbeat.scheduling",
+    "QSGD": "offbeat.codec",
+    "RandomK": "offbeat.codec",
     "ReduceScatterGather": "offbeat.scheduling",
     "Replica": "offbeat.run.replica",
     "RoundRobin": "offbeat.sync",
     "Run": "offbeat.run.run",
     "SSP": "offbeat.sync",
+    "Sign": "offbeat.codec",
     "Switch": "offbeat.fabric",
+    "TopK": "offbeat.codec",
     "WaitThreshold": "offbeat.control",
     "init": "offbeat.run.run",
 }
@@ -88,6 +106,8 @@ __all__ = [
     "BSP",
     "DSSP",
     "FIFO",
+    "GRBS",
+    "QSGD",
     "SSP",
     "AdaptQuorum",
     "BatchTuning",
@@ -98,6 +118,7 @@ __all__ = [
     "Dense",
     "Elastic",
     "ErrorFeedback",
+    "FixedPoint",
     "Hybrid",
     "InMemory",
     "KSync",
@@ -106,14 +127,18 @@ __all__ = [
     "OuterSGD",
     "ParameterServer",
     "Plan",
+    "PowerSGD",
     "Priority",
     "ProcessGroup",
     "Prophet",
+    "RandomK",
     "ReduceScatterGather",
     "Replica",
     "RoundRobin",
     "Run",
+    "Sign",
     "Switch",
+    "TopK",
     "WaitThreshold",
     "init",
 ]

@@ -38,7 +38,20 @@ import tomli_w
 
 from offbeat import toml_reader
 from offbeat.batching import KEEPS, BatchTuning, Keeps
-from offbeat.codec import Cast, Codec, Dense, ErrorFeedback, innermost
+from offbeat.codec import (
+    GRBS,
+    QSGD,
+    Cast,
+    Codec,
+    Dense,
+    ErrorFeedback,
+    FixedPoint,
+    PowerSGD,
+    RandomK,
+    Sign,
+    TopK,
+    innermost,
+)
 from offbeat.control import AdaptQuorum, ByProgress, Controller, WaitThreshold
 from offbeat.errors import PlanError, brief
 from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup, Served, Switch, check_spec
@@ -164,6 +177,7 @@ class Plan:
                 f"Cannot use {self.codec!r} on {self.fabric!r}: it needs {needs}, this fabric carries only {carries}. "
                 "Use a codec of that kind, or a fabric that carries it, such as ProcessGroup() - at `plan.codec`."
             )
+        self._check_codec()
         if not isinstance(self.bucket_bytes, int) or self.bucket_bytes < 1:
             raise PlanError(
                 f"Cannot fill buckets of {self.bucket_bytes!r} bytes: a bucket holds at least one byte. "
@@ -185,6 +199,21 @@ class Plan:
             self._check_controller(self.controller)
         if self.scheduling is not None:
             self._check_scheduling(self.scheduling)
+
+    def _check_codec(self) -> None:
+        promises = self.codec.promises
+        if self.is_served and (promises.rounds > 1 or promises.support != "full"):
+            why = f"{promises.rounds} rounds" if promises.rounds > 1 else "a part of each gradient"
+            raise PlanError(
+                f"Cannot use {self.codec!r} on {self.fabric!r}: it sends {why}, and a push is one dense sum for each "
+                "bucket. Use Dense() or Cast(), or ProcessGroup() - at `plan.codec`."
+            )
+        if self.fabric.offers.elastic and promises.keeps_shared_state:
+            raise PlanError(
+                f"Cannot use {self.codec!r} on {self.fabric!r}: all workers go on from what each exchange left, and "
+                "one that joins later has none of it. Use ProcessGroup(), or a codec that keeps nothing in common, "
+                "such as ErrorFeedback(GRBS(32)) - at `plan.codec`."
+            )
 
     def _check_delayed(self, policy: StepsLocally) -> None:
         if self.fabric.offers.holds != "workers":
@@ -279,6 +308,12 @@ class Plan:
         Raises:
             PlanError: if more workers are to contribute to an update, or to be in a group, than there are.
         """
+        most = self.codec.promises.most_workers
+        if most is not None and world > most:
+            raise PlanError(
+                f"Cannot use {self.codec!r} with {world} workers: a sum of more than {most} does not fit. Use one with "
+                "more bits, or Cast() - at `plan.codec.bits`."
+            )
         if world > 1:
             check_workers(self.sync, [range(world)], "plan.sync")
             for policy in () if self.controller is None else self.controller.policies:
@@ -372,6 +407,8 @@ class Plan:
             )
         if isinstance(self.codec, ErrorFeedback):
             return "a gradient that is cut has no residual, which ErrorFeedback(...) adds to the next one"
+        if not self.codec.promises.linear:
+            return f"what {self.codec!r} sends is not added on its way, in one round"
         return ""
 
     @property
@@ -590,7 +627,18 @@ _KINDS: dict[str, dict[str, Any]] = {
         "RoundRobin": RoundRobin,
         "SSP": SSP,
     },
-    "codec": {"Cast": Cast, "Dense": Dense, "ErrorFeedback": ErrorFeedback},
+    "codec": {
+        "Cast": Cast,
+        "Dense": Dense,
+        "ErrorFeedback": ErrorFeedback,
+        "FixedPoint": FixedPoint,
+        "GRBS": GRBS,
+        "PowerSGD": PowerSGD,
+        "QSGD": QSGD,
+        "RandomK": RandomK,
+        "Sign": Sign,
+        "TopK": TopK,
+    },
     "controller": {"AdaptQuorum": AdaptQuorum, "ByProgress": ByProgress, "WaitThreshold": WaitThreshold},
     "fabric": {
         "Elastic": Elastic,

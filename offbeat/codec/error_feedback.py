@@ -8,10 +8,20 @@ and other gradient compression schemes" (ICML 2019).
 
 What a codec leaves out is in the residual, and so is all that a worker brought too late for a sum of the first k
 (`KSync(k, late="carry")` on a switch). So updates and residuals add up to the gradients.
+
+The residual is in units of the update: in a step in which the workers weigh W together, the update is the sum of what
+they sent divided by W, and so is what is kept of a gradient. Else a step in which one of N workers has no data would
+multiply what is fed back by N / (N - 1).
+
+    residual += (grad - sent) / W
+
+For the same reason it is multiplied by the W of the step before when it is sent: where some workers are missing in
+every step, as in a sum of the first k, it would come back larger than it was, and grow.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,9 +32,12 @@ from offbeat.codec.dense import Dense
 from offbeat.errors import PlanError
 
 if TYPE_CHECKING:
+    from offbeat.codec.promises import Promises
+    from offbeat.codec.turn import Turn
     from offbeat.layout import Bucket
 
-RESIDUAL, _INNER = "residual", "inner."  # keys of a parameter's state: ours, and before those of the codec within
+# Keys of a parameter's state: the residual; what all workers weighed when it was left; those of the codec within.
+RESIDUAL, _WEIGHT, _INNER = "residual", "weight", "inner."
 
 
 @dataclass(frozen=True)
@@ -56,6 +69,12 @@ class ErrorFeedback:
                 f"Cannot feed back the error of {self.inner!r}: it leaves none. Use {self.inner.inner!r} "
                 "- at `plan.codec.inner`."
             )
+        if self.inner.promises.contraction is None:
+            raise PlanError(
+                f"Cannot feed back the error of {self.inner!r}: it may be larger than what it is of, so that the "
+                "residual would grow without end. Use a codec that only leaves out or rounds to the nearest, such as "
+                "TopK(0.01) - at `plan.codec.inner`."
+            )
 
     @property
     def needs(self) -> frozenset[type]:
@@ -67,23 +86,41 @@ class ErrorFeedback:
         return {
             slot.name: {
                 RESIDUAL: torch.zeros(slot.numel, dtype=bucket.dtype, device=bucket.device),
+                _WEIGHT: torch.ones((), dtype=torch.float64),
                 **{_INNER + key: tensor for key, tensor in inner.get(slot.name, {}).items()},
             }
             for slot in bucket.slots
         }
 
-    def exchange(self, grad: torch.Tensor, state: State, *, keep_sent: bool = False) -> Exchange:
+    @property
+    def promises(self) -> Promises:
+        return dataclasses.replace(self.inner.promises, passes=self.inner.promises.passes + 4)
+
+    def payload_bytes(self, bucket: Bucket) -> float:
+        """The bytes of the codec within."""
+        return self.inner.payload_bytes(bucket)
+
+    def exchange(self, grad: torch.Tensor, state: State, turn: Turn, *, keep_sent: bool = False) -> Exchange:
         """Exchange the gradient and the residual, as the codec within does."""
-        residual = torch.cat([tensors[RESIDUAL] for tensors in state.values()])
-        whole = residual.add_(grad)
+        residuals = [one[RESIDUAL] for one in state.values()]
+        before = [float(one[_WEIGHT]) for one in state.values()]
+        # What the workers will weigh is not known yet; mostly as much as before.
+        whole = torch.cat([one if w == 1.0 else one * w for one, w in zip(residuals, before, strict=True)]).add_(grad)
         inner = _inner_of(state)
-        exchanged: Exchanged = yield from self.inner.exchange(grad.copy_(whole), inner, keep_sent=True)
+        exchanged: Exchanged = yield from self.inner.exchange(grad.copy_(whole), inner, turn, keep_sent=True)
         assert exchanged.sent is not None, f"{self.inner!r} does not say what it has sent"
-        left = whole.sub_(exchanged.sent).split([tensors[RESIDUAL].numel() for tensors in state.values()])
-        for (name, tensors), part in zip(state.items(), left, strict=True):
-            tensors[RESIDUAL].copy_(part)
-            tensors.update({_INNER + key: tensor for key, tensor in inner[name].items()})
-        return Exchanged(exchanged.update, exchanged.sent if keep_sent else None)
+        weight = exchanged.weight
+        left = whole.sub_(exchanged.sent)
+        if weight != 1.0:
+            left.div_(weight)
+        for (name, kept), w, part in zip(state.items(), before, left.split([len(r) for r in residuals]), strict=True):
+            if w == weight:
+                kept[RESIDUAL].copy_(part)
+            else:  # residual + (grad - sent) / weight, of which `part` has (w residual + grad - sent) / weight
+                kept[RESIDUAL].mul_(1 - w / weight).add_(part)
+            kept[_WEIGHT].fill_(weight)
+            kept.update({_INNER + key: tensor for key, tensor in inner[name].items()})
+        return dataclasses.replace(exchanged, sent=exchanged.sent if keep_sent else None)
 
     def rescale_(self, state: State, factor: float) -> None:
         """Change the residual, and the state of the codec within, to that of gradients `factor` times as large."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offbeat.codec import Turn
 from offbeat.engine import state_checks
 from offbeat.engine.anchor import Anchor
 from offbeat.engine.bucket_exchange import BucketExchange
@@ -113,12 +114,12 @@ class AllReduceAverager:
         accounting, plan = self._reducer.accounting, self._reducer.plan
         if tellers := [delta for fragment in due for delta in fragment.deltas]:
             tellers[-1].make_room(self._reducer.times, self._policy.interval)
-        self._encode(due)
+        self._encode(due, step)
         bad = [] if plan.nonfinite == "pass" else [n for one in due for delta in one.deltas for n in delta.nonfinite()]
         if leave_out(bad, plan.nonfinite, what="change", step=step, metrics=self._context.metrics):
             for fragment in due:
                 fragment.leave_out()
-            self._encode(due)
+            self._encode(due, step)
         for fragment in due:
             for delta in fragment.deltas:
                 if goes_on:
@@ -190,12 +191,15 @@ class AllReduceAverager:
     def _deltas(self) -> list[BucketDelta]:
         return [delta for fragment in self._fragments for delta in fragment.deltas]
 
-    def _encode(self, due: Sequence[ModelFragment]) -> None:
+    def _encode(self, due: Sequence[ModelFragment], step: int) -> None:
         codec, kept = self._reducer.plan.codec, self._model.codec_state
         for fragment in due:
             for delta in fragment.deltas:
                 state = kept.of(codec, delta.bucket, deltas=True)
-                delta.encode(fragment.weight / self._communicator.world, codec, state, self._communicator)
+                turn = Turn(
+                    delta.bucket, step, self._communicator.rank, self._communicator.world, self._context.seed, "change"
+                )
+                delta.encode(fragment.weight / self._communicator.world, codec, state, turn, self._communicator)
 
 
 class ModelFragment:
@@ -299,6 +303,11 @@ class AverageFlight:
             return self._result
         communicator = self._communicator
         found = [delta.receive(communicator.world) for delta in self._deltas]
+        going_on = [delta for delta in self._deltas if not delta.is_received]
+        while going_on:
+            for delta in going_on:
+                delta.receive_round()
+            going_on = [delta for delta in going_on if not delta.is_received]
         for pending in self._broadcasts:
             communicator.wait(pending, "broadcast of the buffers")
         if self._buffers is not None:
@@ -352,18 +361,19 @@ class BucketDelta:
         # The worker's weight, and whether it requests a vote; times, if any are told.
         self._delta, self._trailer = memory[:end], memory[end:]
 
-    def encode(self, scale: float, codec: Codec, state: State, communicator: Communicator) -> None:
+    def encode(self, scale: float, codec: Codec, state: State, turn: Turn, communicator: Communicator) -> None:
         """Make what is to be sent of how far this worker came; a second time instead of the first.
 
         Args:
             scale: by which that is multiplied; 0 for nothing.
+            turn: which exchange it is.
         """
         if scale:
             self.anchor.delta(self._delta)
             self._delta.mul_(scale)
         else:
             self._delta.zero_()
-        self._exchange = BucketExchange(self.bucket, self._delta, codec, state, communicator)
+        self._exchange = BucketExchange(turn, self._delta, codec, state, communicator)
 
     def nonfinite(self) -> list[str]:
         """Names of the parameters in which there is NaN or Inf, as it is sent."""
@@ -399,10 +409,10 @@ class BucketDelta:
         self._exchange.poll()
 
     def receive(self, world: int) -> ExchangeResult:
-        """Receive the mean delta. `weights` of what is returned is the sum alone."""
+        """Receive the first round of the mean delta. `weights` of what is returned is the sum alone."""
         trailer, _ = self._exchange.wait()
         self._weight = float(trailer[0]) / world
-        self._exchange.finish(self._weight or 1.0)
+        self._exchange.begin_to_finish(self._weight or 1.0)
         done_s = self._exchange.done_s
         return ExchangeResult(
             weights=(self._weight * world,),
@@ -410,6 +420,15 @@ class BucketDelta:
             step_times={} if self._times is None else self._times.read(trailer[2:]),
             spans=() if done_s is None else ((self._exchange.issued_s, done_s),),
         )
+
+    def receive_round(self) -> None:
+        """Receive a later round."""
+        self._exchange.finish_round()
+
+    @property
+    def is_received(self) -> bool:
+        """Whether all rounds are, and the mean delta is here."""
+        return self._exchange.is_finished
 
     def apply(self, outer: OuterSGD | None) -> None:
         """Move the anchor by the mean; the parameters are there, and what they have moved since it was sent."""

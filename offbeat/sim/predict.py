@@ -186,7 +186,7 @@ def _played(
             plan,
             compute_times,
             links,
-            size_bytes=narrowing(plan) * known.gradient_bytes,
+            size_bytes=narrowing(plan, known.gradient_bytes, len(compute_times)) * known.gradient_bytes,
             pull_bytes=known.gradient_bytes,
             steps=steps,
             batch=known.batch,
@@ -197,7 +197,7 @@ def _played(
             msgspec.structs.replace(scenario, fault=list(struck)),
             plan.scheduling,
             compute_times,
-            narrow=narrowing(plan),
+            narrow=narrowing(plan, known.gradient_bytes, len(compute_times)),
             steps=steps,
             batch=known.batch,
         )

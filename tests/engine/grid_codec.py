@@ -9,7 +9,7 @@ import torch
 
 import offbeat.codec
 from offbeat import plan
-from offbeat.codec import Exchange, Exchanged, State
+from offbeat.codec import Exchange, Exchanged, State, Turn
 from offbeat.payload import Sum, Total
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Cast(offbeat.codec.Cast):
     def init(self, bucket: Bucket) -> State:
         return {slot.name: {"residual": torch.zeros(slot.numel, dtype=bucket.dtype)} for slot in bucket.slots}
 
-    def exchange(self, grad: torch.Tensor, state: State, *, keep_sent: bool = False) -> Exchange:
+    def exchange(self, grad: torch.Tensor, state: State, turn: Turn, *, keep_sent: bool = False) -> Exchange:
         whole = grad + torch.cat([tensors["residual"] for tensors in state.values()])
         units = (whole / GRID).round()
         sent = units * GRID
@@ -41,7 +41,7 @@ class Cast(offbeat.codec.Cast):
         for tensors, residual in zip(state.values(), rest, strict=True):
             tensors["residual"].copy_(residual)
         update = reply.tensor.to(grad.dtype) * (GRID if self.dtype == "int8" else 1.0) / reply.weight
-        return Exchanged(update, sent if keep_sent else None)
+        return Exchanged(update, sent if keep_sent else None, reply.weight)
 
     def rescale_(self, state: State, factor: float) -> None:
         for tensors in state.values():
