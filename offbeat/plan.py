@@ -45,6 +45,7 @@ from offbeat.codec import (
     Codec,
     Dense,
     ErrorFeedback,
+    ErrorReset,
     FixedPoint,
     PowerSGD,
     RandomK,
@@ -202,6 +203,8 @@ class Plan:
 
     def _check_codec(self) -> None:
         promises = self.codec.promises
+        if isinstance(self.codec, ErrorReset):
+            self._check_reset(self.codec)
         if self.is_served and (promises.rounds > 1 or promises.support != "full"):
             why = f"{promises.rounds} rounds" if promises.rounds > 1 else "a part of each gradient"
             raise PlanError(
@@ -213,6 +216,42 @@ class Plan:
                 f"Cannot use {self.codec!r} on {self.fabric!r}: all workers go on from what each exchange left, and "
                 "one that joins later has none of it. Use ProcessGroup(), or a codec that keeps nothing in common, "
                 "such as ErrorFeedback(GRBS(32)) - at `plan.codec`."
+            )
+
+    def _check_reset(self, codec: ErrorReset) -> None:
+        if self.fabric.offers.holds != "workers":
+            raise PlanError(
+                f"Cannot use {codec!r} on {self.fabric!r}: what is not sent is kept in each worker's own parameters, "
+                f"and this fabric's {self.fabric.offers.holds} has others for all. Use ProcessGroup() or Elastic(), or "
+                "ErrorFeedback(...) - at `plan.codec`."
+            )
+        policy = self.sync
+        if isinstance(policy, StepsLocally):
+            if codec.every is not None:
+                raise PlanError(
+                    f"Cannot use {codec!r} with {policy!r}: both say how often is averaged. Leave out every= and step= "
+                    "of the one, or use BSP() - at `plan.codec.every`."
+                )
+            if policy.loss_class == "delayed" or policy.outer is not None:
+                raise PlanError(
+                    f"Cannot use {codec!r} with {policy!r}: what is not sent is kept in each worker's own parameters, "
+                    "and so is what a delay, fragments or an outer optimizer leaves there. Use LocalSGD("
+                    f"{policy.interval * policy.fragments}) - at `plan.sync`."
+                )
+        elif policy != BSP():
+            raise PlanError(
+                f"Cannot use {codec!r} with {policy!r}: all workers are to have a consensus in common behind each "
+                "step. Use BSP() or LocalSGD(...) - at `plan.sync`."
+            )
+        elif codec.every is None:
+            raise PlanError(
+                f"Cannot use {codec!r} with {policy!r}: nothing says how often the error is reset. Use every=8, or "
+                "sync=LocalSGD(8) - at `plan.codec.every`."
+            )
+        if self.scheduling is not None:
+            raise PlanError(
+                f"Cannot schedule with {self.scheduling!r}: with {codec!r} workers exchange what their optimizers have "
+                "changed, and no gradients. Use None - at `plan.scheduling`."
             )
 
     def _check_delayed(self, policy: StepsLocally) -> None:
@@ -418,23 +457,60 @@ class Plan:
 
     @property
     def working_codec(self) -> Codec:
-        """The codec by which gradients go: what comes too late for an update is kept if the policy says so."""
+        """The codec by which gradients go: what comes too late for an update is kept if the policy says so.
+
+        Where errors are reset it is what optimizers have changed that is sent in part; gradients, of the first steps
+        of `LocalSGD(after=...)`, are sent as they are.
+        """
+        if isinstance(self.codec, ErrorReset):
+            return Dense()
         if self.has_quorum and compile_policy(self.sync).keeps_late and not isinstance(self.codec, ErrorFeedback):
             return ErrorFeedback(self.codec)
         return self.codec
 
     @property
+    def local_policy(self) -> StepsLocally | None:
+        """The policy by which workers average how far their own optimizers came; None if these step with the mean.
+
+        >>> from offbeat.codec import ErrorReset, GRBS
+        >>> plans = Plan(codec=ErrorReset(every=8)), Plan(codec=ErrorReset(step=GRBS(64), every=8))
+        >>> [plan.local_policy.interval for plan in plans]
+        [8, 1]
+        """
+        return self.sync if isinstance(self.sync, StepsLocally) else self._reset_policy
+
+    @property
+    def _reset_policy(self) -> LocalSGD | None:
+        """The cadence of a codec that has one of its own."""
+        if isinstance(self.sync, StepsLocally) or not isinstance(self.codec, ErrorReset):
+            return None
+        return LocalSGD(1 if self.codec.step is not None else self.codec.every or 1)
+
+    @property
     def steps_locally(self) -> bool:
         """Whether each worker's own optimizer steps on its own gradient, and changes are exchanged."""
-        return self.is_tabled or isinstance(self.sync, StepsLocally)
+        return self.is_tabled or self.local_policy is not None
+
+    @property
+    def parts_replicas(self) -> bool:
+        """Whether no two workers ever have the same parameters but behind `Run.settle`; they have an anchor then."""
+        policy = self.local_policy
+        return policy is not None and (policy.loss_class == "delayed" or isinstance(self.codec, ErrorReset))
 
     def contributes(self, step: int) -> Contributes:
         """The kind of contribution that a worker makes behind a step; None for none."""
-        return "change" if self.is_tabled else self.sync.contributes(step)
+        if self.is_tabled:
+            return "change"
+        return self.cadence.contributes(step)
+
+    @property
+    def cadence(self) -> Policy:
+        """The policy by which steps and contributions are counted: that of the plan, or of a codec that resets."""
+        return self._reset_policy or self.sync
 
     def step_of(self, number: int) -> int:
         """The step behind which contribution `number` is made."""
-        return self.sync.step_of(number) if isinstance(self.sync, StepsLocally) else number
+        return number if self.local_policy is None else self.local_policy.step_of(number)
 
     @property
     def has_elastic_group(self) -> bool:
@@ -631,6 +707,7 @@ _KINDS: dict[str, dict[str, Any]] = {
         "Cast": Cast,
         "Dense": Dense,
         "ErrorFeedback": ErrorFeedback,
+        "ErrorReset": ErrorReset,
         "FixedPoint": FixedPoint,
         "GRBS": GRBS,
         "PowerSGD": PowerSGD,

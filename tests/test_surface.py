@@ -32,6 +32,7 @@ NAMES = {
     "Dense",
     "Elastic",
     "ErrorFeedback",
+    "ErrorReset",
     "FIFO",
     "FixedPoint",
     "GRBS",
@@ -61,6 +62,7 @@ NAMES = {
     "init",
 }
 RUN = {
+    "averaged",
     "close",
     "expect",
     "has_data",

@@ -12,6 +12,7 @@
 * `random_k` - elements that are drawn
 * `grbs` - blocks that are drawn, the same on all workers
 * `powersgd` - matrices of low rank
+* `error_reset` - whatever another codec sends of the worker's steps, and now and then what replicas have parted by
 * `error_feedback` - whatever another codec sends, and next time what it has not sent
 * `wire_bytes` - the bytes on each link, of whatever a codec sends
 """
@@ -20,6 +21,7 @@ from offbeat.codec.cast import Cast
 from offbeat.codec.codec import Codec, Exchange, Exchanged, Rescales, State
 from offbeat.codec.dense import Dense
 from offbeat.codec.error_feedback import ErrorFeedback, innermost
+from offbeat.codec.error_reset import FULL, ErrorReset, PartialSync
 from offbeat.codec.fixed_point import FixedPoint
 from offbeat.codec.grbs import GRBS
 from offbeat.codec.one_round import OneRoundCodec
@@ -32,16 +34,19 @@ from offbeat.codec.topk import TopK
 from offbeat.codec.turn import Purpose, Turn
 
 __all__ = [
+    "FULL",
     "GRBS",
     "QSGD",
     "Cast",
     "Codec",
     "Dense",
     "ErrorFeedback",
+    "ErrorReset",
     "Exchange",
     "Exchanged",
     "FixedPoint",
     "OneRoundCodec",
+    "PartialSync",
     "PowerSGD",
     "Promises",
     "Purpose",

@@ -39,6 +39,7 @@ class BucketExchange:
         state: the codec's, of the bucket's parameters.
         communicator: to the other workers.
         in_two_rounds: whether the codec's sum is made by a reduce-scatter and an all-gather.
+        keep_sent: whether `sent` is asked for.
 
     Attributes:
         payload: of the first round.
@@ -47,19 +48,20 @@ class BucketExchange:
             counts as one.
         reduced_s, gathering_s: of a sum in two rounds, when the reduce-scatter was seen to be done, and the all-gather
             was issued.
+        sent: [D] what of `values` the others received, once it is finished, if that is asked for.
     """
 
     __slots__ = ("_carrier", "_communicator", "_generator", "_in_two_rounds", "_is_reduced", "_pending", "_reply",
                  "_scattered", "_trailer_pending", "_weight", "bucket", "done_s", "gathering_s", "issued_s", "payload",
-                 "reduced_s", "trailer_dtype", "values")  # fmt: skip
+                 "reduced_s", "sent", "trailer_dtype", "values")  # fmt: skip
 
     def __init__(
         self, turn: Turn, values: torch.Tensor, codec: Codec, state: State, communicator: Communicator,
-        *, in_two_rounds: bool = False,
+        *, in_two_rounds: bool = False, keep_sent: bool = False,
     ) -> None:  # fmt: skip
         self.bucket, self.values = turn.bucket, values
         self._communicator = communicator
-        self._generator = codec.exchange(values, state, turn)
+        self._generator = codec.exchange(values, state, turn, keep_sent=keep_sent)
         self.payload = payload = next(self._generator)
         self._carrier = payload if isinstance(payload, Sum) and payload.tensor.dtype in EXACT_UP_TO else None
         self.trailer_dtype = values.dtype if self._carrier is None else self._carrier.tensor.dtype
@@ -69,6 +71,7 @@ class BucketExchange:
         self.done_s: float | None = None
         self.reduced_s: float | None = None
         self.gathering_s: float | None = None
+        self.sent: torch.Tensor | None = None
         self._pending: Pending | None
         self._weight = 1.0
         self._trailer_pending: Pending | None = None
@@ -172,5 +175,6 @@ class BucketExchange:
         except StopIteration as stop:
             exchanged: Exchanged = stop.value
             self._pending = None
+            self.sent = exchanged.sent
             if exchanged.update.data_ptr() != self.values.data_ptr():
                 self.values.copy_(exchanged.update)

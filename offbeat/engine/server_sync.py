@@ -579,7 +579,7 @@ class ServerSync:
         codec, encoded = self.plan.codec, []
         purpose: Purpose = "change" if deltas else "gradient"
         for bucket, grad in zip(self.layout.buckets, self.grads, strict=True):
-            state = self._model.codec_state.of(codec, bucket, deltas=deltas)
+            state = self._model.codec_state.of(codec, bucket, purpose)
             encoded.append(self._payload(grad, state, bucket, purpose))
         return encoded
 

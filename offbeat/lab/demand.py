@@ -38,7 +38,7 @@ class Demand:
         """
         from offbeat.codec.wire_bytes import allreduce_bytes, flat_bucket
 
-        policies = (plan.sync, *(() if plan.controller is None else plan.controller.policies))
+        policies = (plan.cadence, *(() if plan.controller is None else plan.controller.policies))
         numbers = list(steps)
         part = min(sum(_part(one, step) for step in numbers) for one in policies) / len(numbers)
         if not plan.is_served:

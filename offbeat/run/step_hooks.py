@@ -116,7 +116,7 @@ class StepHooks:
         context = self._session.context
         if context.history.is_kept:
             synchronizer.synchronize()
-        parameters = self._session.models.prepared[model].parameters.values()
+        parameters = synchronizer.compared.values()
         samples = context.metrics.last_samples
         context.history.record_parameters(model, step, parameters, samples=samples, weights=weights, given=given)
 

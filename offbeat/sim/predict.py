@@ -205,7 +205,7 @@ def _played(
         compute_times,
         links,
         buckets=buckets(scenario, row, plan, known.gradient_bytes, _PEERS.get(row.system, 1.0)),
-        policy=BSP() if plan is None else plan.sync,
+        policy=BSP() if plan is None else plan.cadence,
         steps=steps,
         batch=known.batch,
         tune=None if plan is None else plan.tuning,
