@@ -29,7 +29,8 @@ class ZenoPlusPlus(Rule):
         PlanError: if `penalty` is negative.
 
     >>> rule, reference = ZenoPlusPlus(), torch.tensor([1.0, 0.0])
-    >>> [rule(torch.tensor([update]), reference=reference).tolist() for update in ([2.0, 0.0], [-1.0, 0.0], [50.0, 0.0])]
+    >>> updates = [2.0, 0.0], [-1.0, 0.0], [50.0, 0.0]
+    >>> [rule(torch.tensor([update]), reference=reference).tolist() for update in updates]
     [[1.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
     """
 
