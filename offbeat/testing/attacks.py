@@ -75,7 +75,8 @@ class RandomDirection:
 
     def forge(self, own: torch.Tensor, honest_ND: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         noise = _noise(own, generator)
-        return noise * (self.scale * own.norm() / noise.norm())
+        lie: torch.Tensor = noise * (self.scale * own.norm() / noise.norm())
+        return lie
 
 
 @dataclass(frozen=True)
