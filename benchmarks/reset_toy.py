@@ -3,8 +3,8 @@
 Eight workers train a small student (`workloads/teacher.py`), each plan with an equal part of the bytes of synchronous
 SGD, and with the same learning rate: error feedback in each step, error feedback of eight steps' change
 (QSparse-local-SGD; Basu et al., NeurIPS 2019), and error reset in three variants. What counts is the loss of the mean
-of all replicas in the end. The claim is that of Xie et al. (CSER, NeurIPS 2020): where little is sent, error feedback lags
-or diverges, and error reset does not.
+of all replicas in the end. The claim is that of Xie et al. (CSER, NeurIPS 2020): where little is sent, error feedback
+lags or diverges, and error reset does not.
 
 The result is benchmarks/results/reset_toy.json; benchmarks/page.py shows it.
 """

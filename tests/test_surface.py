@@ -87,7 +87,7 @@ RUN = {
     "synchronize",
     "world",
 }
-TESTING = {"check_codec", "check_controller", "check_fabric", "check_policy", "check_scheduler"}
+TESTING = {"check_codec", "check_controller", "check_fabric", "check_policy", "check_rule", "check_scheduler"}
 
 
 def test_public_names_are_frozen() -> None:

@@ -51,9 +51,9 @@ class Cast(OneRoundCodec):
         return 2.0 * bucket.numel
 
     def encode(self, grad: torch.Tensor, turn: Turn) -> tuple[torch.Tensor]:
-        """Round to the nearest."""
+        """Round each element to the nearest."""
         return (grad.to(_DTYPES[self.dtype]),)
 
     def decode(self, tensors: Sequence[torch.Tensor], turn: Turn, out: torch.Tensor) -> torch.Tensor:
-        """Widen."""
+        """Widen each element to the gradient's dtype."""
         return out.copy_(tensors[0])

@@ -32,13 +32,13 @@ class Dense(OneRoundCodec):
         return _PROMISES
 
     def payload_bytes(self, bucket: Bucket) -> float:
-        """The bytes of all elements."""
+        """Count the bytes of all elements."""
         return bucket.size_bytes
 
     def encode(self, grad: torch.Tensor, turn: Turn) -> tuple[torch.Tensor]:
-        """Send it as it is."""
+        """Send the gradient as it is."""
         return (grad,)
 
     def decode(self, tensors: Sequence[torch.Tensor], turn: Turn, out: torch.Tensor) -> torch.Tensor:
-        """Take it as it is."""
+        """Take the sum as it is."""
         return tensors[0]

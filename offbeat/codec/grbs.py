@@ -98,10 +98,9 @@ class GRBS(OneRoundCodec):
         """The size of a block, which whole ones are sent, in order, and whether the shorter one at the end is."""
         size = max(1, min(self.block, int(numel / self.ratio / _FEWEST)))
         blocks = math.ceil(numel / size)
-        keys = turn.random(blocks + 1, what="blocks")
         # One more or less at random, so that the mean is a part in `ratio` whatever the number of blocks.
         count, odds = divmod(blocks / self.ratio, 1)
-        count = max(1, int(count) + int(keys[-1] / 2**64 < odds))
-        chosen = np.sort(np.argpartition(keys[:-1], count - 1)[:count]) if count < blocks else np.arange(blocks)
+        count = max(1, int(count) + int(turn.random(1, what="count")[0] / 2**64 < odds))
+        chosen = turn.chosen(count, blocks, what="blocks")
         tail = bool(chosen[-1] == blocks - 1 and numel % size)
         return size, chosen[: len(chosen) - tail], tail

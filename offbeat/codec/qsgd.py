@@ -88,8 +88,7 @@ class QSGD(OneRoundCodec):
         # A group of zeros stays one; what is not finite stays so, for whoever looks.
         values *= (self.levels / scales.where(scales > 0, torch.ones_like(scales)))[:, None]
         if self.is_random:
-            noise = torch.rand(values.shape, generator=turn.generator(grad.device, private=True), device=grad.device)
-            values += noise
+            values += turn.noise(values.numel(), grad.device).view_as(values)
             values.floor_()
         else:
             values.round_()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 
 from offbeat.codec.one_round import OneRoundCodec
@@ -93,5 +92,4 @@ class RandomK(OneRoundCodec):
     def _drawn(self, numel: int, turn: Turn) -> torch.Tensor:
         """The elements that are sent, in order."""
         count = count_of(self.ratio, numel)
-        keys = turn.random(numel, what="elements", private=self.support == "private")
-        return torch.from_numpy(np.sort(np.argpartition(keys, count - 1)[:count]))
+        return torch.from_numpy(turn.chosen(count, numel, what="elements", private=self.support == "private"))

@@ -65,6 +65,29 @@ class Turn:
         """
         return np.random.Philox(key=self._key(what, private=private, bits=128)).random_raw(count)
 
+    def chosen(self, count: int, numel: int, *, what: str = "", private: bool = False) -> NDArray[np.int64]:
+        """Choose so many of the numbers below `numel`, all sets of them alike.
+
+        Returns:
+            [count] ascending.
+        """
+        if 4 * count > numel:
+            keys = self.random(numel, what=what, private=private)
+            return np.sort(np.argpartition(keys, count - 1)[:count])
+        drawn = count + count // 4 + 64  # some come twice
+        while True:
+            values, first = np.unique(self.random(drawn, what=what, private=private) % numel, return_index=True)
+            if len(values) >= count:
+                return np.sort(values[np.argpartition(first, count - 1)[:count]]).astype(np.int64)
+            drawn *= 2  # the first ones are the same again
+
+    def noise(self, numel: int, device: torch.device) -> torch.Tensor:
+        """Draw numbers [numel] float32 from 0 to 1, each rank its own; in steps of 1 / 65536 on a CPU."""
+        if device.type != "cpu":
+            return torch.rand(numel, generator=self.generator(device, private=True), device=device)
+        words = self.random(-(-numel // 4), what="noise", private=True).view(np.uint16)[:numel]
+        return torch.from_numpy(words.astype(np.float32)).mul_(1 / 65536).add_(1 / 131072)
+
     def generator(self, device: torch.device, *, what: str = "", private: bool = False) -> torch.Generator:
         """Make a generator of torch on `device`, for as many numbers as the vector has elements."""
         return torch.Generator(device).manual_seed(self._key(what, private=private, bits=64))

@@ -29,7 +29,7 @@ class Bulyan(Rule):
 
     >>> import torch
     >>> Bulyan(1)(torch.tensor([[1.0], [2.0], [3.0], [2.1], [1.9], [2.2], [900.0]]))
-    tensor([2.])
+    tensor([2.1000])
     """
 
     faulty: int

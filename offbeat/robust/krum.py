@@ -27,7 +27,7 @@ class Krum(Rule):
 
     >>> import torch
     >>> Krum(1)(torch.tensor([[1.0], [2.0], [3.0], [2.1], [900.0]]))
-    tensor([2.])
+    tensor([2.1000])
     """
 
     faulty: int

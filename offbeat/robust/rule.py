@@ -140,7 +140,7 @@ def add_scaled(stack_ND: torch.Tensor, scales_N: torch.Tensor) -> torch.Tensor:
 
 
 def counted(stack_ND: torch.Tensor, scales_N: torch.Tensor) -> torch.Tensor:
-    """Those contributions whose scale is not 0, for rules that look at each coordinate."""
+    """Leave out the contributions whose scale is 0, for rules that look at each coordinate."""
     keep = scales_N != 0
     return stack_ND[: len(keep)] if bool(keep.all()) else stack_ND[: len(keep)][keep.to(stack_ND.device)]
 

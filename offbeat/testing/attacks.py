@@ -59,7 +59,7 @@ class SignFlip:
 
 @dataclass(frozen=True)
 class Gaussian:
-    """Noise."""
+    """Noise of a normal distribution."""
 
     std: float = 1.0
 
@@ -119,7 +119,7 @@ def hiding_deviations(n: int, liars: int) -> float:
     """The z of Baruch et al. for so many workers; 0 where there is nobody whom the liars could outvote.
 
     >>> round(hiding_deviations(50, 12), 2)
-    0.48
+    0.34
     """
     supporters = n // 2 + 1 - liars
     honest = n - liars
@@ -193,7 +193,7 @@ class LineSearch:
 
 @dataclass(frozen=True)
 class Zero:
-    """Nothing at all."""
+    """A zero update, as of a worker that does no work."""
 
     def forge(self, own: torch.Tensor, honest_ND: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         return torch.zeros_like(own)

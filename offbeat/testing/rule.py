@@ -64,7 +64,7 @@ def _check_bits(rule: Rule, honest: torch.Tensor, reference: torch.Tensor | None
 
 
 def _check_parts(rule: Rule, honest: torch.Tensor, reference: torch.Tensor | None) -> None:
-    """Blocks that are combined by themselves, by scales from Gram matrices that were added, make the same vector."""
+    """Combine blocks by themselves, by scales from Gram matrices that were added: it is the same vector."""
     whole = rule(honest, reference=reference)
     stack = honest if reference is None else torch.cat((honest, reference[None]))
     blocks = stack.split(97, 1)
@@ -84,7 +84,7 @@ def _check_alike(rule: Rule, n: int, center: torch.Tensor, reference: torch.Tens
 
 
 def _check_rejected(rule: Rule, honest: torch.Tensor, reference: torch.Tensor | None) -> None:
-    """What has the scale 0 may be anything."""
+    """Put NaN where the scale is 0, and see that nothing changes."""
     stack = honest if reference is None else torch.cat((honest, reference[None]))
     scales = rule.judge(gram_of(stack), torch.ones(len(honest), dtype=torch.float64))
     scales[0] = 0.0
@@ -97,7 +97,7 @@ def _check_rejected(rule: Rule, honest: torch.Tensor, reference: torch.Tensor | 
 
 
 def _check_lies(rule: Rule, honest: torch.Tensor, reference: torch.Tensor | None, faulty: int, lie: float) -> None:
-    """With as many liars as it bears the result stays where the honest ones are."""
+    """See that with as many liars as it bears the result stays where the honest ones are."""
     stack = honest.clone()
     stack[:faulty] = lie * honest[:faulty]
     got = rule(stack, reference=reference)
