@@ -56,6 +56,22 @@ from offbeat.codec import (
 from offbeat.control import AdaptQuorum, ByProgress, Controller, WaitThreshold
 from offbeat.errors import PlanError, brief
 from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup, Served, Switch, check_spec
+from offbeat.robust import (
+    FABA,
+    Bulyan,
+    CentredClipping,
+    ClippedMean,
+    FLTrust,
+    GeometricMedian,
+    Krum,
+    MeaMed,
+    Mean,
+    Median,
+    MultiKrum,
+    Phocas,
+    Rule,
+    TrimmedMean,
+)
 from offbeat.scheduling import FIFO, Credit, MergedGradient, Priority, Prophet, ReduceScatterGather, Scheduler
 from offbeat.switch.strategy import compile_policy
 from offbeat.sync import (
@@ -107,6 +123,7 @@ class Plan:
             as behind backward; None for buckets that are waited for at the end of backward, and where `barrier_reason`
             says why they are with a scheduler, too. With a server, in what order they are pushed while backward
             computes; parameters come back during the next forward pass.
+        rule: what a server makes of the contributions of an update, some of which may lie; None for their mean.
 
     Raises:
         PlanError: if the parts cannot work together; the plan is checked when it is made.
@@ -121,6 +138,7 @@ class Plan:
     keeps: Keeps = "local_batch"
     controller: Controller | None = None
     scheduling: Scheduler | None = None
+    rule: Rule | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -200,6 +218,44 @@ class Plan:
             self._check_controller(self.controller)
         if self.scheduling is not None:
             self._check_scheduling(self.scheduling)
+        if self.rule is not None:
+            self._check_rule(self.rule)
+
+    def _check_rule(self, rule: Rule) -> None:
+        if isinstance(rule, type) or not isinstance(rule, Rule):
+            raise PlanError(
+                f"Cannot combine by {rule!r}: use one of {', '.join(sorted(_KINDS['rule']))}, made with (...), or None "
+                "- at `plan.rule`."
+            )
+        lacking = (
+            (
+                self.is_served,
+                f"on {self.fabric!r} contributions are added on their way, and nobody sees one by itself: use "
+                "fabric=ParameterServer()",
+            ),
+            (
+                not rule.needs_gram and not rule.needs_reference,
+                "it compares whole contributions, and each shard has blocks of them: use Median(), TrimmedMean(...), "
+                "Phocas(...) or MeaMed(...), which look at each coordinate",
+            ),
+            (
+                self._most_in_update(2) > 1,
+                f"with {self.sync!r} an update is of one worker, and there is nobody to compare it with: use BSP(), "
+                "KSync(k) or LocalSGD(...)",
+            ),
+            (
+                self.tuning is None or rule.is_weighted,
+                f"it counts all workers alike, and with {self.tuning!r} their batches are not: use tuning=None",
+            ),
+        )
+        if why := next((text for is_met, text in lacking if not is_met), None):
+            raise PlanError(f"Cannot combine by {rule!r}: {why} - at `plan.rule`.")
+
+    def _most_in_update(self, world: int) -> int:
+        """The contributions that make an update, of so many workers."""
+        if isinstance(self.sync, KSync):
+            return min(self.sync.k, world)
+        return world if self.sync.replicated else 1
 
     def _check_codec(self) -> None:
         promises = self.codec.promises
@@ -347,6 +403,8 @@ class Plan:
         Raises:
             PlanError: if more workers are to contribute to an update, or to be in a group, than there are.
         """
+        if self.rule is not None and (why := self.rule.check(self._most_in_update(world))):
+            raise PlanError(f"Cannot combine: {why} - at `plan.rule`.")
         most = self.codec.promises.most_workers
         if most is not None and world > most:
             raise PlanError(
@@ -691,6 +749,7 @@ _ROOMS: dict[Any, str] = {
     FabricSpec: "fabric",
     Controller: "controller",
     Scheduler: "scheduling",
+    Rule: "rule",
 }
 _KINDS: dict[str, dict[str, Any]] = {
     "sync": {
@@ -723,6 +782,21 @@ _KINDS: dict[str, dict[str, Any]] = {
         "ParameterServer": ParameterServer,
         "ProcessGroup": ProcessGroup,
         "Switch": Switch,
+    },
+    "rule": {
+        "Bulyan": Bulyan,
+        "CentredClipping": CentredClipping,
+        "ClippedMean": ClippedMean,
+        "FABA": FABA,
+        "FLTrust": FLTrust,
+        "GeometricMedian": GeometricMedian,
+        "Krum": Krum,
+        "MeaMed": MeaMed,
+        "Mean": Mean,
+        "Median": Median,
+        "MultiKrum": MultiKrum,
+        "Phocas": Phocas,
+        "TrimmedMean": TrimmedMean,
     },
     "scheduling": {
         "Credit": Credit,

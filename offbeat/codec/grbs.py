@@ -13,7 +13,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from offbeat.codec.one_round import OneRoundCodec
@@ -22,6 +21,9 @@ from offbeat.errors import PeerError, PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from offbeat.codec.turn import Turn
     from offbeat.layout import Bucket
@@ -94,7 +96,7 @@ class GRBS(OneRoundCodec):
             out[whole:] = values[filled:]
         return out
 
-    def _drawn(self, numel: int, turn: Turn) -> tuple[int, np.ndarray, bool]:
+    def _drawn(self, numel: int, turn: Turn) -> tuple[int, NDArray[np.int64], bool]:
         """The size of a block, which whole ones are sent, in order, and whether the shorter one at the end is."""
         size = max(1, min(self.block, int(numel / self.ratio / _FEWEST)))
         blocks = math.ceil(numel / size)
