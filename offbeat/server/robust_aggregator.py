@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class RobustAggregator:
     """An `Aggregator` that combines by a rule.
 
-    A block that holds NaN or Inf is rejected before any arithmetic. Where fewer are left than the rule needs, the update
-    leaves the block as it is, which is said once.
+    A block that holds NaN or Inf is rejected before any arithmetic. Where fewer are left than the rule needs, the
+    update leaves the block as it is, which is said once.
 
     Args:
         rule: that looks at each coordinate by itself.
