@@ -23,10 +23,10 @@ def codecs() -> str:
     found: dict[str, Any] = msgspec.json.decode(CODEC.read_bytes())
     settings = found["settings"]
     return (
-        f"\n## codec\n\nGradients of {settings['model']} in buckets of {settings['bucket_mb']:g} MiB, encoded and decoded "
-        f"by one worker of {settings['workers']}. Of what cannot be added each worker receives what all others send: "
-        "so many bytes are on a link as in an all-reduce of that size. A codec pays where the links are slower than the "
-        f"last column says.\n\n{_table(CODEC_HEADINGS, codec_rows(found))}\n"
+        f"\n## codec\n\nGradients of {settings['model']} in buckets of {settings['bucket_mb']:g} MiB, encoded and "
+        f"decoded by one worker of {settings['workers']}. Of what cannot be added each worker receives what all others "
+        "send: so many bytes are on a link as in an all-reduce of that size. A codec pays where the links are slower "
+        f"than the last column says.\n\n{_table(CODEC_HEADINGS, codec_rows(found))}\n"
         f"`{found['command']}`, {found['date']}, {found['hardware']['cores']} cores, {found['hardware']['processor']}, "
         f"torch {found['versions']['torch']}. [Raw records](codec.json).\n"
     )
@@ -66,10 +66,10 @@ def resets() -> str:
     ]
     told = _told(reset_toy.claims(found), "{:.3f} x")
     return (
-        f"\n## reset_toy\n\n{found.workers} workers train a small student for {found.steps} steps, at the same learning "
-        "rate with every plan; the loss of the mean of all replicas in the end, by the part of the bytes of synchronous "
-        f"SGD that each sends, whose loss is {found.whole.loss:.3f}. Where error feedback lags, error reset does not: the "
-        f"claim of CSER.\n\n{told}\n{_table(['bytes', *reset_toy.METHODS], rows)}\n"
+        f"\n## reset_toy\n\n{found.workers} workers train a small student for {found.steps} steps, at the same "
+        "learning rate with every plan; the loss of the mean of all replicas in the end, by the part of the bytes of "
+        f"synchronous SGD that each sends, whose loss is {found.whole.loss:.3f}. Where error feedback lags, error reset "
+        f"does not: the claim of CSER.\n\n{told}\n{_table(['bytes', *reset_toy.METHODS], rows)}\n"
         f"`{found.command}`, {found.date}, torch {found.versions['torch']}, means of {len(found.seeds)} seeds. "
         "[Raw records](reset_toy.json).\n"
     )
@@ -93,11 +93,11 @@ def attacks() -> str:
     alone = statistics.fmean(found.server_only)
     return (
         "\n## byzantine_table\n\nTen workers in one process train a perceptron on MNIST, and some of them lie: test "
-        f"accuracy in the end, the mean of {len(found.settings['seeds'])} seeds. Trained on the {found.settings['trusted']:g} "
-        f"trusted samples alone it is {alone:.3f}. Rules that compare workers with each other bear a minority of liars; "
-        "those with a reference on trusted samples bear six of ten.\n\n"
-        f"{told}\n{_table(['attack', *names], rows)}\n`{found.command}`, {found.date}, torch {found.versions['torch']}; "
-        f"{found.note}. [Raw records](byzantine_table.json).\n"
+        f"accuracy in the end, the mean of {len(byzantine_table.SEEDS)} seeds. Trained on the {byzantine_table.TRUSTED} "
+        f"trusted samples alone it is {alone:.3f}. Rules that compare workers with each other bear a minority of "
+        "liars; those with a reference on trusted samples bear six of ten.\n\n"
+        f"{told}\n{_table(['attack', *names], rows)}\n`{found.command}`, {found.date}, torch "
+        f"{found.versions['torch']}; {found.note}. [Raw records](byzantine_table.json).\n"
     )
 
 
