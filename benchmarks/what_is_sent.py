@@ -68,8 +68,8 @@ def resets() -> str:
     return (
         f"\n## reset_toy\n\n{found.workers} workers train a small student for {found.steps} steps, at the same "
         "learning rate with every plan; the loss of the mean of all replicas in the end, by the part of the bytes of "
-        f"synchronous SGD that each sends, whose loss is {found.whole.loss:.3f}. Where error feedback lags, error reset "
-        f"does not: the claim of CSER.\n\n{told}\n{_table(['bytes', *reset_toy.METHODS], rows)}\n"
+        f"synchronous SGD that each sends, whose loss is {found.whole.loss:.3f}. Where error feedback lags, error "
+        f"reset does not: the claim of CSER.\n\n{told}\n{_table(['bytes', *reset_toy.METHODS], rows)}\n"
         f"`{found.command}`, {found.date}, torch {found.versions['torch']}, means of {len(found.seeds)} seeds. "
         "[Raw records](reset_toy.json).\n"
     )
@@ -93,8 +93,8 @@ def attacks() -> str:
     alone = statistics.fmean(found.server_only)
     return (
         "\n## byzantine_table\n\nTen workers in one process train a perceptron on MNIST, and some of them lie: test "
-        f"accuracy in the end, the mean of {len(byzantine_table.SEEDS)} seeds. Trained on the {byzantine_table.TRUSTED} "
-        f"trusted samples alone it is {alone:.3f}. Rules that compare workers with each other bear a minority of "
+        f"accuracy in the end, the mean of {len(byzantine_table.SEEDS)} seeds. Trained on the "
+        f"{byzantine_table.TRUSTED} trusted samples alone it is {alone:.3f}. Rules that compare workers with each other bear a minority of "
         "liars; those with a reference on trusted samples bear six of ten.\n\n"
         f"{told}\n{_table(['attack', *names], rows)}\n`{found.command}`, {found.date}, torch "
         f"{found.versions['torch']}; {found.note}. [Raw records](byzantine_table.json).\n"
