@@ -94,8 +94,8 @@ def attacks() -> str:
     return (
         "\n## byzantine_table\n\nTen workers in one process train a perceptron on MNIST, and some of them lie: test "
         f"accuracy in the end, the mean of {len(byzantine_table.SEEDS)} seeds. Trained on the "
-        f"{byzantine_table.TRUSTED} trusted samples alone it is {alone:.3f}. Rules that compare workers with each other "
-        "bear a minority of liars; those with a reference on trusted samples bear six of ten.\n\n"
+        f"{byzantine_table.TRUSTED} trusted samples alone it is {alone:.3f}. Rules that compare workers with each "
+        "other bear a minority of liars; those with a reference on trusted samples bear six of ten.\n\n"
         f"{told}\n{_table(['attack', *names], rows)}\n`{found.command}`, {found.date}, torch "
         f"{found.versions['torch']}; {found.note}. [Raw records](byzantine_table.json).\n"
     )
