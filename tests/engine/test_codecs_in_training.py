@@ -1,4 +1,4 @@
-"""Every codec where it is used: real workers, several buckets, checkpoints, and gradients that some have no data for."""
+"""Every codec where it is used: real workers, several buckets, checkpoints, and workers with less data."""
 
 from __future__ import annotations
 
