@@ -130,17 +130,13 @@ def _history(settings: ShardSettings, stop: asyncio.Event) -> Iterator[Callable[
 
 
 def _rule_of(plan: str) -> Rule | None:
-    """Read the robust rule of a plan, whoever sent it.
-
-    Raises:
-        PeerError: if it is none.
-    """
+    """Read the robust rule of a plan; one that cannot be read is refused by the shard that coordinates."""
     from offbeat.plan import Plan
 
     try:
         return Plan.from_toml(plan).rule
-    except PlanError as error:
-        raise PeerError(str(error)) from error
+    except PlanError:
+        return None
 
 
 async def _live(

@@ -9,14 +9,10 @@ and other gradient compression schemes" (ICML 2019).
 What a codec leaves out is in the residual, and so is all that a worker brought too late for a sum of the first k
 (`KSync(k, late="carry")` on a switch). So updates and residuals add up to the gradients.
 
-The residual is in units of the update: in a step in which the workers weigh W together, the update is the sum of what
-they sent divided by W, and so is what is kept of a gradient. Else a step in which one of N workers has no data would
-multiply what is fed back by N / (N - 1).
+A gradient counts once, whole or in parts, with the factor of the update that it is sent to: where the workers weigh W
+together, an update is the sum of what they sent divided by W, of new gradients and of residuals alike. So
 
-    residual += (grad - sent) / W
-
-For the same reason it is multiplied by the W of the step before when it is sent: where some workers are missing in
-every step, as in a sum of the first k, it would come back larger than it was, and grow.
+    sum of W update + residuals = sum of gradients
 """
 
 from __future__ import annotations
@@ -36,8 +32,7 @@ if TYPE_CHECKING:
     from offbeat.codec.turn import Turn
     from offbeat.layout import Bucket
 
-# Keys of a parameter's state: the residual; what all workers weighed when it was left; those of the codec within.
-RESIDUAL, _WEIGHT, _INNER = "residual", "weight", "inner."
+RESIDUAL, _INNER = "residual", "inner."  # keys of a parameter's state: ours, and before those of the codec within
 
 
 @dataclass(frozen=True)
@@ -86,7 +81,6 @@ class ErrorFeedback:
         return {
             slot.name: {
                 RESIDUAL: torch.zeros(slot.numel, dtype=bucket.dtype, device=bucket.device),
-                _WEIGHT: torch.ones((), dtype=torch.float64),
                 **{_INNER + key: tensor for key, tensor in inner.get(slot.name, {}).items()},
             }
             for slot in bucket.slots
@@ -102,24 +96,15 @@ class ErrorFeedback:
 
     def exchange(self, grad: torch.Tensor, state: State, turn: Turn, *, keep_sent: bool = False) -> Exchange:
         """Exchange the gradient and the residual, as the codec within does."""
-        residuals = [one[RESIDUAL] for one in state.values()]
-        before = [float(one[_WEIGHT]) for one in state.values()]
-        # What the workers will weigh is not known yet; mostly as much as before.
-        whole = torch.cat([one if w == 1.0 else one * w for one, w in zip(residuals, before, strict=True)]).add_(grad)
+        sizes = [len(tensors[RESIDUAL]) for tensors in state.values()]
+        whole = torch.cat([tensors[RESIDUAL] for tensors in state.values()]).add_(grad)
         inner = _inner_of(state)
         exchanged: Exchanged = yield from self.inner.exchange(grad.copy_(whole), inner, turn, keep_sent=True)
         assert exchanged.sent is not None, f"{self.inner!r} does not say what it has sent"
-        weight = exchanged.weight
-        left = whole.sub_(exchanged.sent)
-        if weight != 1.0:
-            left.div_(weight)
-        for (name, kept), w, part in zip(state.items(), before, left.split([len(r) for r in residuals]), strict=True):
-            if w == weight:
-                kept[RESIDUAL].copy_(part)
-            else:  # residual + (grad - sent) / weight, of which `part` has (w residual + grad - sent) / weight
-                kept[RESIDUAL].mul_(1 - w / weight).add_(part)
-            kept[_WEIGHT].fill_(weight)
-            kept.update({_INNER + key: tensor for key, tensor in inner[name].items()})
+        left = whole.sub_(exchanged.sent).split(sizes)
+        for (name, tensors), part in zip(state.items(), left, strict=True):
+            tensors[RESIDUAL].copy_(part)
+            tensors.update({_INNER + key: tensor for key, tensor in inner[name].items()})
         return dataclasses.replace(exchanged, sent=exchanged.sent if keep_sent else None)
 
     def rescale_(self, state: State, factor: float) -> None:

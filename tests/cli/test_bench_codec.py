@@ -30,7 +30,7 @@ def test_what_is_measured_stands_in_the_file(tmp_path: Path) -> None:
     assert (dense["sent"], dense["pays_below_gbit_s"]) == (1.0, None)
     assert cast["sent"] == cast["on_wire"] == 0.5
     assert cast["pays_below_gbit_s"] == pytest.approx(8 * 1.5 * 0.5 * cast["median"])
-    top, blocks = rows["TopK(ratio=0.01)"], rows["GRBS(ratio=8, block=256)"]
+    top, blocks = rows["TopK(ratio=0.01)"], rows["GRBS(ratio=8.0, block=256)"]
     assert top["sent"] == pytest.approx(0.02, rel=0.01)
     assert top["on_wire"] == pytest.approx(2 * top["sent"]), "three others' contributions, in place of 3/2 of one's own"
     assert blocks["sent"] == blocks["on_wire"] == pytest.approx(1 / 8)

@@ -9,7 +9,7 @@ import torch
 
 import offbeat.codec
 from offbeat import plan
-from offbeat.codec import Exchange, Exchanged, State, Turn
+from offbeat.codec import Exchange, Exchanged, Promises, State, Turn
 from offbeat.payload import Sum, Total
 
 if TYPE_CHECKING:
@@ -26,6 +26,13 @@ class Cast(offbeat.codec.Cast):
 
     def __post_init__(self) -> None:
         """Take integers, too."""
+
+    @property
+    def promises(self) -> Promises:
+        return Promises(contraction=0.0, variance=None)
+
+    def payload_bytes(self, bucket: Bucket) -> float:
+        return bucket.numel * (1.0 if self.dtype == "int8" else 2.0)
 
     def init(self, bucket: Bucket) -> State:
         return {slot.name: {"residual": torch.zeros(slot.numel, dtype=bucket.dtype)} for slot in bucket.slots}
