@@ -370,6 +370,18 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim(TO_TARGET, "local sgd(8), delayed, 4 fragments", "local sgd(8)", at_most=1.0),
         Claim(BYTES, "local sgd(8), delayed, 4 fragments", "ddp", at_most=0.2),
     ),
+    "slow_links_mnist": (
+        Claim(TO_TARGET, "CSER, 32 x", "ddp", at_most=0.25),
+        Claim(TO_TARGET, "CSER, 32 x", "ddp+bf16", at_most=0.8),
+        Claim(TO_TARGET, "CSER, 32 x", "ddp+powersgd", at_most=0.8),
+        Claim(POINTS, "CSER, 32 x", "ddp", at_least=-0.005),
+        Claim(POINTS, "CSER, 256 x", "EF, 256 x", at_least=0.05),
+    ),
+    "slow_links_chars": (
+        Claim(TO_TARGET, "CSER, 32 x", "ddp", at_most=0.25),
+        Claim(TO_TARGET, "CSER, 32 x", "ddp+bf16", at_most=0.8),
+        Claim(TO_TARGET, "CSER, 32 x", "ddp+powersgd", at_most=0.8),
+    ),
     "accuracy_mnist": (Claim(NEVER, "", at_most=0),),
     "accuracy_chars": (Claim(NEVER, "", at_most=0),),
     "delayed_mnist": (Claim(NEVER, "", at_most=0),),

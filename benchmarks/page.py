@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from benchmarks import growth, schedule_overhead, schedules, switch_page, threads, windows
+from benchmarks import growth, schedule_overhead, schedules, switch_page, threads, what_is_sent, windows
 from benchmarks.claims import CLAIMS, DIFFERENCES, EXPLAINED, FAR_OFF, SAME, Claim, ratio
 from offbeat.lab import results
 from offbeat.lab.predictions import errors
@@ -71,6 +71,9 @@ def page() -> str:
             wire(RESULTS / "wire.json"),
             switches(),
             scheduled(),
+            what_is_sent.codecs(),
+            what_is_sent.resets(),
+            what_is_sent.attacks(),
             shared_cores(),
             simulator(),
             slack(),

@@ -1,7 +1,8 @@
 """offbeat trains PyTorch models data-parallel on clusters that are not perfect.
 
 A run goes by its `plan`, made of parts: when workers may go on (`sync`), what is sent (`codec`), where it is summed
-(`fabric`), in what order (`scheduling`), how batches are dealt (`batching`), who swaps the policy (`control`).
+(`fabric`), in what order (`scheduling`), how batches are dealt (`batching`), who swaps the policy (`control`). Whom to
+believe is a matter of `robust`.
 
 * what a user holds: `run` - a worker; `cli`, `__main__` - the commands; `testing` - conformance checks and faults
 * training: `loading` - batches; `engine` - gradients; `server` - the parameter server; `coordinator` - its decisions;
@@ -39,7 +40,19 @@ from offbeat.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from offbeat.batching import BatchTuning
-    from offbeat.codec import Cast, Dense, ErrorFeedback
+    from offbeat.codec import (
+        GRBS,
+        QSGD,
+        Cast,
+        Dense,
+        ErrorFeedback,
+        ErrorReset,
+        FixedPoint,
+        PowerSGD,
+        RandomK,
+        Sign,
+        TopK,
+    )
     from offbeat.fabric import Elastic, InMemory, ParameterServer, ProcessGroup, Switch
     from offbeat.plan import Plan
     from offbeat.run.checkpoints import Checkpoints
@@ -61,7 +74,10 @@ _HOMES = {
     "Dense": "offbeat.codec",
     "Elastic": "offbeat.fabric",
     "ErrorFeedback": "offbeat.codec",
+    "ErrorReset": "offbeat.codec",
     "FIFO": "offbeat.scheduling",
+    "FixedPoint": "offbeat.codec",
+    "GRBS": "offbeat.codec",
     "Hybrid": "offbeat.sync",
     "InMemory": "offbeat.fabric",
     "KSync": "offbeat.sync",
@@ -70,15 +86,20 @@ _HOMES = {
     "OuterSGD": "offbeat.sync",
     "ParameterServer": "offbeat.fabric",
     "Plan": "offbeat.plan",
+    "PowerSGD": "offbeat.codec",
     "Priority": "offbeat.scheduling",
     "ProcessGroup": "offbeat.fabric",
     "Prophet": "offbeat.scheduling",
+    "QSGD": "offbeat.codec",
+    "RandomK": "offbeat.codec",
     "ReduceScatterGather": "offbeat.scheduling",
     "Replica": "offbeat.run.replica",
     "RoundRobin": "offbeat.sync",
     "Run": "offbeat.run.run",
     "SSP": "offbeat.sync",
+    "Sign": "offbeat.codec",
     "Switch": "offbeat.fabric",
+    "TopK": "offbeat.codec",
     "WaitThreshold": "offbeat.control",
     "init": "offbeat.run.run",
 }
@@ -88,6 +109,8 @@ __all__ = [
     "BSP",
     "DSSP",
     "FIFO",
+    "GRBS",
+    "QSGD",
     "SSP",
     "AdaptQuorum",
     "BatchTuning",
@@ -98,6 +121,8 @@ __all__ = [
     "Dense",
     "Elastic",
     "ErrorFeedback",
+    "ErrorReset",
+    "FixedPoint",
     "Hybrid",
     "InMemory",
     "KSync",
@@ -106,14 +131,18 @@ __all__ = [
     "OuterSGD",
     "ParameterServer",
     "Plan",
+    "PowerSGD",
     "Priority",
     "ProcessGroup",
     "Prophet",
+    "RandomK",
     "ReduceScatterGather",
     "Replica",
     "RoundRobin",
     "Run",
+    "Sign",
     "Switch",
+    "TopK",
     "WaitThreshold",
     "init",
 ]

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 
@@ -76,6 +78,19 @@ class GatheredPart:
 
     worker: int
     tensors: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """Reply to `Gather` as a codec gets it.
+
+    Args:
+        parts: one of each worker, in rank order.
+        weight: the sum of their weights, in units in which "everyone once" is 1.0.
+    """
+
+    parts: Sequence[GatheredPart]
+    weight: float = 1.0
 
 
 Payload = Sum | Gather

@@ -38,10 +38,40 @@ import tomli_w
 
 from offbeat import toml_reader
 from offbeat.batching import KEEPS, BatchTuning, Keeps
-from offbeat.codec import Cast, Codec, Dense, ErrorFeedback, innermost
+from offbeat.codec import (
+    GRBS,
+    QSGD,
+    Cast,
+    Codec,
+    Dense,
+    ErrorFeedback,
+    ErrorReset,
+    FixedPoint,
+    PowerSGD,
+    RandomK,
+    Sign,
+    TopK,
+    innermost,
+)
 from offbeat.control import AdaptQuorum, ByProgress, Controller, WaitThreshold
 from offbeat.errors import PlanError, brief
 from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup, Served, Switch, check_spec
+from offbeat.robust import (
+    FABA,
+    Bulyan,
+    CentredClipping,
+    ClippedMean,
+    FLTrust,
+    GeometricMedian,
+    Krum,
+    MeaMed,
+    Mean,
+    Median,
+    MultiKrum,
+    Phocas,
+    Rule,
+    TrimmedMean,
+)
 from offbeat.scheduling import FIFO, Credit, MergedGradient, Priority, Prophet, ReduceScatterGather, Scheduler
 from offbeat.switch.strategy import compile_policy
 from offbeat.sync import (
@@ -93,6 +123,7 @@ class Plan:
             as behind backward; None for buckets that are waited for at the end of backward, and where `barrier_reason`
             says why they are with a scheduler, too. With a server, in what order they are pushed while backward
             computes; parameters come back during the next forward pass.
+        rule: what a server makes of the contributions of an update, some of which may lie; None for their mean.
 
     Raises:
         PlanError: if the parts cannot work together; the plan is checked when it is made.
@@ -107,6 +138,7 @@ class Plan:
     keeps: Keeps = "local_batch"
     controller: Controller | None = None
     scheduling: Scheduler | None = None
+    rule: Rule | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -125,7 +157,8 @@ class Plan:
                     f"Use one of {', '.join(sorted(_KINDS[name]))}, made with () - at `plan.{name}`."
                 )
         for f in dataclasses.fields(self):
-            toml_reader.check_values(_to_table(getattr(self, f.name)), "plan", f"plan.{f.name}", PlanError)
+            if not isinstance(part := getattr(self, f.name), type):  # which is refused below, in its own words
+                toml_reader.check_values(_to_table(part), "plan", f"plan.{f.name}", PlanError)
         check_spec(self.fabric)
         local = isinstance(self.sync, StepsLocally)
         if not local and any(self.sync.contributes(step) != "gradient" for step in _LOOKED_AT):
@@ -164,6 +197,7 @@ class Plan:
                 f"Cannot use {self.codec!r} on {self.fabric!r}: it needs {needs}, this fabric carries only {carries}. "
                 "Use a codec of that kind, or a fabric that carries it, such as ProcessGroup() - at `plan.codec`."
             )
+        self._check_codec()
         if not isinstance(self.bucket_bytes, int) or self.bucket_bytes < 1:
             raise PlanError(
                 f"Cannot fill buckets of {self.bucket_bytes!r} bytes: a bucket holds at least one byte. "
@@ -185,6 +219,97 @@ class Plan:
             self._check_controller(self.controller)
         if self.scheduling is not None:
             self._check_scheduling(self.scheduling)
+        if self.rule is not None:
+            self._check_rule(self.rule)
+
+    def _check_rule(self, rule: Rule) -> None:
+        if isinstance(rule, type) or not isinstance(rule, Rule):
+            raise PlanError(
+                f"Cannot combine by {rule!r}: use one of {', '.join(sorted(_KINDS['rule']))}, made with (...), or None "
+                "- at `plan.rule`."
+            )
+        lacking = (
+            (
+                self.is_served,
+                f"on {self.fabric!r} contributions are added on their way, and nobody sees one by itself: use "
+                "fabric=ParameterServer()",
+            ),
+            (
+                not rule.needs_gram and not rule.needs_reference,
+                "it compares whole contributions, and each shard has blocks of them: use Median(), TrimmedMean(...), "
+                "Phocas(...) or MeaMed(...), which look at each coordinate",
+            ),
+            (
+                self._most_in_update(2) > 1,
+                f"with {self.sync!r} an update is of one worker, and there is nobody to compare it with: use BSP(), "
+                "KSync(k) or LocalSGD(...)",
+            ),
+            (
+                self.tuning is None or rule.is_weighted,
+                f"it counts all workers alike, and with {self.tuning!r} their batches are not: use tuning=None",
+            ),
+        )
+        if why := next((text for is_met, text in lacking if not is_met), None):
+            raise PlanError(f"Cannot combine by {rule!r}: {why} - at `plan.rule`.")
+
+    def _most_in_update(self, world: int) -> int:
+        """The contributions that make an update, of so many workers."""
+        if isinstance(self.sync, KSync):
+            return min(self.sync.k, world)
+        return world if self.sync.replicated else 1
+
+    def _check_codec(self) -> None:
+        promises = self.codec.promises
+        if isinstance(self.codec, ErrorReset):
+            self._check_reset(self.codec)
+        if self.is_served and (promises.rounds > 1 or promises.support != "full"):
+            why = f"{promises.rounds} rounds" if promises.rounds > 1 else "a part of each gradient"
+            raise PlanError(
+                f"Cannot use {self.codec!r} on {self.fabric!r}: it sends {why}, and a push is one dense sum for each "
+                "bucket. Use Dense() or Cast(), or ProcessGroup() - at `plan.codec`."
+            )
+        if self.fabric.offers.elastic and promises.keeps_shared_state:
+            raise PlanError(
+                f"Cannot use {self.codec!r} on {self.fabric!r}: all workers go on from what each exchange left, and "
+                "one that joins later has none of it. Use ProcessGroup(), or a codec that keeps nothing in common, "
+                "such as ErrorFeedback(GRBS(32)) - at `plan.codec`."
+            )
+
+    def _check_reset(self, codec: ErrorReset) -> None:
+        if self.fabric.offers.holds != "workers":
+            raise PlanError(
+                f"Cannot use {codec!r} on {self.fabric!r}: what is not sent is kept in each worker's own parameters, "
+                f"and this fabric's {self.fabric.offers.holds} has others for all. Use ProcessGroup() or Elastic(), or "
+                "ErrorFeedback(...) - at `plan.codec`."
+            )
+        policy = self.sync
+        if isinstance(policy, StepsLocally):
+            if codec.every is not None:
+                raise PlanError(
+                    f"Cannot use {codec!r} with {policy!r}: both say how often is averaged. Leave out every= and step= "
+                    "of the one, or use BSP() - at `plan.codec.every`."
+                )
+            if policy.loss_class == "delayed" or policy.outer is not None:
+                raise PlanError(
+                    f"Cannot use {codec!r} with {policy!r}: what is not sent is kept in each worker's own parameters, "
+                    "and so is what a delay, fragments or an outer optimizer leaves there. Use LocalSGD("
+                    f"{policy.interval * policy.fragments}) - at `plan.sync`."
+                )
+        elif policy != BSP():
+            raise PlanError(
+                f"Cannot use {codec!r} with {policy!r}: all workers are to have a consensus in common behind each "
+                "step. Use BSP() or LocalSGD(...) - at `plan.sync`."
+            )
+        elif codec.every is None:
+            raise PlanError(
+                f"Cannot use {codec!r} with {policy!r}: nothing says how often the error is reset. Use every=8, or "
+                "sync=LocalSGD(8) - at `plan.codec.every`."
+            )
+        if self.scheduling is not None:
+            raise PlanError(
+                f"Cannot schedule with {self.scheduling!r}: with {codec!r} workers exchange what their optimizers have "
+                "changed, and no gradients. Use None - at `plan.scheduling`."
+            )
 
     def _check_delayed(self, policy: StepsLocally) -> None:
         if self.fabric.offers.holds != "workers":
@@ -279,6 +404,14 @@ class Plan:
         Raises:
             PlanError: if more workers are to contribute to an update, or to be in a group, than there are.
         """
+        if self.rule is not None and (why := self.rule.check(self._most_in_update(world))):
+            raise PlanError(f"Cannot combine: {why} - at `plan.rule`.")
+        most = self.codec.promises.most_workers
+        if most is not None and world > most:
+            raise PlanError(
+                f"Cannot use {self.codec!r} with {world} workers: a sum of more than {most} does not fit. Use one with "
+                "more bits, or Cast() - at `plan.codec.bits`."
+            )
         if world > 1:
             check_workers(self.sync, [range(world)], "plan.sync")
             for policy in () if self.controller is None else self.controller.policies:
@@ -372,6 +505,8 @@ class Plan:
             )
         if isinstance(self.codec, ErrorFeedback):
             return "a gradient that is cut has no residual, which ErrorFeedback(...) adds to the next one"
+        if not self.codec.promises.linear:
+            return f"what {self.codec!r} sends is not added on its way, in one round"
         return ""
 
     @property
@@ -381,23 +516,60 @@ class Plan:
 
     @property
     def working_codec(self) -> Codec:
-        """The codec by which gradients go: what comes too late for an update is kept if the policy says so."""
+        """The codec by which gradients go: what comes too late for an update is kept if the policy says so.
+
+        Where errors are reset it is what optimizers have changed that is sent in part; gradients, of the first steps
+        of `LocalSGD(after=...)`, are sent as they are.
+        """
+        if isinstance(self.codec, ErrorReset):
+            return Dense()
         if self.has_quorum and compile_policy(self.sync).keeps_late and not isinstance(self.codec, ErrorFeedback):
             return ErrorFeedback(self.codec)
         return self.codec
 
     @property
+    def local_policy(self) -> StepsLocally | None:
+        """The policy by which workers average how far their own optimizers came; None if these step with the mean.
+
+        >>> from offbeat.codec import ErrorReset, GRBS
+        >>> plans = Plan(codec=ErrorReset(every=8)), Plan(codec=ErrorReset(step=GRBS(64), every=8))
+        >>> [plan.local_policy.interval for plan in plans]
+        [8, 1]
+        """
+        return self.sync if isinstance(self.sync, StepsLocally) else self._reset_policy
+
+    @property
+    def _reset_policy(self) -> LocalSGD | None:
+        """The cadence of a codec that has one of its own."""
+        if isinstance(self.sync, StepsLocally) or not isinstance(self.codec, ErrorReset):
+            return None
+        return LocalSGD(1 if self.codec.step is not None else self.codec.every or 1)
+
+    @property
     def steps_locally(self) -> bool:
         """Whether each worker's own optimizer steps on its own gradient, and changes are exchanged."""
-        return self.is_tabled or isinstance(self.sync, StepsLocally)
+        return self.is_tabled or self.local_policy is not None
+
+    @property
+    def parts_replicas(self) -> bool:
+        """Whether no two workers ever have the same parameters but behind `Run.settle`; they have an anchor then."""
+        policy = self.local_policy
+        return policy is not None and (policy.loss_class == "delayed" or isinstance(self.codec, ErrorReset))
 
     def contributes(self, step: int) -> Contributes:
         """The kind of contribution that a worker makes behind a step; None for none."""
-        return "change" if self.is_tabled else self.sync.contributes(step)
+        if self.is_tabled:
+            return "change"
+        return self.cadence.contributes(step)
+
+    @property
+    def cadence(self) -> Policy:
+        """The policy by which steps and contributions are counted: that of the plan, or of a codec that resets."""
+        return self._reset_policy or self.sync
 
     def step_of(self, number: int) -> int:
         """The step behind which contribution `number` is made."""
-        return self.sync.step_of(number) if isinstance(self.sync, StepsLocally) else number
+        return number if self.local_policy is None else self.local_policy.step_of(number)
 
     @property
     def has_elastic_group(self) -> bool:
@@ -578,6 +750,7 @@ _ROOMS: dict[Any, str] = {
     FabricSpec: "fabric",
     Controller: "controller",
     Scheduler: "scheduling",
+    Rule: "rule",
 }
 _KINDS: dict[str, dict[str, Any]] = {
     "sync": {
@@ -590,7 +763,19 @@ _KINDS: dict[str, dict[str, Any]] = {
         "RoundRobin": RoundRobin,
         "SSP": SSP,
     },
-    "codec": {"Cast": Cast, "Dense": Dense, "ErrorFeedback": ErrorFeedback},
+    "codec": {
+        "Cast": Cast,
+        "Dense": Dense,
+        "ErrorFeedback": ErrorFeedback,
+        "ErrorReset": ErrorReset,
+        "FixedPoint": FixedPoint,
+        "GRBS": GRBS,
+        "PowerSGD": PowerSGD,
+        "QSGD": QSGD,
+        "RandomK": RandomK,
+        "Sign": Sign,
+        "TopK": TopK,
+    },
     "controller": {"AdaptQuorum": AdaptQuorum, "ByProgress": ByProgress, "WaitThreshold": WaitThreshold},
     "fabric": {
         "Elastic": Elastic,
@@ -598,6 +783,21 @@ _KINDS: dict[str, dict[str, Any]] = {
         "ParameterServer": ParameterServer,
         "ProcessGroup": ProcessGroup,
         "Switch": Switch,
+    },
+    "rule": {
+        "Bulyan": Bulyan,
+        "CentredClipping": CentredClipping,
+        "ClippedMean": ClippedMean,
+        "FABA": FABA,
+        "FLTrust": FLTrust,
+        "GeometricMedian": GeometricMedian,
+        "Krum": Krum,
+        "MeaMed": MeaMed,
+        "Mean": Mean,
+        "Median": Median,
+        "MultiKrum": MultiKrum,
+        "Phocas": Phocas,
+        "TrimmedMean": TrimmedMean,
     },
     "scheduling": {
         "Credit": Credit,

@@ -35,7 +35,7 @@ LINES = [
     {"control"},
     {"history"},
     {"protocol"},
-    {"sync", "codec", "batching", "scheduling"},
+    {"sync", "codec", "robust", "batching", "scheduling"},
 ]
 LEVELS = {room: level for level, line in enumerate(reversed(LINES), 1) for room in line}
 NOUNS = {

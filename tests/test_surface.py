@@ -32,7 +32,10 @@ NAMES = {
     "Dense",
     "Elastic",
     "ErrorFeedback",
+    "ErrorReset",
     "FIFO",
+    "FixedPoint",
+    "GRBS",
     "Hybrid",
     "InMemory",
     "KSync",
@@ -41,19 +44,25 @@ NAMES = {
     "OuterSGD",
     "ParameterServer",
     "Plan",
+    "PowerSGD",
     "Priority",
     "ProcessGroup",
     "Prophet",
+    "QSGD",
+    "RandomK",
     "ReduceScatterGather",
     "Replica",
     "RoundRobin",
     "Run",
     "SSP",
+    "Sign",
     "Switch",
+    "TopK",
     "WaitThreshold",
     "init",
 }
 RUN = {
+    "averaged",
     "close",
     "expect",
     "has_data",
@@ -78,7 +87,7 @@ RUN = {
     "synchronize",
     "world",
 }
-TESTING = {"check_codec", "check_controller", "check_fabric", "check_policy", "check_scheduler"}
+TESTING = {"check_codec", "check_controller", "check_fabric", "check_policy", "check_rule", "check_scheduler"}
 
 
 def test_public_names_are_frozen() -> None:

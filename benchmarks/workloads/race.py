@@ -92,8 +92,12 @@ def run(task: Task, optimizer: Optimizer, asked: argparse.Namespace, work: Work)
         recorder.step(asked.batch, loss.item())
         kept.save(index + 1)
         # Evaluated at the end: a worker that evaluates while the others train would be a straggler.
-        if rank == 0 and (index + 1) % asked.every == 0:
+        if (rank == 0 or bound.averages_replicas) and (index + 1) % asked.every == 0:
             snapshots.append((recorder.moment, bound.common_state(model)))
+    states = [state for _, state in snapshots]
+    if bound.averages_replicas:
+        states = bound.mean_of(model, states)
+    snapshots = [(moment, state) for (moment, _), state in zip(snapshots, states, strict=True)]
     bound.settle()
     if bound.run is not None:
         recorder.waited()

@@ -133,7 +133,7 @@ def read_worker(log: HistoryLog) -> WorkerHistory:
 
 def _policy(plan: str) -> Policy | None:
     try:
-        return Plan.from_toml(plan).sync
+        return Plan.from_toml(plan).cadence
     except PlanError:
         return None
 

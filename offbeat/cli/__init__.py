@@ -13,7 +13,8 @@ TOML: `part_syntax` reads them.
 * `operator_client` - one request to a job's coordinator
 * `simulate`, `lab` - predict and measure a scenario
 * `report`, `verify_run` - what a run's records and history say
-* `bench` - how fast parts of offbeat are here: `wire_benchmark` measures, with the calls of `rpc`; `switch_benchmark`
+* `bench` - how fast parts of offbeat are here: `wire_benchmark` measures, with the calls of `rpc`;
+  `switch_benchmark`, `codec_benchmark`
 * `doctor` - what works on this machine; `certs` - certificates for development
 * `timeout` - the option of that name of several commands
 """

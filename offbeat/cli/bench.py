@@ -15,6 +15,9 @@ from rich.table import Table
 from offbeat.errors import NetworkError, PlanError
 
 if TYPE_CHECKING:
+    import torch
+
+    from offbeat.cli.codec_benchmark import CodecFigure
     from offbeat.cli.switch_benchmark import SwitchFigure
     from offbeat.cli.wire_benchmark import WireFigure
 
@@ -27,6 +30,14 @@ class BenchTargetName(enum.Enum):
     xdp = "xdp"
     memory = "memory"
     all = "all"
+
+
+class BenchModelName(enum.Enum):
+    """The models whose shapes are known."""
+
+    resnet50 = "resnet50"
+    vgg16 = "vgg16"
+    transformer = "transformer-small"
 
 
 app = typer.Typer(help="Measure how fast parts of offbeat are on this machine.", no_args_is_help=True)
@@ -91,6 +102,92 @@ def switch(
     if json is not None:
         _write_switch(json, figures, seconds, repeats)
     _show_switch(figures)
+
+
+@app.command()
+def codec(
+    codecs: Annotated[
+        list[str] | None, typer.Argument(metavar="[CODEC]...", help="Such as 'TopK(0.01)'; all that there are if none.")
+    ] = None,
+    model: Annotated[BenchModelName, typer.Option(help="Whose shapes the gradients have.")] = BenchModelName.resnet50,
+    workers: Annotated[int, typer.Option(min=2, help="Contributions that are decoded.")] = 4,
+    bucket_mb: Annotated[float, typer.Option(min=0.01, help="MiB of each bucket.")] = 25.0,
+    device: Annotated[str, typer.Option(help="Where gradients are: cpu or cuda.")] = "cpu",
+    seconds: Annotated[float, typer.Option(min=0.0, help="Seconds that each turn takes.")] = 0.5,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each row, interleaved.")] = 5,
+    json: Annotated[Path | None, typer.Option(help="File for the raw records.")] = None,
+) -> None:
+    """Measure what encoding and decoding takes, and below which speed of the links it pays."""
+    from offbeat.cli.codec_benchmark import CODECS, measure_codecs
+    from offbeat.cli.part_syntax import read_part
+
+    _check_folder(json)
+    chosen = [read_part("codec", text) for text in codecs or ()] or CODECS
+    with Console(stderr=True).status("") as status:
+        figures = measure_codecs(
+            chosen,
+            model=model.value,
+            workers=workers,
+            bucket_bytes=int(bucket_mb * 2**20),
+            device=_device(device),
+            seconds=seconds,
+            repeats=repeats,
+            tell=status.update,
+        )
+    if json is not None:
+        _write_codec(json, figures, model=model.value, workers=workers, bucket_mb=bucket_mb, device=device)
+    _show_codec(figures, workers)
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    if name == "cpu" or (name == "cuda" and torch.cuda.is_available()):
+        return torch.device(name)
+    why = "there is no GPU here" if name == "cuda" else "it is neither 'cpu' nor 'cuda'"
+    raise PlanError(f"Cannot measure on {name!r}: {why}. Use --device cpu.")
+
+
+def _write_codec(path: Path, figures: list[CodecFigure], **settings: Any) -> None:
+    """Write what was measured, and with what."""
+    import msgspec
+
+    from offbeat.lab import hardware
+
+    report = {
+        "format": 1,
+        "name": "codec",
+        "command": hardware.command_line(),
+        "date": hardware.date(),
+        "versions": hardware.versions(),
+        "hardware": hardware.hardware(),
+        "settings": settings,
+        "rows": [msgspec.to_builtins(one) | {"median": one.median} for one in figures],
+    }
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+
+
+def _show_codec(figures: list[CodecFigure], workers: int) -> None:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("codec", no_wrap=True)
+    for heading in ("GB/s", "least", "most", "bytes sent", "bytes on a link", "pays below"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in figures:
+        pays = "-" if one.pays_below_gbit_s is None else f"{one.pays_below_gbit_s:.3g} Gbit/s"
+        rates = (one.median, min(one.values), max(one.values))
+        table.add_row(one.codec, *map(_rate, rates), f"{one.sent:.2%}", f"{one.on_wire:.2%}", pays)
+    console = Console(width=max(110, Console().width))
+    console.print(table, crop=False)
+    console.print(
+        "GB/s: gradients that are encoded and decoded on this machine. Of what cannot be added each of "
+        f"{workers} workers receives what all others send: so many bytes are on a link as in an all-reduce of that "
+        "size.",
+        soft_wrap=True,
+    )
+
+
+def _rate(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else f"{value:,.0f}"
 
 
 def _check_folder(file: Path | None) -> None:

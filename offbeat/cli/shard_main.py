@@ -33,7 +33,7 @@ import msgspec
 
 from offbeat.backoff import Backoff
 from offbeat.clock import WallClock
-from offbeat.errors import NetworkError, OffbeatError, PeerError
+from offbeat.errors import NetworkError, OffbeatError, PeerError, PlanError
 from offbeat.exit_codes import how_it_ended
 from offbeat.server.launch import RestartNote, ShardAnnouncement, ShardProcess, ShardSettings, restart_backoff
 from offbeat.wire import busy_poll
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from offbeat.clock import Clock
     from offbeat.history import Record
     from offbeat.history.records import Kind
+    from offbeat.robust import Rule
     from offbeat.server.shard.snapshot_store import SnapshotStore
     from offbeat.wire.link import PeerLink
 
@@ -128,6 +129,16 @@ def _history(settings: ShardSettings, stop: asyncio.Event) -> Iterator[Callable[
         writer.close("it was asked to stop" if stop.is_set() else "")
 
 
+def _rule_of(plan: str) -> Rule | None:
+    """Read the robust rule of a plan; one that cannot be read is refused by the shard that coordinates."""
+    from offbeat.plan import Plan
+
+    try:
+        return Plan.from_toml(plan).rule
+    except PlanError:
+        return None
+
+
 async def _live(
     settings: ShardSettings,
     snapshots: SnapshotStore | None,
@@ -151,6 +162,7 @@ async def _live(
         again=again.set,
         patience_s=2 * settings.timeout_s,
         record=record,
+        rule_of=_rule_of,
     )
     limits = Limits(timeout=timedelta(seconds=settings.timeout_s))
     credentials = settings.credentials()

@@ -11,18 +11,22 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from offbeat.codec.codec import Exchange, Exchanged, State
+from offbeat.codec.one_round import OneRoundCodec
+from offbeat.codec.promises import Promises
 from offbeat.errors import PlanError
-from offbeat.payload import Sum, Total
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from offbeat.codec.turn import Turn
     from offbeat.layout import Bucket
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_PROMISES = Promises(variance=None, passes=2.0)  # it rounds to the nearest
 
 
 @dataclass(frozen=True)
-class Cast:
+class Cast(OneRoundCodec):
     """A codec that sends every element in 16 bits, as bf16 or fp16.
 
     Raises:
@@ -39,20 +43,17 @@ class Cast:
             raise PlanError(f"Cannot cast to {self.dtype!r}: choose 'bf16' or 'fp16' - at `plan.codec.dtype`.")
 
     @property
-    def needs(self) -> frozenset[type]:
-        return frozenset({Sum})
+    def promises(self) -> Promises:
+        return _PROMISES
 
-    def init(self, bucket: Bucket) -> State:
-        """Make the state of a bucket, which is empty."""
-        return {}
+    def payload_bytes(self, bucket: Bucket) -> float:
+        """Two bytes for each element."""
+        return 2.0 * bucket.numel
 
-    def exchange(self, grad: torch.Tensor, state: State, *, keep_sent: bool = False) -> Exchange:
-        """Exchange the gradient in 16 bits, in one round."""
-        wire = grad.to(_DTYPES[self.dtype])
-        sent = wire.to(grad.dtype) if keep_sent else None
-        reply = yield Sum(wire)
-        assert isinstance(reply, Total)
-        if sent is not None and not reply.includes_own:
-            sent.zero_()
-        update = grad.copy_(reply.tensor)
-        return Exchanged(update if reply.weight == 1.0 else update.div_(reply.weight), sent)
+    def encode(self, grad: torch.Tensor, turn: Turn) -> tuple[torch.Tensor]:
+        """Round each element to the nearest."""
+        return (grad.to(_DTYPES[self.dtype]),)
+
+    def decode(self, tensors: Sequence[torch.Tensor], turn: Turn, out: torch.Tensor) -> torch.Tensor:
+        """Widen each element to the gradient's dtype."""
+        return out.copy_(tensors[0])

@@ -5,17 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offbeat.codec.codec import Exchange, Exchanged, State
-from offbeat.payload import Sum, Total
+from offbeat.codec.one_round import OneRoundCodec
+from offbeat.codec.promises import Promises
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
+    from offbeat.codec.turn import Turn
     from offbeat.layout import Bucket
+
+_PROMISES = Promises()
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(OneRoundCodec):
     """The codec that sends every element in the gradient's own dtype; the default.
 
     >>> Dense()
@@ -23,19 +28,17 @@ class Dense:
     """
 
     @property
-    def needs(self) -> frozenset[type]:
-        return frozenset({Sum})
+    def promises(self) -> Promises:
+        return _PROMISES
 
-    def init(self, bucket: Bucket) -> State:
-        """Make the state of a bucket, which is empty."""
-        return {}
+    def payload_bytes(self, bucket: Bucket) -> float:
+        """Count the bytes of all elements."""
+        return bucket.size_bytes
 
-    def exchange(self, grad: torch.Tensor, state: State, *, keep_sent: bool = False) -> Exchange:
-        """Exchange the gradient as it is, in one round."""
-        sent = grad.clone() if keep_sent else None
-        reply = yield Sum(grad)
-        assert isinstance(reply, Total)
-        if sent is not None and not reply.includes_own:
-            sent.zero_()
-        update = reply.tensor if reply.weight == 1.0 else reply.tensor.div_(reply.weight)
-        return Exchanged(update, sent)
+    def encode(self, grad: torch.Tensor, turn: Turn) -> tuple[torch.Tensor]:
+        """Send the gradient as it is."""
+        return (grad,)
+
+    def decode(self, tensors: Sequence[torch.Tensor], turn: Turn, out: torch.Tensor) -> torch.Tensor:
+        """Take the sum as it is."""
+        return tensors[0]

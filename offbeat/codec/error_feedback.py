@@ -8,10 +8,16 @@ and other gradient compression schemes" (ICML 2019).
 
 What a codec leaves out is in the residual, and so is all that a worker brought too late for a sum of the first k
 (`KSync(k, late="carry")` on a switch). So updates and residuals add up to the gradients.
+
+A gradient counts once, whole or in parts, with the factor of the update that it is sent to: where the workers weigh W
+together, an update is the sum of what they sent divided by W, of new gradients and of residuals alike. So
+
+    sum of W update + residuals = sum of gradients
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,6 +28,8 @@ from offbeat.codec.dense import Dense
 from offbeat.errors import PlanError
 
 if TYPE_CHECKING:
+    from offbeat.codec.promises import Promises
+    from offbeat.codec.turn import Turn
     from offbeat.layout import Bucket
 
 RESIDUAL, _INNER = "residual", "inner."  # keys of a parameter's state: ours, and before those of the codec within
@@ -56,6 +64,12 @@ class ErrorFeedback:
                 f"Cannot feed back the error of {self.inner!r}: it leaves none. Use {self.inner.inner!r} "
                 "- at `plan.codec.inner`."
             )
+        if self.inner.promises.contraction is None:
+            raise PlanError(
+                f"Cannot feed back the error of {self.inner!r}: it may be larger than what it is of, so that the "
+                "residual would grow without end. Use a codec that only leaves out or rounds to the nearest, such as "
+                "TopK(0.01) - at `plan.codec.inner`."
+            )
 
     @property
     def needs(self) -> frozenset[type]:
@@ -72,18 +86,26 @@ class ErrorFeedback:
             for slot in bucket.slots
         }
 
-    def exchange(self, grad: torch.Tensor, state: State, *, keep_sent: bool = False) -> Exchange:
+    @property
+    def promises(self) -> Promises:
+        return dataclasses.replace(self.inner.promises, passes=self.inner.promises.passes + 4)
+
+    def payload_bytes(self, bucket: Bucket) -> float:
+        """The bytes of the codec within."""
+        return self.inner.payload_bytes(bucket)
+
+    def exchange(self, grad: torch.Tensor, state: State, turn: Turn, *, keep_sent: bool = False) -> Exchange:
         """Exchange the gradient and the residual, as the codec within does."""
-        residual = torch.cat([tensors[RESIDUAL] for tensors in state.values()])
-        whole = residual.add_(grad)
+        sizes = [len(tensors[RESIDUAL]) for tensors in state.values()]
+        whole = torch.cat([tensors[RESIDUAL] for tensors in state.values()]).add_(grad)
         inner = _inner_of(state)
-        exchanged: Exchanged = yield from self.inner.exchange(grad.copy_(whole), inner, keep_sent=True)
+        exchanged: Exchanged = yield from self.inner.exchange(grad.copy_(whole), inner, turn, keep_sent=True)
         assert exchanged.sent is not None, f"{self.inner!r} does not say what it has sent"
-        left = whole.sub_(exchanged.sent).split([tensors[RESIDUAL].numel() for tensors in state.values()])
+        left = whole.sub_(exchanged.sent).split(sizes)
         for (name, tensors), part in zip(state.items(), left, strict=True):
             tensors[RESIDUAL].copy_(part)
             tensors.update({_INNER + key: tensor for key, tensor in inner[name].items()})
-        return Exchanged(exchanged.update, exchanged.sent if keep_sent else None)
+        return dataclasses.replace(exchanged, sent=exchanged.sent if keep_sent else None)
 
     def rescale_(self, state: State, factor: float) -> None:
         """Change the residual, and the state of the codec within, to that of gradients `factor` times as large."""

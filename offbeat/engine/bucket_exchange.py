@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat.payload import Reply, Sum, Total
+from offbeat.payload import Gathered, Reply, Sum, Total
 
 if TYPE_CHECKING:
-    from offbeat.codec import Codec, Exchanged, State
+    from offbeat.codec import Codec, Exchanged, State, Turn
     from offbeat.engine.communicator import Communicator
     from offbeat.fabric import Scattered
-    from offbeat.layout import Bucket
     from offbeat.pending import Pending
 
 # Integers up to here are exact in the dtype, so counts and stamps can be summed in it.
@@ -29,15 +28,18 @@ EXACT_UP_TO = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24,
 class BucketExchange:
     """Exchanges one bucket. Call order: `issue`, `poll` any number of times, `wait`, `finish`.
 
-    In two rounds `gather` may come between `issue` and `wait`, when others have their turn; else `wait` does it.
+    In two rounds `gather` may come between `issue` and `wait`, when others have their turn; else `wait` does it. In
+    place of `finish`, `begin_to_finish` and then `finish_round` until it is finished: so that of a codec of several
+    rounds the later ones of all buckets are on their way together, and not one behind the other.
 
     Args:
-        bucket: what lies in `values`.
+        turn: which exchange of which bucket it is.
         values: [D] what this worker brings, multiplied by its share; consumed, and the mean in the end.
         codec: what turns it into payloads.
         state: the codec's, of the bucket's parameters.
         communicator: to the other workers.
         in_two_rounds: whether the codec's sum is made by a reduce-scatter and an all-gather.
+        keep_sent: whether `sent` is asked for.
 
     Attributes:
         payload: of the first round.
@@ -46,19 +48,20 @@ class BucketExchange:
             counts as one.
         reduced_s, gathering_s: of a sum in two rounds, when the reduce-scatter was seen to be done, and the all-gather
             was issued.
+        sent: [D] what of `values` the others received, once it is finished, if that is asked for.
     """
 
     __slots__ = ("_carrier", "_communicator", "_generator", "_in_two_rounds", "_is_reduced", "_pending", "_reply",
-                 "_scattered", "_trailer_pending", "bucket", "done_s", "gathering_s", "issued_s", "payload",
-                 "reduced_s", "trailer_dtype", "values")  # fmt: skip
+                 "_scattered", "_trailer_pending", "_weight", "bucket", "done_s", "gathering_s", "issued_s", "payload",
+                 "reduced_s", "sent", "trailer_dtype", "values")  # fmt: skip
 
     def __init__(
-        self, bucket: Bucket, values: torch.Tensor, codec: Codec, state: State, communicator: Communicator,
-        *, in_two_rounds: bool = False,
+        self, turn: Turn, values: torch.Tensor, codec: Codec, state: State, communicator: Communicator,
+        *, in_two_rounds: bool = False, keep_sent: bool = False,
     ) -> None:  # fmt: skip
-        self.bucket, self.values = bucket, values
+        self.bucket, self.values = turn.bucket, values
         self._communicator = communicator
-        self._generator = codec.exchange(values, state)
+        self._generator = codec.exchange(values, state, turn, keep_sent=keep_sent)
         self.payload = payload = next(self._generator)
         self._carrier = payload if isinstance(payload, Sum) and payload.tensor.dtype in EXACT_UP_TO else None
         self.trailer_dtype = values.dtype if self._carrier is None else self._carrier.tensor.dtype
@@ -68,7 +71,9 @@ class BucketExchange:
         self.done_s: float | None = None
         self.reduced_s: float | None = None
         self.gathering_s: float | None = None
-        self._pending: Pending
+        self.sent: torch.Tensor | None = None
+        self._pending: Pending | None
+        self._weight = 1.0
         self._trailer_pending: Pending | None = None
         self._reply: Reply
 
@@ -111,7 +116,7 @@ class BucketExchange:
 
     def poll(self) -> bool:
         """Whether the sum is there; note the time if it is."""
-        if self.done_s is None and self._scattered is None and self._pending.done():
+        if self.done_s is None and self._scattered is None and (self._pending is None or self._pending.done()):
             self.done_s = self._communicator.now_s()
         return self.done_s is not None
 
@@ -119,6 +124,7 @@ class BucketExchange:
         """Wait for the sum; return the trailers' sum [T], and the part of the workers that is in it."""
         if self._scattered is not None:
             self.gather()
+        assert self._pending is not None
         total = self._reply = self._communicator.wait_for_bucket(self._pending, self.bucket)
         self.poll()
         if self._trailer_pending is not None:
@@ -137,15 +143,38 @@ class BucketExchange:
         Args:
             weight: sum of the workers' weights; in units in which "everyone once" is 1.
         """
+        self.begin_to_finish(weight)
+        while not self.is_finished:
+            self.finish_round()
+
+    def begin_to_finish(self, weight: float) -> None:
+        """Hand the codec what the first round brought, and issue the next, if there is one."""
+        self._weight = weight
+        self._hand_on()
+
+    def finish_round(self) -> None:
+        """Wait for a later round, and issue the next, if there is one."""
+        assert self._pending is not None
+        self._reply = self._communicator.wait_for_bucket(self._pending, self.bucket)
+        self._hand_on()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the mean is in `values`."""
+        return self._pending is None
+
+    def _hand_on(self) -> None:
         reply = self._reply
-        while True:
-            if isinstance(reply, Total):
-                reply = Total(reply.tensor, weight, includes_own=reply.includes_own)
-            try:
-                payload = self._generator.send(reply)
-            except StopIteration as stop:
-                exchanged: Exchanged = stop.value
-                break
-            reply = self._communicator.wait_for_bucket(self._communicator.start(payload), self.bucket)
-        if exchanged.update.data_ptr() != self.values.data_ptr():
-            self.values.copy_(exchanged.update)
+        given: Total | Gathered
+        if isinstance(reply, Total):
+            given = Total(reply.tensor, self._weight, includes_own=reply.includes_own)
+        else:
+            given = Gathered(reply, self._weight)
+        try:
+            self._pending = self._communicator.start(self._generator.send(given))
+        except StopIteration as stop:
+            exchanged: Exchanged = stop.value
+            self._pending = None
+            self.sent = exchanged.sent
+            if exchanged.update.data_ptr() != self.values.data_ptr():
+                self.values.copy_(exchanged.update)

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from offbeat.codec import ErrorFeedback, Rescales
+from offbeat.codec import ErrorFeedback, ErrorReset, Rescales
 from offbeat.codec.error_feedback import RESIDUAL
 from offbeat.engine import state_checks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from offbeat.codec import Codec, State
+    from offbeat.codec import Codec, Purpose, State
     from offbeat.layout import Bucket, Layout
 
-_KINDS = ("gradients", "deltas")
+_KINDS: dict[Purpose, str] = {"gradient": "gradients", "change": "deltas", "reset": "resets"}
 
 
 class CodecState:
-    """The codec's state of one model, by parameter name: of gradients, and of the deltas of local steps.
+    """The codec's state of one model, by parameter name: of gradients, of the deltas of local steps, and of resets.
 
-    These two are kept apart: a delta has a learning rate in it, a gradient has not.
+    These are kept apart: a delta has a learning rate in it, a gradient has not, and a reset is of many steps.
 
     Attributes:
         scale: by what gradients and deltas are multiplied before they are encoded; 1/N without a server.
@@ -32,12 +32,16 @@ class CodecState:
 
     def __init__(self) -> None:
         self.scale = 1.0
-        self._states: dict[str, State] = {kind: {} for kind in _KINDS}
+        self._states: dict[str, State] = {kind: {} for kind in _KINDS.values()}
         self._has_residuals = False  # one of gradients; without it nobody has to look for it, at each bucket
 
-    def of(self, codec: Codec, bucket: Bucket, *, deltas: bool = False) -> State:
-        """The state of a bucket's parameters: what was kept, and that of a first exchange for the others."""
-        kept = self._states["deltas" if deltas else "gradients"]
+    def of(self, codec: Codec, bucket: Bucket, purpose: Purpose = "gradient") -> State:
+        """The state of a bucket's parameters: what was kept, and that of a first exchange for the others.
+
+        Args:
+            purpose: of the exchange.
+        """
+        kept = self._states[_KINDS[purpose]]
         if not all(kept.get(slot.name) for slot in bucket.slots):
             first = codec.init(bucket)
             if not first and not any(kept.get(slot.name) for slot in bucket.slots):
@@ -82,14 +86,16 @@ class CodecState:
         Raises:
             ModelError: if it is damaged, or of another model.
         """
+        whole = codec
         scale, self.scale = self.scale, state_checks.number(state.get("scale", self.scale), "scale of a codec's state")
-        for kind in _KINDS:
+        for purpose, kind in _KINDS.items():
             self._states[kind] = {}
             saved = state.get(kind, {})
+            codec = whole.of(purpose) if isinstance(whole, ErrorReset) else whole
             if not isinstance(codec, Rescales) and any(RESIDUAL in one for one in saved.values()):
                 codec = ErrorFeedback(codec)  # of an earlier policy, which is sent along
             for bucket in layout.buckets if saved else ():
-                for name, tensors in self.of(codec, bucket, deltas=kind == "deltas").items():
+                for name, tensors in self.of(codec, bucket, purpose).items():
                     for key, tensor in tensors.items() if name in saved else ():
                         state_checks.copy_(tensor, saved[name], name, key)
-        self.rescale_(codec, scale)
+        self.rescale_(whole, scale)

@@ -22,7 +22,6 @@ from offbeat.engine import state_checks
 from offbeat.engine.exchange_result import ExchangeResult
 from offbeat.engine.nonfinite import leave_out
 from offbeat.errors import ModelError
-from offbeat.sync import StepsLocally
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,6 +49,9 @@ class Averager(Protocol):
 
     def begin(self) -> None:
         """Anchor here, before the first step of a worker's own; the parameters are the same on all workers."""
+
+    def before_step(self) -> None:
+        """Note that this worker's optimizer is about to step."""
 
     def stepped(self) -> None:
         """Note that this worker's own step has used what it drew."""
@@ -145,6 +147,7 @@ class LocalSGDSync:
         if not self._is_anchored:
             self._is_anchored = True
             self._averager.begin()
+        self._averager.before_step()
         padding = self.accounting.padding
         left_out = not padding and self._nonfinite()
         self._with_data += not padding
@@ -262,8 +265,8 @@ class LocalSGDSync:
     @property
     def _fragment(self) -> int:
         """The part of the model whose delta is due."""
-        policy = self.plan.sync
-        return policy.fragment(self.step + self.ahead) if isinstance(policy, StepsLocally) else 0
+        policy = self.plan.local_policy
+        return 0 if policy is None else policy.fragment(self.step + self.ahead)
 
     def _average(self, fragment: int | None) -> ExchangeResult:
         part = 1 - self._left_out / self._with_data if self._with_data else 0.0

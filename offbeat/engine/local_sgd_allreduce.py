@@ -9,6 +9,9 @@ behind the same step, however early the mean was there: so a run is the same eac
 that carry it, since what is sent is whole from the first round on; no thread of ours is needed for it.
 
 Buffers travel with the average of the last fragment, once for all of the model.
+
+With `ErrorReset(...)` each of these is a partial synchronization (see `offbeat.codec.error_reset`): the anchor is the
+consensus, which all have in common, and the parameters keep what of them was not sent. Behind `settle` there is none.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offbeat.codec import FULL, ErrorReset, Turn
 from offbeat.engine import state_checks
 from offbeat.engine.anchor import Anchor
 from offbeat.engine.bucket_exchange import BucketExchange
@@ -33,7 +37,7 @@ from offbeat.sync.outer_sgd import apply_change_
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from offbeat.codec import Codec, State
+    from offbeat.codec import Codec, PartialSync, Purpose, State
     from offbeat.engine.buffers import Buffers
     from offbeat.engine.prepared_model import PreparedModel
     from offbeat.engine.reducer import Reducer
@@ -74,11 +78,19 @@ class AllReduceAverager:
             ModelFragment([BucketDelta(bucket, model.parameters) for bucket in buckets]) for buckets in parts
         ]
         self._flight: AverageFlight | None = None
+        self._has_parted = False  # from the anchor, by what was not sent
 
     def begin(self) -> None:
         """Anchor here."""
         for delta in self._deltas:
             delta.anchor.set_to_parameters_()
+
+    def before_step(self) -> None:
+        """Keep the parameters, if what the step changes is sent by itself."""
+        codec = self._reducer.plan.codec
+        if isinstance(codec, ErrorReset) and codec.sends_steps:
+            for delta in self._deltas:
+                delta.keep_before()
 
     def stepped(self) -> None:
         """Note when what is on its way is there; nobody else could compute what this worker drew."""
@@ -88,12 +100,14 @@ class AllReduceAverager:
     @property
     def is_even(self) -> bool:
         """Whether nothing is on its way, and no part of the model was left out by the last average."""
-        return self._flight is None and not any(fragment.steps for fragment in self._fragments)
+        return self._flight is None and not self._has_parted and not any(fragment.steps for fragment in self._fragments)
 
     def average(self, step: int, steps: int, part: float, *, fragment: int | None, is_last: bool) -> ExchangeResult:
         """Exchange the deltas, and apply their mean, or that of those before. Collective."""
         for one in self._fragments:
             one.count(steps, self._reducer.accounting.weight * part)
+        if isinstance(codec := self._reducer.plan.codec, ErrorReset):
+            return self._synchronize(codec, step, fragment)
         before = self._land()
         due = self._fragments if fragment is None else [self._fragments[fragment]]
         goes_on = fragment is not None and self._policy.delay > 0
@@ -103,22 +117,54 @@ class AllReduceAverager:
         result = self._land()
         return (result or ExchangeResult()).after(before)
 
-    def _send(self, due: Sequence[ModelFragment], step: int, *, is_last: bool, goes_on: bool) -> None:
+    def _synchronize(self, codec: ErrorReset, step: int, fragment: int | None) -> ExchangeResult:
+        """Make the partial synchronizations behind a step, one after the other, or a full one.
+
+        Args:
+            fragment: None to have all replicas equal behind it.
+        """
+        syncs = (FULL,) if fragment is None else codec.behind(step)
+        result: ExchangeResult | None = None
+        for sync in syncs:
+            if sync is FULL or (
+                codec.step is not None and sync.of == "residual"
+            ):  # of all steps so far, and not of one
+                for one in self._fragments:
+                    one.begin_anew()
+                    one.count(1, 1.0)
+            self._send(self._fragments, step, is_last=sync.of == "residual", goes_on=False, sync=sync)
+            result = (self._land() or ExchangeResult()).after(result)
+        self._has_parted = syncs != (FULL,)
+        return result or ExchangeResult()
+
+    def _send(
+        self,
+        due: Sequence[ModelFragment],
+        step: int,
+        *,
+        is_last: bool,
+        goes_on: bool,
+        sync: PartialSync | None = None,
+    ) -> None:
         """Send how far this worker came.
 
         Args:
             is_last: whether the buffers go along.
             goes_on: whether this worker makes steps while it travels.
+            sync: what is sent of it; None for all, by the codec of the plan.
         """
         accounting, plan = self._reducer.accounting, self._reducer.plan
         if tellers := [delta for fragment in due for delta in fragment.deltas]:
             tellers[-1].make_room(self._reducer.times, self._policy.interval)
-        self._encode(due)
+        self._encode(due, step, sync)
         bad = [] if plan.nonfinite == "pass" else [n for one in due for delta in one.deltas for n in delta.nonfinite()]
         if leave_out(bad, plan.nonfinite, what="change", step=step, metrics=self._context.metrics):
             for fragment in due:
                 fragment.leave_out()
-            self._encode(due)
+            self._encode(due, step, sync)
+            for fragment in due if sync is not None else ():
+                for delta in fragment.deltas:
+                    delta.give_up()
         for fragment in due:
             for delta in fragment.deltas:
                 if goes_on:
@@ -190,12 +236,19 @@ class AllReduceAverager:
     def _deltas(self) -> list[BucketDelta]:
         return [delta for fragment in self._fragments for delta in fragment.deltas]
 
-    def _encode(self, due: Sequence[ModelFragment]) -> None:
+    def _encode(self, due: Sequence[ModelFragment], step: int, sync: PartialSync | None) -> None:
         codec, kept = self._reducer.plan.codec, self._model.codec_state
+        purpose: Purpose = "change"
+        if sync is not None:
+            codec, purpose = sync.codec, sync.purpose
         for fragment in due:
             for delta in fragment.deltas:
-                state = kept.of(codec, delta.bucket, deltas=True)
-                delta.encode(fragment.weight / self._communicator.world, codec, state, self._communicator)
+                state = kept.of(codec, delta.bucket, purpose)
+                turn = Turn(
+                    delta.bucket, step, self._communicator.rank, self._communicator.world, self._context.seed, purpose
+                )
+                scale = fragment.weight / self._communicator.world
+                delta.encode(scale, codec, state, turn, self._communicator, sync)
 
 
 class ModelFragment:
@@ -299,6 +352,11 @@ class AverageFlight:
             return self._result
         communicator = self._communicator
         found = [delta.receive(communicator.world) for delta in self._deltas]
+        going_on = [delta for delta in self._deltas if not delta.is_received]
+        while going_on:
+            for delta in going_on:
+                delta.receive_round()
+            going_on = [delta for delta in going_on if not delta.is_received]
         for pending in self._broadcasts:
             communicator.wait(pending, "broadcast of the buffers")
         if self._buffers is not None:
@@ -337,7 +395,16 @@ class BucketDelta:
         self._momentum = torch.zeros_like(self._delta)
         self._sent: torch.Tensor | None = None  # [D] the parameters where the delta was sent; None if none is
         self._weight = 0.0  # that is in the mean
+        self._before: torch.Tensor | None = None  # [D] the parameters before the last step, if that is sent by itself
+        self._scale = 0.0  # of what is on its way, and which it is, if something of it is kept here
+        self._sync: PartialSync | None = None
         self._exchange: BucketExchange
+
+    def keep_before(self) -> None:
+        """Keep the parameters as they are before a step whose change is sent by itself."""
+        if self._before is None:
+            self._before = torch.empty_like(self._delta)
+        self.anchor.read_parameters(self._before)
 
     def make_room(self, times: StepTimes, every: int) -> None:
         """Tell these, in averages of so many steps, if anybody wants to know."""
@@ -352,23 +419,46 @@ class BucketDelta:
         # The worker's weight, and whether it requests a vote; times, if any are told.
         self._delta, self._trailer = memory[:end], memory[end:]
 
-    def encode(self, scale: float, codec: Codec, state: State, communicator: Communicator) -> None:
+    def encode(
+        self,
+        scale: float,
+        codec: Codec,
+        state: State,
+        turn: Turn,
+        communicator: Communicator,
+        sync: PartialSync | None = None,
+    ) -> None:
         """Make what is to be sent of how far this worker came; a second time instead of the first.
 
         Args:
             scale: by which that is multiplied; 0 for nothing.
+            turn: which exchange it is.
+            sync: a partial synchronization; None if the parameters are to be where the anchor is.
         """
-        if scale:
+        self._scale, self._sync = scale, sync
+        if not scale:
+            self._delta.zero_()
+        elif sync is not None and sync.of == "step":
+            assert self._before is not None
+            self.anchor.read_parameters(self._delta)
+            torch.sub(self._before, self._delta, out=self._delta).mul_(scale)
+        else:
             self.anchor.delta(self._delta)
             self._delta.mul_(scale)
-        else:
-            self._delta.zero_()
-        self._exchange = BucketExchange(self.bucket, self._delta, codec, state, communicator)
+        self._exchange = BucketExchange(
+            turn, self._delta, codec, state, communicator, keep_sent=sync is not None and sync is not FULL
+        )
+
+    def give_up(self) -> None:
+        """Go on from the anchor once the mean is here: nothing is kept of what this worker's parameters are ahead."""
+        self._sync = None
 
     def nonfinite(self) -> list[str]:
         """Names of the parameters in which there is NaN or Inf, as it is sent."""
         payload = self._exchange.payload
         tensors = payload.tensors if isinstance(payload, Gather) else (payload.tensor,)
+        if tensors[0].shape != self._delta.shape:  # it may be in what is not sent
+            tensors = (*tensors, self._delta)
         if all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
             return []
         whole = tensors[0] if tensors[0].shape == self._delta.shape else self._delta
@@ -399,10 +489,10 @@ class BucketDelta:
         self._exchange.poll()
 
     def receive(self, world: int) -> ExchangeResult:
-        """Receive the mean delta. `weights` of what is returned is the sum alone."""
+        """Receive the first round of the mean delta. `weights` of what is returned is the sum alone."""
         trailer, _ = self._exchange.wait()
         self._weight = float(trailer[0]) / world
-        self._exchange.finish(self._weight or 1.0)
+        self._exchange.begin_to_finish(self._weight or 1.0)
         done_s = self._exchange.done_s
         return ExchangeResult(
             weights=(self._weight * world,),
@@ -411,8 +501,21 @@ class BucketDelta:
             spans=() if done_s is None else ((self._exchange.issued_s, done_s),),
         )
 
+    def receive_round(self) -> None:
+        """Receive a later round."""
+        self._exchange.finish_round()
+
+    @property
+    def is_received(self) -> bool:
+        """Whether all rounds are, and the mean delta is here."""
+        return self._exchange.is_finished
+
     def apply(self, outer: OuterSGD | None) -> None:
         """Move the anchor by the mean; the parameters are there, and what they have moved since it was sent."""
+        if (
+            self._sync is not None and (sent := self._exchange.sent) is not None
+        ):  # the others think that this worker was so far from the anchor
+            self._sent = torch.sub(self.anchor.values, sent.div_(self._scale or 1.0), out=sent)
         if self._weight:  # else nobody has moved, and the outer momentum must not move them
             apply_change_(self.anchor.values, self._delta, outer=outer, momentum=self._momentum)
         if self._sent is None:

@@ -54,6 +54,9 @@ class ServerAverager:
         if self._gradients.step:
             self._gradients.take_over_optimizer()
 
+    def before_step(self) -> None:
+        """Do nothing: what is pushed is how far this worker is from the anchor."""
+
     def stepped(self) -> None:
         """Note that what this worker drew is in its parameters; nobody else is to compute it."""
         self._gradients.keep_drawn()

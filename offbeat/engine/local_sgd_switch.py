@@ -123,6 +123,9 @@ class SwitchAverager:
         )
         return self._table
 
+    def before_step(self) -> None:
+        """Do nothing: what is pushed is how far this worker is from the anchor."""
+
     def stepped(self) -> None:
         """Do nothing: nobody else could compute what this worker drew."""
 

@@ -66,11 +66,15 @@ class PreparedModel:
         """The optimizer's state here, by parameter name."""
         return gathered(self.optimizer, self.parameters)
 
-    def digests(self) -> list[str]:
-        """Each parameter's name, and a digest of its values."""
+    def digests(self, values: Mapping[str, torch.Tensor] | None = None) -> list[str]:
+        """Each parameter's name, and a digest of its values.
+
+        Args:
+            values: to take instead, by name.
+        """
         return [
-            f"{name} {xxh3_64_hexdigest(bytes_of(parameter.detach().cpu()))}"
-            for name, parameter in self.parameters.items()
+            f"{name} {xxh3_64_hexdigest(bytes_of(value.detach().cpu()))}"
+            for name, value in (self.parameters if values is None else values).items()
         ]
 
     def digests_gathered(self) -> list[str]:

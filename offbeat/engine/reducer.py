@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat.codec import ErrorFeedback
+from offbeat.codec import ErrorFeedback, Turn
 from offbeat.engine import sparse, state_checks, worker_questions
 from offbeat.engine.batch_accounting import BatchAccount
 from offbeat.engine.bucket_buffer import BucketBuffer, GradEntry
@@ -387,9 +387,8 @@ class Reducer:
         buffer.pack(scale=scale, check_finite=self._check_finite)
         codec = self._model.codec_state.working(self._plan.working_codec)
         state = self._model.codec_state.of(codec, buffer.bucket)
-        exchange = BucketExchange(
-            buffer.bucket, buffer.grad, codec, state, communicator, in_two_rounds=self.in_two_rounds
-        )
+        turn = Turn(buffer.bucket, self.step, communicator.rank, communicator.world, self._context.seed)
+        exchange = BucketExchange(turn, buffer.grad, codec, state, communicator, in_two_rounds=self.in_two_rounds)
         buffer.write_trailer(accounting, exchange.trailer_dtype)
         return buffer, exchange
 
@@ -409,7 +408,7 @@ class Reducer:
         # In a sum of some workers nothing is to wait for all: then buffers are even only when all settle.
         buffers = None if self._plan.has_quorum else self._buffers
         broadcasts = [] if buffers is None else buffers.start(source)
-        trailers = [self._finish(buffer, exchange) for buffer, exchange in self._under_way]
+        trailers = self._finish(self._under_way)
         # A sum can overflow where no contribution did; the mean has the same bits on every rank, so all find the same.
         bad = [
             buffer.bucket.label
@@ -430,17 +429,28 @@ class Reducer:
         if bad:
             self._on_nonfinite(bad, mine)
 
-    def _finish(self, buffer: BucketBuffer, exchange: BucketExchange) -> BucketTrailer:
-        """Complete one bucket's exchange; what the workers said along with it."""
+    def _finish(self, under_way: Sequence[tuple[BucketBuffer, BucketExchange]]) -> list[BucketTrailer]:
+        """Complete all buckets' exchanges, round by round; what the workers said along with each."""
+        trailers = [self._receive(buffer, exchange) for buffer, exchange in under_way]
+        exchanges = [exchange for _, exchange in under_way if not exchange.is_finished]
+        while exchanges:
+            for exchange in exchanges:
+                exchange.finish_round()
+            exchanges = [exchange for exchange in exchanges if not exchange.is_finished]
+        for (buffer, _), trailer in zip(under_way, trailers, strict=True):
+            buffer.unpack()
+            buffer.hand_out(trailer.used_elsewhere)
+        return trailers
+
+    def _receive(self, buffer: BucketBuffer, exchange: BucketExchange) -> BucketTrailer:
+        """Wait for the first round of one bucket's exchange; what the workers said along with it."""
         total, part = exchange.wait()
         if not exchange.includes_own:
             buffer.leave_out()
         trailer = buffer.read_trailer(total, part)
         if not trailer.in_step:
             raise worker_questions.different_batches(self._context.control, step=self.step, stamp=self.accounting.stamp)
-        exchange.finish(trailer.weight or 1.0)  # nobody had data: the sum is zero, and so is the mean
-        buffer.unpack()
-        buffer.hand_out(trailer.used_elsewhere)
+        exchange.begin_to_finish(trailer.weight or 1.0)  # nobody had data: the sum is zero, and so is the mean
         return trailer
 
     def _broadcast_buffers(self, buffers: Buffers, source: int) -> None:

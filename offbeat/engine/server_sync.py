@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import torch
 
+from offbeat.codec import Turn
 from offbeat.diagnosis.wait import WaitContext
 from offbeat.engine import state_checks
 from offbeat.engine.batch_accounting import BatchAccount
@@ -41,7 +42,7 @@ from offbeat.short_name import short_name
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from offbeat.codec import Exchange, State
+    from offbeat.codec import Exchange, Purpose, State
     from offbeat.engine.prepared_model import PreparedModel
     from offbeat.engine.server_session import ServerSession
     from offbeat.engine.worker_context import WorkerContext
@@ -517,7 +518,7 @@ class ServerSync:
     def _push_early(self, index: int) -> None:
         block = self._blocks[index]
         grad = self.grads[block.bucket][block.offset : block.offset + block.numel]
-        self._client.push_early(self._model.number, index, self._payload(grad, {}))
+        self._client.push_early(self._model.number, index, self._payload(grad, {}, self.layout.buckets[block.bucket]))
 
     def _blocks_with(self, names: Collection[str]) -> list[int]:
         """The blocks that any of these gradients is in."""
@@ -576,14 +577,17 @@ class ServerSync:
     def _encode(self, *, deltas: bool) -> list[torch.Tensor]:
         """Encode each bucket of `grads`."""
         codec, encoded = self.plan.codec, []
+        purpose: Purpose = "change" if deltas else "gradient"
         for bucket, grad in zip(self.layout.buckets, self.grads, strict=True):
-            encoded.append(self._payload(grad, self._model.codec_state.of(codec, bucket, deltas=deltas)))
+            state = self._model.codec_state.of(codec, bucket, purpose)
+            encoded.append(self._payload(grad, state, bucket, purpose))
         return encoded
 
-    def _payload(self, grad: torch.Tensor, state: State) -> torch.Tensor:
+    def _payload(self, grad: torch.Tensor, state: State, bucket: Bucket, purpose: Purpose = "gradient") -> torch.Tensor:
         """Encode a gradient, or a part of one that a codec without a state can encode by itself."""
         codec = self.plan.codec
-        exchange = codec.exchange(grad, state)
+        turn = Turn(bucket, self.step, self._context.rank, self._context.world, self._context.seed, purpose)
+        exchange = codec.exchange(grad, state, turn)
         payload = next(exchange)
         if not isinstance(payload, Sum) or payload.tensor.shape != grad.shape:
             raise ModelError(

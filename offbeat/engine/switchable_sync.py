@@ -25,20 +25,24 @@ earlier kind by itself (`offbeat.sync.transition`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from offbeat.codec import ErrorReset
 from offbeat.engine import state_checks
+from offbeat.engine.averaged_replicas import averaged_replicas
+from offbeat.engine.communicator import Communicator
 from offbeat.engine.local_sgd import LocalSGDSync
 from offbeat.engine.local_sgd_allreduce import AllReduceAverager
-from offbeat.engine.optimizer_state import load_optimizer_state, optimizer_state
+from offbeat.engine.optimizer_state import load, load_optimizer_state, optimizer_state
 from offbeat.fabric import SumsSome
 from offbeat.protocol.switch_control import Strategy
 from offbeat.switch.strategy import compile_policy
-from offbeat.sync import StepsLocally
+from offbeat.sync import BSP
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     import torch
 
@@ -152,6 +156,16 @@ class SwitchableSync:
             self._unreported = dataclasses.replace(result.after(self._unreported), weights=())
         self._end_local_steps_if_due()
 
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have the model be the mean of all replicas, then this worker's own again. Collective, where it begins."""
+        self.synchronize()
+        if self._local is None or not self.is_collective or self._context.control.world == 1:
+            yield  # the others have the same, or a server has
+            return
+        with averaged_replicas(self._model, Communicator(self._model.fabric, self._context, self._model.number)):
+            yield
+
     def leave(self) -> None:
         """Have the others go on without this worker, which makes no further step."""
         if self._local is not None:
@@ -183,11 +197,22 @@ class SwitchableSync:
 
         They are those of the last average that was applied, of each fragment.
         """
-        is_delayed = isinstance(self._plan.sync, StepsLocally) and self._plan.sync.loss_class == "delayed"
-        if self._local is None or not self._local.is_anchored or not is_delayed:
+        if self._local is None or not self._local.is_anchored or not self._plan.parts_replicas:
             return {}
         averager = self._local.averager
         return averager.anchors if isinstance(averager, AllReduceAverager) else {}
+
+    @property
+    def compared(self) -> Mapping[str, torch.Tensor]:
+        """The values by name of which the history has a digest behind each step: the consensus, or the parameters."""
+        return self.anchors if self._keeps_replica else self._model.parameters
+
+    @property
+    def in_common(self) -> Mapping[str, torch.Tensor]:
+        """The values that all workers have in common at this place, by name: parameters, or anchors; empty if none."""
+        if self._plan.parts_replicas:
+            return self.anchors or self._model.parameters
+        return self._model.parameters if isinstance(self._plan.sync, BSP) else {}
 
     @property
     def holds_gradient(self) -> bool:
@@ -312,13 +337,38 @@ class SwitchableSync:
 
     def codec_state_dict(self) -> dict[str, Any]:
         """The codec's state, with the rank of this worker, whose it is; empty if the codec keeps nothing."""
-        state = self._model.codec_state.state_dict()
+        state = self._model.codec_state.state_dict() | self._replica_state()
         return {"rank": self._context.rank, **state} if state else {}
 
     def load_codec_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `codec_state_dict` returned on a worker of this rank; begin anew with another's."""
         own = state if state.get("rank") == self._context.rank else {}
-        self._model.codec_state.load_state_dict(self._plan.working_codec, self.layout, own)
+        codec = self._plan.codec if isinstance(self._plan.codec, ErrorReset) else self._plan.working_codec
+        self._model.codec_state.load_state_dict(codec, self.layout, own)
+        if self._keeps_replica:
+            self._load_replica(own)
+
+    @property
+    def _keeps_replica(self) -> bool:
+        """Whether this worker's parameters hold what it has not sent."""
+        return isinstance(self._plan.codec, ErrorReset) and self._local is not None and self._local.is_anchored
+
+    def _replica_state(self) -> dict[str, Any]:
+        """The parameters and the optimizer's state of this worker, if they hold what it has not sent."""
+        if not self._keeps_replica:
+            return {}
+        one = self._model
+        parameters = {name: parameter.detach().clone() for name, parameter in one.parameters.items()}
+        return {"replica": {"parameters": parameters, "optimizer": one.gathered()}}
+
+    def _load_replica(self, own: Mapping[str, Any]) -> None:
+        """Take over the same of a checkpoint; one that has none begins with what all have in common."""
+        one, replica = self._model, own.get("replica")
+        values = self.anchors if replica is None else replica["parameters"]
+        for name, parameter in one.parameters.items():
+            state_checks.copy_(parameter.data, values, name, name)
+        if replica is not None:
+            load(one.optimizer, one.parameters, replica["optimizer"])
 
     def admit(self, ranks: Iterable[int]) -> None:
         """Have these tell how long they compute, too; on all workers at the same place."""

@@ -29,19 +29,23 @@ class Demand:
     overlaps: bool = False
 
     @classmethod
-    def of(cls, plan: Plan, steps: Iterable[int]) -> Demand:
+    def of(cls, plan: Plan, steps: Iterable[int], world: int) -> Demand:
         """The demand of a plan.
 
         Args:
             steps: numbers of the steps that are measured.
+            world: how many workers there are.
         """
-        from offbeat.codec import Cast, innermost
+        from offbeat.codec.wire_bytes import allreduce_bytes, flat_bucket
 
-        policies = (plan.sync, *(() if plan.controller is None else plan.controller.policies))
+        policies = (plan.cadence, *(() if plan.controller is None else plan.controller.policies))
         numbers = list(steps)
         part = min(sum(_part(one, step) for step in numbers) for one in policies) / len(numbers)
-        if isinstance(innermost(plan.codec), Cast) and not plan.is_served:
-            part /= 2
+        if not plan.is_served:
+            # Of matrices of low rank nobody knows here how low; of all else the bytes are a part of the elements.
+            whole = flat_bucket(1 << 22)
+            bytes_ = allreduce_bytes(plan.codec, whole, world)
+            part *= 0.0 if plan.codec.promises.rounds > 1 else bytes_ / whole.size_bytes
         together = all(one.replicated for one in policies)
         return cls(together, plan.tuning is not None, part, overlaps=plan.scheduling is not None)
 

@@ -179,7 +179,7 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> RowJob:
             plan += f" of every {row.save_every or SAVE_EVERY} steps"
         return RowJob(row, scenario, folder, plan, "", tolerance, demand=demand)
     # Imported here: plans stand on torch, which takes seconds to load.
-    from offbeat.codec import Cast, Dense
+    from offbeat.codec import Rescales
     from offbeat.plan import Plan
 
     try:
@@ -192,8 +192,10 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> RowJob:
             f"Cannot use the plan of row {row.name!r}: there is no host for its parameter server. Add one with "
             f'servers = 1 (hosts.servers), or role = "server" (host.role).'
         )
-    tolerances = {Dense: _ROUNDING, Cast: _ROUNDING_16_BIT}
-    tolerance = tolerances.get(type(made.codec)) if _adds_up(made.sync) else None
+    promises = made.codec.promises
+    exact = promises.linear and promises.contraction == 1.0 and not isinstance(made.codec, Rescales)
+    rounding = _ROUNDING if promises.variance is not None else _ROUNDING_16_BIT
+    tolerance = rounding if exact and _adds_up(made.sync) else None
     each = all(made.contributes(step) == "gradient" for step in range(scenario.measured_steps.stop))
     return RowJob(
         row,
@@ -205,7 +207,7 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> RowJob:
         served,
         switched=made.fabric.offers.holds == "switch",
         elastic=made.has_elastic_group,
-        demand=Demand.of(made, scenario.measured_steps),
+        demand=Demand.of(made, scenario.measured_steps, len(scenario.workers.hosts)),
         sends_each_gradient=each and not served and made.tuning is None,
         is_settled=each and not served and made.controller is None,
     )

@@ -17,10 +17,13 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from offbeat.codec import ErrorReset
 from offbeat.errors import ScenarioError
 from offbeat.run.run import init
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from offbeat.run.run import Run
 
 POWERSGD_START = 2
@@ -53,10 +56,26 @@ class Bound:
         what this one trains (`LocalSGD` with a delay or fragments).
         """
         state = dict(model.state_dict())
-        if self.run is not None:
+        if self.run is not None and not self.averages_replicas:
             for one in self.run._session.models.synchronizers:
                 state |= one.anchors
         return copy.deepcopy(state)
+
+    @property
+    def averages_replicas(self) -> bool:
+        """Whether it is the mean of all replicas that is trained, and each worker has to bring its own to see it."""
+        return self.run is not None and isinstance(self.run.plan.codec, ErrorReset)
+
+    def mean_of(self, model: torch.nn.Module, states: Sequence[dict[str, torch.Tensor]]) -> list[dict[str, Any]]:
+        """The means of the states that all workers had at several moments. Collective; the model stays as it is."""
+        assert self.run is not None
+        own, means = copy.deepcopy(model.state_dict()), []
+        for state in states:
+            model.load_state_dict(state)
+            with self.run.averaged():
+                means.append(copy.deepcopy(model.state_dict()))
+        model.load_state_dict(own)
+        return means
 
     def close(self) -> None:
         """Leave the other workers. Collective."""

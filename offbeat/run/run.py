@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -411,6 +411,21 @@ class Run:
             session.server.settle(session.waiter)
             for one in models:
                 one.refreshed()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have the models be the mean of all workers' replicas within; for an evaluation. Collective, where it begins.
+
+        Where workers step by themselves (`LocalSGD`, `ErrorReset`) no replica is the one that is trained: their mean
+        is. Floating-point buffers, such as those of BatchNorm, are averaged, too. Behind it each worker has its own
+        again, to the bit, and goes on as if nothing had been; train nothing within. With a parameter server, and
+        wherever replicas are equal, nothing changes.
+        """
+        self._check_open("average replicas")
+        with ExitStack() as stack:
+            for one in self._session.models.synchronizers:
+                stack.enter_context(one.averaged())
+            yield
 
     def synchronize(self) -> None:
         """Have all steps made that the optimizer was told to make; before parameters are read. This worker's own.

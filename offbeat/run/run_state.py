@@ -12,7 +12,6 @@ from offbeat.errors import ModelError, OffbeatError, PlanError
 from offbeat.loading import position
 from offbeat.plan import Plan
 from offbeat.short_name import short_name
-from offbeat.sync import BSP
 
 if TYPE_CHECKING:
     from offbeat.run.session import WorkerSession
@@ -140,8 +139,7 @@ def _compare_states(session: WorkerSession, state: Mapping[str, Any]) -> None:
     lines += [f"step {one['step']} of model {number}" for number, one in enumerate(state["models"])]
     lines += [f"{position.describe(one)} of loader {number}" for number, one in enumerate(state["loaders"])]
     lines += [f"layout {one.layout.digest[:16]} of model {number}" for number, one in enumerate(models.synchronizers)]
-    if isinstance(session.plan.sync, BSP):
-        lines += [line for one in models.prepared for line in one.digests()]
+    lines += [line for one, synchronizer in models.pairs() for line in one.digests(synchronizer.in_common)]
     session.context.control.check_equal_now(
         "checkpoint",
         "\n".join(lines),

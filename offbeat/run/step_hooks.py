@@ -12,6 +12,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+from offbeat.codec import Rescales
 from offbeat.engine import ignored_names
 from offbeat.errors import ModelError
 from offbeat.exit_codes import LEFT
@@ -39,7 +40,7 @@ class StepHooks:
 
     def __init__(self, session: WorkerSession) -> None:
         self._session = session
-        self._told_untuned = False
+        self._told_untuned = self._looked_for_scaler = False
         self._names: dict[int, str] = {}  # of the parameters of all prepared models, by id
         self._ignored: set[int] = set()  # ids of parameters that the user asked not to average
 
@@ -70,8 +71,12 @@ class StepHooks:
         """The optimizer is about to step.
 
         Raises:
-            ModelError: if a parameter has a gradient that was not averaged.
+            ModelError: if a parameter has a gradient that was not averaged, or gradients are scaled that have a
+                residual.
         """
+        if not self._looked_for_scaler:
+            self._looked_for_scaler = True
+            self._check_scaler()
         session, world = self._session, self._session.context.world
         if session.plan.tuning is not None and world > 1 and not session.data.loaders and not self._told_untuned:
             self._told_untuned = True
@@ -87,6 +92,16 @@ class StepHooks:
                         "because it was frozen, or not there, when the model was prepared. Unfreeze and add parameters "
                         "before prepare."
                     )
+
+    def _check_scaler(self) -> None:
+        plan = self._session.plan
+        if plan.is_served or not isinstance(plan.working_codec, Rescales) or not _steps_in_scaler():
+            return
+        raise ModelError(
+            f"Cannot train with GradScaler and {short_name(plan.codec)}: gradients are exchanged while they are "
+            "multiplied by its scale, and what is not sent would be fed back when that is another one. Use autocast "
+            "with bfloat16, which needs no scaler, or ErrorReset(...) - at `plan.codec`."
+        )
 
     def after_step(self, model: int, synchronizer: SwitchableSync) -> None:
         """The optimizer has stepped."""
@@ -116,7 +131,7 @@ class StepHooks:
         context = self._session.context
         if context.history.is_kept:
             synchronizer.synchronize()
-        parameters = self._session.models.prepared[model].parameters.values()
+        parameters = synchronizer.compared.values()
         samples = context.metrics.last_samples
         context.history.record_parameters(model, step, parameters, samples=samples, weights=weights, given=given)
 
@@ -187,3 +202,13 @@ class StepHooks:
             os._exit(LEFT)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _steps_in_scaler() -> bool:
+    """Whether the step that is about to be made is made by a `torch.amp.GradScaler` that is enabled."""
+    frame = sys._getframe()
+    while (above := frame.f_back) is not None:
+        frame = above
+        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+            return bool(getattr(frame.f_locals.get("self"), "_enabled", True))
+    return False

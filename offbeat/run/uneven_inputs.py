@@ -23,7 +23,6 @@ from offbeat.engine import hand_over
 from offbeat.engine.optimizer_state import load_optimizer_state, optimizer_state
 from offbeat.engine.prepared_model import tensors_of
 from offbeat.errors import DisagreementError, ModelError, PlanError
-from offbeat.sync import StepsLocally
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -79,7 +78,7 @@ class UnevenInputs:
                     f"Cannot join uneven inputs under {one.plan.sync!r} on a switch: whoever is done would have to be "
                     "known before each update, and all be waited for. Prepare a loader, or use BSP() - at `plan.sync`."
                 )
-            if isinstance(policy := one.plan.sync, StepsLocally):
+            if (policy := one.plan.local_policy) is not None:
                 raise PlanError(
                     f"Cannot join uneven inputs under {policy!r}: workers step by themselves, and one that is done "
                     "cannot know when the others average. Prepare a loader, or use BSP() - at `plan.sync`."

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat.codec import Cast, innermost
+from offbeat.codec.wire_bytes import allreduce_bytes, flat_bucket
 from offbeat.float_sum import add_up
 from offbeat.layout import FIRST_BUCKET_BYTES, arrange
 from offbeat.scenario import Replay
@@ -32,9 +32,12 @@ class BucketSize:
     ready: float
 
 
-def narrowing(plan: Plan | None) -> float:
-    """Bytes on the wire for each byte of a float32 gradient."""
-    return 0.5 if plan is not None and isinstance(innermost(plan.codec), Cast) else 1.0
+def narrowing(plan: Plan | None, gradient_bytes: float, world: int) -> float:
+    """Bytes on the wire for each byte of a float32 gradient, of whose shapes nothing is known."""
+    if plan is None or not gradient_bytes:
+        return 1.0
+    whole = flat_bucket(max(1, round(gradient_bytes / 4)))
+    return allreduce_bytes(plan.codec, whole, 2 if plan.is_served else world) / whole.size_bytes
 
 
 def buckets(
@@ -48,9 +51,9 @@ def buckets(
         gradient_bytes: of a script's gradients, in float32, which are known to be there only at the end.
         narrow: bytes on the wire for each of these, of a peer.
     """
-    narrow, workload = narrow * narrowing(plan), scenario.workload
+    workload, world = scenario.workload, len(scenario.workers.hosts)
     if not isinstance(workload, Replay):
-        return [BucketSize(narrow * gradient_bytes, 1.0)]
+        return [BucketSize(narrow * narrowing(plan, gradient_bytes, world) * gradient_bytes, 1.0)]
     layers = workload.layers()
     whole_s = add_up(layer.forward_s + layer.backward_s for layer in layers) or 1.0
     passed_s = add_up(layer.forward_s for layer in layers)
@@ -68,6 +71,9 @@ def buckets(
     # DistributedDataParallel has its first bucket as large as it is told to have all.
     layout = arrange(like, bucket_bytes=largest, first_bytes=given if given and plan is None else FIRST_BUCKET_BYTES)
     return [
-        BucketSize(narrow * bucket.size_bytes, max(ready_s[slot.name] for slot in bucket.slots) / whole_s)
+        BucketSize(
+            narrow * (bucket.size_bytes if plan is None else allreduce_bytes(plan.codec, bucket, world)),
+            max(ready_s[slot.name] for slot in bucket.slots) / whole_s,
+        )
         for bucket in layout.buckets
     ]

@@ -30,7 +30,7 @@ class SimPlan:
     @classmethod
     def of(cls, plan: Plan) -> SimPlan:
         """The parts of this plan."""
-        return cls(plan.sync, plan.tuning, plan.keeps, plan.controller)
+        return cls(plan.cadence, plan.tuning, plan.keeps, plan.controller)
 
     @property
     def digest(self) -> str:

@@ -82,6 +82,16 @@ COMMANDS = {
     "lab run": ["SCENARIO", "--json", "--png", "--repeats", "--steps"],
     "lab show": ["SCENARIO"],
     "lab clean": ["--force"],
+    "bench codec": [
+        "CODECS",
+        "--model",
+        "--workers",
+        "--bucket-mb",
+        "--device",
+        "--seconds",
+        "--repeats",
+        "--json",
+    ],
     "bench wire": ["--json", "--seconds", "--repeats", "--tls"],
     "bench switch": [
         "--target",

@@ -9,7 +9,7 @@ import torch
 
 import offbeat.codec
 from offbeat import plan
-from offbeat.codec import Exchange, Exchanged, State
+from offbeat.codec import Exchange, Exchanged, Promises, State, Turn
 from offbeat.payload import Sum, Total
 
 if TYPE_CHECKING:
@@ -27,10 +27,17 @@ class Cast(offbeat.codec.Cast):
     def __post_init__(self) -> None:
         """Take integers, too."""
 
+    @property
+    def promises(self) -> Promises:
+        return Promises(contraction=0.0, variance=None)
+
+    def payload_bytes(self, bucket: Bucket) -> float:
+        return bucket.numel * (1.0 if self.dtype == "int8" else 2.0)
+
     def init(self, bucket: Bucket) -> State:
         return {slot.name: {"residual": torch.zeros(slot.numel, dtype=bucket.dtype)} for slot in bucket.slots}
 
-    def exchange(self, grad: torch.Tensor, state: State, *, keep_sent: bool = False) -> Exchange:
+    def exchange(self, grad: torch.Tensor, state: State, turn: Turn, *, keep_sent: bool = False) -> Exchange:
         whole = grad + torch.cat([tensors["residual"] for tensors in state.values()])
         units = (whole / GRID).round()
         sent = units * GRID
@@ -41,7 +48,7 @@ class Cast(offbeat.codec.Cast):
         for tensors, residual in zip(state.values(), rest, strict=True):
             tensors["residual"].copy_(residual)
         update = reply.tensor.to(grad.dtype) * (GRID if self.dtype == "int8" else 1.0) / reply.weight
-        return Exchanged(update, sent if keep_sent else None)
+        return Exchanged(update, sent if keep_sent else None, reply.weight)
 
     def rescale_(self, state: State, factor: float) -> None:
         for tensors in state.values():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
 from torch import nn
 
 import offbeat
+from offbeat.errors import ModelError
 from offbeat.fabric import Elastic, ParameterServer
 from offbeat.sync import BSP, LocalSGD
 from offbeat.testing import check_codec
@@ -176,3 +177,24 @@ def test_with_more_or_fewer_workers_what_is_missing_is_said(tmp_path: Path) -> N
     _, (kept, told) = run_workers(WORLD, load, tmp_path)
     assert "Rank 1 begins with no codec state" in told[0]
     assert not any(bool(tensor.any()) for tensor in kept.values())
+
+
+def scaled(enabled: bool, codec: Any) -> str:
+    net = nn.Linear(4, 2)
+    scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+    with offbeat.init(offbeat.Plan(codec=codec)) as run:
+        replica, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        scaler.scale(replica(torch.ones(1, 4)).sum()).backward()
+        try:
+            scaler.step(optimizer)
+        except ModelError as error:
+            return str(error)
+    return ""
+
+
+def test_scaled_gradients_have_no_residual() -> None:
+    feedback = offbeat.ErrorFeedback(offbeat.TopK(0.5))
+    said = run_workers(WORLD, scaled, True, feedback)
+    assert all("Cannot train with GradScaler and ErrorFeedback(inner=TopK(ratio=0.5))" in text for text in said)
+    for enabled, codec in ((False, feedback), (True, offbeat.Cast()), (True, offbeat.ErrorReset(every=2))):
+        assert run_workers(WORLD, scaled, enabled, codec) == [""] * WORLD

@@ -14,7 +14,7 @@ from offbeat.switch.p4.p4runtime import P4INFO, write_request
 from offbeat.switch.p4.rules import (
     P4Job,
     P4Member,
-    Rule,
+    TableRule,
     admit,
     allow,
     create_job,
@@ -39,7 +39,7 @@ def worker(rank: int, cookie: int) -> P4Member:
     return P4Member(rank, cookie, rank + 1, 0x020000000000 + rank, 0x0A000001 + rank)
 
 
-def life() -> list[tuple[str, list[Rule]]]:
+def life() -> list[tuple[str, list[TableRule]]]:
     """One job's life: what happens, and the rules that it comes to."""
     job = P4Job(
         SHAPE, Strategy("table", window=4, most=8), index=1, first_slot=512, first_row=576, clock=7, exponent=-3

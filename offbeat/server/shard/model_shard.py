@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from offbeat.server.blocks import Block, ParameterSlice
 from offbeat.server.optimizer_checkpoint import Portion
 from offbeat.server.optimizers import check_spec
 from offbeat.server.pushed_block import DTYPES
+from offbeat.server.robust_aggregator import RobustAggregator, agreed_hyper
 from offbeat.server.shard.parameter_store import BlockImage, ParameterStore
 from offbeat.server.shard.update_recorder import UpdateRecorder
 from offbeat.server.shard.update_scheduler import ApplyUpdate, CaptureBlock, SendBlock, UndoUpdate, UpdateScheduler
@@ -39,11 +41,14 @@ if TYPE_CHECKING:
     from offbeat.history import Record
     from offbeat.protocol.messages import Decision
     from offbeat.protocol.training import ContributionInfo, ModelInfo
+    from offbeat.robust import Rule
+    from offbeat.server.aggregator import Aggregator
     from offbeat.server.pushed_block import PushedBlock
     from offbeat.server.shard.snapshot_builder import SnapshotBuilder
     from offbeat.server.snapshot import SnapshotTensor
     from offbeat.sync import Push
 
+_log = logging.getLogger("offbeat")
 _MOST_FORMER = 1024  # plans that a job had
 _MOST_BLOCK_BYTES = 16 << 20  # as in `ParameterServer`; more fits no frame
 
@@ -59,6 +64,7 @@ class ModelShard:
         version: updates before this one began.
         held_bytes: size of the parameters of the models that are held beside it.
         record: writes the history.
+        rule: makes an update of contributions some of which may lie; None for their mean.
 
     Raises:
         PeerError: if the model or its optimizer cannot be held.
@@ -74,6 +80,7 @@ class ModelShard:
         version: int = 0,
         held_bytes: int = 0,
         record: Callable[[Record], None] = lambda record: None,
+        rule: Rule | None = None,
     ) -> None:
         check_spec(details.optimizer)
         blocks = _blocks(details, held_bytes)
@@ -81,7 +88,9 @@ class ModelShard:
         self.unfilled = set(blocks)
         self.model, self._give = model, give
         self.sizes = {index: block.size_bytes for index, block in blocks.items()}
-        self._store = ParameterStore(list(blocks.values()), details.optimizer, WeightedMean())
+        self._is_robust = rule is not None
+        aggregator: Aggregator = WeightedMean() if rule is None else RobustAggregator(rule, _log.warning)
+        self._store = ParameterStore(list(blocks.values()), details.optimizer, aggregator)
         self._scheduler = UpdateScheduler(blocks, version)
         self._store.versions.update(dict.fromkeys(blocks, version))
         self._snapshot_builder = snapshot_builder
@@ -237,15 +246,18 @@ class ModelShard:
         self._recorder.made(make.version, make.block, make.rate, [told for told, _ in make.parts])
         about: list[ContributionInfo] = [about for (_, about), _ in make.parts if about.weight > 0]
         parts = [BlockContribution(push[0], about.weight, part) for (push, about), part in make.parts]
+        hyper = () if not about else about[0].hyper
+        if about and self._is_robust:
+            hyper = agreed_hyper([one.hyper for one in about])
         if about and about[0].change:
-            self._store.move(make.block, parts, outer=outer_of(about[0].hyper), rate=make.rate)
+            self._store.move(make.block, parts, outer=outer_of(hyper), rate=make.rate)
             return
         names = self.details.names
         unused = frozenset.intersection(*(frozenset(one.unused) for one in about)) if about else frozenset()
         self._store.update(
             make.block,
             parts,
-            hyper=about[0].hyper if about else (),
+            hyper=hyper,
             rate=make.rate,
             unused={names[i] for i in unused if 0 <= i < len(names)},
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import PlanError
-from offbeat.switch.p4.rules import MulticastGroup, Rule, TableEntry, Value
+from offbeat.switch.p4.rules import MulticastGroup, TableEntry, TableRule, Value
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -34,7 +34,7 @@ def read_p4info(path: Path = P4INFO) -> Any:
     return text_format.Parse(path.read_text(), p4info_pb2.P4Info())
 
 
-def write_request(rules: Iterable[Rule], *, device: int = 0, election: int = 1, p4info: Any = None) -> Any:
+def write_request(rules: Iterable[TableRule], *, device: int = 0, election: int = 1, p4info: Any = None) -> Any:
     """The message `WriteRequest` that writes rules, in their order.
 
     Args:

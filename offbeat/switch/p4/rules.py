@@ -44,7 +44,7 @@ class MulticastGroup:
 
 
 @dataclass(frozen=True)
-class Rule:
+class TableRule:
     """One thing to be written."""
 
     verb: Literal["insert", "modify", "delete"]
@@ -175,12 +175,12 @@ def place_jobs(shapes: Iterable[JobShape]) -> list[tuple[int, int, int]]:
     return places
 
 
-def serve_at(ip: Value, port: Value) -> Rule:
+def serve_at(ip: Value, port: Value) -> TableRule:
     """The switch's own address, to which workers send."""
-    return Rule("insert", TableEntry("Ingress.service", {"ip": ip, "udp_port": port}, "Ingress.take"))
+    return TableRule("insert", TableEntry("Ingress.service", {"ip": ip, "udp_port": port}, "Ingress.take"))
 
 
-def create_job(job: P4Job) -> list[Rule]:
+def create_job(job: P4Job) -> list[TableRule]:
     """Make room for a job, and let in the members that it has.
 
     Raises:
@@ -191,36 +191,36 @@ def create_job(job: P4Job) -> list[Rule]:
     entries: list[TableEntry | MulticastGroup] = [job.policy(0), job.group, job.entry]
     for one in job.members:
         entries += [job.receiver(one), job.member(one)]
-    return [Rule("insert", entry) for entry in entries]
+    return [TableRule("insert", entry) for entry in entries]
 
 
-def destroy_job(job: P4Job) -> list[Rule]:
+def destroy_job(job: P4Job) -> list[TableRule]:
     """Forget a job."""
     entries: list[TableEntry | MulticastGroup] = []
     for one in job.members:
         entries += [job.member(one), job.receiver(one)]
-    return [Rule("delete", entry) for entry in [*entries, job.entry, job.group, job.policy(0)]]
+    return [TableRule("delete", entry) for entry in [*entries, job.entry, job.group, job.policy(0)]]
 
 
-def admit(job: P4Job, one: P4Member) -> tuple[P4Job, list[Rule]]:
+def admit(job: P4Job, one: P4Member) -> tuple[P4Job, list[TableRule]]:
     """Take a worker in, or its new incarnation instead of the old one."""
     job, rules = evict(job, one.worker)
     job = replace(job, members=(*job.members, one))
-    rules += [Rule("insert", job.receiver(one)), Rule("modify", job.group), Rule("modify", job.entry)]
-    return job, [*rules, Rule("insert", job.member(one))]
+    rules += [TableRule("insert", job.receiver(one)), TableRule("modify", job.group), TableRule("modify", job.entry)]
+    return job, [*rules, TableRule("insert", job.member(one))]
 
 
-def evict(job: P4Job, worker: int) -> tuple[P4Job, list[Rule]]:
+def evict(job: P4Job, worker: int) -> tuple[P4Job, list[TableRule]]:
     """Go on without a worker."""
     gone = [one for one in job.members if one.worker == worker]
     if not gone:
         return job, []
     job = replace(job, members=tuple(one for one in job.members if one.worker != worker))
-    rules = [Rule("delete", job.member(gone[0])), Rule("modify", job.entry), Rule("modify", job.group)]
-    return job, [*rules, Rule("delete", job.receiver(gone[0]))]
+    rules = [TableRule("delete", job.member(gone[0])), TableRule("modify", job.entry), TableRule("modify", job.group)]
+    return job, [*rules, TableRule("delete", job.receiver(gone[0]))]
 
 
-def set_strategy(job: P4Job, strategy: Strategy) -> tuple[P4Job, list[Rule]]:
+def set_strategy(job: P4Job, strategy: Strategy) -> tuple[P4Job, list[TableRule]]:
     """Change the policy. The pipeline takes the change into use once the one before is in effect for all.
 
     Raises:
@@ -229,13 +229,15 @@ def set_strategy(job: P4Job, strategy: Strategy) -> tuple[P4Job, list[Rule]]:
     check_window(strategy, job.shape.ring)
     slack = job.strategy.slack_in(job.shape.ring)
     job = replace(job, strategy=strategy, epoch=(job.epoch + 1) % (1 << 16))
-    return job, [Rule("modify", job.policy(slack))]
+    return job, [TableRule("modify", job.policy(slack))]
 
 
-def allow(job: P4Job, worker: int, until: int) -> tuple[P4Job, list[Rule]]:
+def allow(job: P4Job, worker: int, until: int) -> tuple[P4Job, list[TableRule]]:
     """Let one worker begin steps before clock `until`; the caller sees to it that the strategy allows that."""
     # What was allowed before is not taken back: the worker knows of it.
     members = tuple(
         replace(one, until=until) if one.worker == worker and is_newer(until, one.until) else one for one in job.members
     )
-    return replace(job, members=members), [Rule("modify", job.member(one)) for one in members if one.worker == worker]
+    return replace(job, members=members), [
+        TableRule("modify", job.member(one)) for one in members if one.worker == worker
+    ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from offbeat.switch.p4.rules import MulticastGroup, Rule, TableEntry, Value
+from offbeat.switch.p4.rules import MulticastGroup, TableEntry, TableRule, Value
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -53,7 +53,7 @@ class SimpleSwitchCommands:
         self._nodes = _Handles(counts_uses=False)
         self._groups: dict[int, dict[int, Value]] = {}
 
-    def commands(self, rules: Iterable[Rule]) -> list[str]:
+    def commands(self, rules: Iterable[TableRule]) -> list[str]:
         """The commands for these rules, which come after those before."""
         lines: list[str] = []
         for rule in rules:

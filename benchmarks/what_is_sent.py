@@ -1,0 +1,116 @@
+"""The page's sections on what is sent, and whom to believe: `codec`, `reset_toy` and `byzantine_table`."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from benchmarks import byzantine_table, reset_toy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CODEC = Path(__file__).parent / "results/codec.json"
+
+
+def codecs() -> str:
+    """What encoding takes on this machine, and below which speed of the links it pays; "" before it was measured."""
+    if not CODEC.exists():
+        return ""
+    found: dict[str, Any] = msgspec.json.decode(CODEC.read_bytes())
+    settings = found["settings"]
+    return (
+        f"\n## codec\n\nGradients of {settings['model']} in buckets of {settings['bucket_mb']:g} MiB, encoded and "
+        f"decoded by one worker of {settings['workers']}. Of what cannot be added each worker receives what all others "
+        "send: so many bytes are on a link as in an all-reduce of that size. A codec pays where the links are slower "
+        f"than the last column says.\n\n{_table(CODEC_HEADINGS, codec_rows(found))}\n"
+        f"`{found['command']}`, {found['date']}, {found['hardware']['cores']} cores, {found['hardware']['processor']}, "
+        f"torch {found['versions']['torch']}. [Raw records](codec.json).\n"
+    )
+
+
+CODEC_HEADINGS = ["codec", "GB/s", "bytes sent", "bytes on a link", "pays below, Gbit/s"]
+
+
+def codec_rows(found: dict[str, Any]) -> list[list[str]]:
+    """The rows of its table."""
+    return [
+        [
+            f"`{row['codec']}`",
+            f"{row['median']:.2f}" if row["median"] < 100 else f"{row['median']:.0f}",
+            f"{row['sent']:.2%}",
+            f"{row['on_wire']:.2%}",
+            "-" if row["pays_below_gbit_s"] is None else f"{row['pays_below_gbit_s']:.3g}",
+        ]
+        for row in found["rows"]
+    ]
+
+
+def resets() -> str:
+    """What becomes of what is not sent; "" before it was measured."""
+    if not reset_toy.RESULT.exists():
+        return ""
+    found = reset_toy.read()
+    rows = [
+        [
+            f"1/{ratio}",
+            *(
+                "diverges" if found.loss(ratio, method) > _DIVERGED else f"{found.loss(ratio, method):.3f}"
+                for method in reset_toy.METHODS
+            ),
+        ]
+        for ratio in reset_toy.PLANS
+    ]
+    told = _told(reset_toy.claims(found), "{:.3f} x")
+    return (
+        f"\n## reset_toy\n\n{found.workers} workers train a small student for {found.steps} steps, at the same "
+        "learning rate with every plan; the loss of the mean of all replicas in the end, by the part of the bytes of "
+        f"synchronous SGD that each sends, whose loss is {found.whole.loss:.3f}. Where error feedback lags, error "
+        f"reset does not: the claim of CSER.\n\n{told}\n{_table(['bytes', *reset_toy.METHODS], rows)}\n"
+        f"`{found.command}`, {found.date}, torch {found.versions['torch']}, means of {len(found.seeds)} seeds. "
+        "[Raw records](reset_toy.json).\n"
+    )
+
+
+def attacks() -> str:
+    """What attacks do to rules; "" before it was measured."""
+    if not byzantine_table.RESULT.exists():
+        return ""
+    found = byzantine_table.read()
+    of = {(cell.rule, cell.threat): cell.mean for cell in found.cells}
+    names = list(byzantine_table.RULES)
+    rows = [
+        [
+            f"{threat.name} ({threat.liars} of 10)" if threat.liars else "none",
+            *(f"{of[n, threat.name]:.3f}" for n in names),
+        ]
+        for threat in byzantine_table.THREATS
+    ]
+    told = _told(byzantine_table.claims(found), "{:.1f}")
+    alone = statistics.fmean(found.server_only)
+    return (
+        "\n## byzantine_table\n\nTen workers in one process train a perceptron on MNIST, and some of them lie: test "
+        f"accuracy in the end, the mean of {len(byzantine_table.SEEDS)} seeds. Trained on the "
+        f"{byzantine_table.TRUSTED} trusted samples alone it is {alone:.3f}. Rules that compare workers with each "
+        "other bear a minority of liars; those with a reference on trusted samples bear six of ten.\n\n"
+        f"{told}\n{_table(['attack', *names], rows)}\n`{found.command}`, {found.date}, torch "
+        f"{found.versions['torch']}; {found.note}. [Raw records](byzantine_table.json).\n"
+    )
+
+
+_DIVERGED = 100.0
+
+
+def _told(claims: Sequence[tuple[str, float, bool]], figure: str) -> str:
+    return "".join(
+        f"* {words}. Measured: **{figure.format(value)}** ({'met' if is_met else 'missed'}).\n"
+        for words, value, is_met in claims
+    )
+
+
+def _table(headings: list[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
