@@ -25,12 +25,13 @@ from offbeat import (
     Sign,
     TopK,
 )
+from offbeat.codec import Codec
 from offbeat.engine.communicator import Communicator
 from tests.resume_check import is_the_same_when_resumed
 from tests.workers import run_workers
 
 WORLD, STEPS = 3, 8
-CODECS = [
+CODECS: list[Codec] = [
     QSGD(8),
     QSGD(4, is_random=False),
     Sign(),
@@ -82,29 +83,24 @@ def train(plan: Plan, batches_less: int = 0) -> tuple[dict[str, torch.Tensor], l
     return dict(net.state_dict()), losses
 
 
-@pytest.mark.parametrize(
-    ("codec", "fabric"),
-    [*((codec, None) for codec in CODECS), *((codec, Elastic()) for codec in (QSGD(8), FixedPoint(8), GRBS(4, 4)))],
-    ids=repr,
-)
-def test_replicas_stay_equal_and_learn(codec: Any, fabric: Any) -> None:
-    plan = Plan(codec=codec, bucket_bytes=BUCKET_BYTES)
-    if fabric is not None:
-        plan = Plan(codec=codec, bucket_bytes=BUCKET_BYTES, fabric=fabric)
-    results = run_workers(WORLD, train, plan)
-    for state, _ in results:
-        for name, tensor in state.items():
-            assert torch.equal(tensor, results[0][0][name]), name
-            assert bool(torch.isfinite(tensor).all())
+def train_each(plans: list[Plan]) -> list[dict[str, torch.Tensor]]:
+    """One after the other in the same processes, which take longer to start than to train."""
+    return [train(plan)[0] for plan in plans]
+
+
+def test_replicas_stay_equal_and_learn() -> None:
+    plans = [Plan(codec=codec, bucket_bytes=BUCKET_BYTES) for codec in CODECS]
+    elastic: list[Codec] = [QSGD(8), FixedPoint(8), GRBS(4, 4)]
+    plans += [Plan(codec=codec, bucket_bytes=BUCKET_BYTES, fabric=Elastic()) for codec in elastic]
+    wrapped: list[Codec] = [ErrorFeedback(GRBS(4, 4)), ErrorFeedback(PowerSGD(2)), TopK(0.2)]
+    plans += [Plan(sync=LocalSGD(2), codec=codec, bucket_bytes=BUCKET_BYTES) for codec in wrapped]
     start = dict(model().state_dict())
-    assert all(not torch.equal(results[0][0][name], start[name]) for name in start if "weight" in name)
-
-
-@pytest.mark.parametrize("codec", [ErrorFeedback(GRBS(4, 4)), ErrorFeedback(PowerSGD(2)), TopK(0.2)], ids=repr)
-def test_with_local_steps(codec: Any) -> None:
-    results = run_workers(WORLD, train, Plan(sync=LocalSGD(2), codec=codec, bucket_bytes=BUCKET_BYTES))
-    for state, _ in results:
-        assert all(torch.equal(tensor, results[0][0][name]) for name, tensor in state.items())
+    for plan, *states in zip(plans, *run_workers(WORLD, train_each, plans, timeout_s=100), strict=True):
+        for state in states:
+            for name, tensor in state.items():
+                assert torch.equal(tensor, states[0][name]), (plan, name)
+                assert bool(torch.isfinite(tensor).all()), (plan, name)
+        assert all(not torch.equal(states[0][name], start[name]) for name in start if "weight" in name), plan
 
 
 @pytest.mark.parametrize("codec", [ErrorFeedback(GRBS(4, 4)), ErrorFeedback(TopK(0.2)), QSGD(8)], ids=repr)
@@ -115,19 +111,14 @@ def test_a_worker_that_has_less_data_contributes_nothing_then(codec: Any) -> Non
         assert all(bool(torch.isfinite(tensor).all()) for tensor in state.values())
 
 
-def interrupted(codec: Any, stop: int) -> bool:
-    return is_the_same_when_resumed(
-        Plan(codec=codec, bucket_bytes=BUCKET_BYTES), model, optimizer_of, batches, stop, begun=1
-    )
+def interrupted(codecs: list[Any], stop: int) -> list[bool]:
+    plans = [Plan(codec=codec, bucket_bytes=BUCKET_BYTES) for codec in codecs]
+    return [is_the_same_when_resumed(plan, model, optimizer_of, batches, stop, begun=1) for plan in plans]
 
 
-@pytest.mark.parametrize(
-    "codec",
-    [GRBS(4, 4), QSGD(4), ErrorFeedback(GRBS(8, 4)), ErrorFeedback(PowerSGD(2)), ErrorFeedback(Sign())],
-    ids=repr,
-)
-def test_a_resumed_run_is_the_uninterrupted_one(codec: Any) -> None:
-    assert run_workers(WORLD, interrupted, codec, 4) == [True] * WORLD
+def test_a_resumed_run_is_the_uninterrupted_one() -> None:
+    codecs = [GRBS(4, 4), QSGD(4), ErrorFeedback(GRBS(8, 4)), ErrorFeedback(PowerSGD(2)), ErrorFeedback(Sign())]
+    assert run_workers(WORLD, interrupted, codecs, 4, timeout_s=100) == [[True] * len(codecs)] * WORLD
 
 
 def order() -> list[str]:

@@ -152,10 +152,20 @@ def train(name: str, steps: int = STEPS) -> Result:
         return before, flat(anchored), shown, behind, flat(net)
 
 
+def train_each() -> dict[str, Result]:
+    """One after the other in the same processes, which take longer to start than to train."""
+    return {name: train(name) for name in PLANS}
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[dict[str, Result]]:
+    return run_workers(WORLD, train_each, timeout_s=100)
+
+
 @pytest.mark.parametrize("name", PLANS)
-def test_error_reset(name: str) -> None:
+def test_error_reset(name: str, trained: list[dict[str, Result]]) -> None:
     expected, in_common = simulate(PLANS[name])
-    results = run_workers(WORLD, train, name)
+    results = [one[name] for one in trained]
     mean = torch.stack(expected).mean(0)
     for (own, consensus, shown, behind, settled), simulated in zip(results, expected, strict=True):
         torch.testing.assert_close(own, simulated, rtol=1e-10, atol=1e-12)
@@ -188,8 +198,8 @@ def plain(plan: Plan) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "plan"), [("synchronous SGD", Plan()), ("local SGD", Plan(sync=LocalSGD(3)))], ids=["BSP", "LocalSGD"]
 )
-def test_two_of_its_special_cases_are_other_plans(name: str, plan: Plan) -> None:
-    results = run_workers(WORLD, train, name)
+def test_two_of_its_special_cases_are_other_plans(name: str, plan: Plan, trained: list[dict[str, Result]]) -> None:
+    results = [one[name] for one in trained]
     for (*_, settled), other in zip(results, run_workers(WORLD, plain, plan), strict=True):
         torch.testing.assert_close(settled, other, rtol=1e-12, atol=1e-12)
 
@@ -235,14 +245,15 @@ def test_the_bytes_are_those_of_the_formula(codec: ErrorReset, ratio: float) -> 
     assert less == pytest.approx(whole / ratio, rel=0.01)
 
 
-def interrupted(name: str, stop: int) -> bool:
-    return is_the_same_when_resumed(PLANS[name], model, optimizer_of, batches, stop)
+STOPS = [(name, stop) for name in ("explicit", "block average", "partial local SGD", "late") for stop in (3, 4)]
 
 
-@pytest.mark.parametrize("stop", [3, 4])
-@pytest.mark.parametrize("name", ["explicit", "block average", "partial local SGD", "late"])
-def test_a_resumed_run_is_the_uninterrupted_one(name: str, stop: int) -> None:
-    assert run_workers(WORLD, interrupted, name, stop) == [True] * WORLD
+def interrupted() -> list[bool]:
+    return [is_the_same_when_resumed(PLANS[name], model, optimizer_of, batches, stop) for name, stop in STOPS]
+
+
+def test_a_resumed_run_is_the_uninterrupted_one() -> None:
+    assert run_workers(WORLD, interrupted, timeout_s=100) == [[True] * len(STOPS)] * WORLD
 
 
 def saved(folder: Path, first: int, last: int) -> tuple[torch.Tensor, list[str]]:

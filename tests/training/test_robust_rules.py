@@ -84,11 +84,15 @@ def simulate(rule: Rule, how: str) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in net.parameters()]
 
 
-@pytest.mark.parametrize("how", ["sign", "huge", "nan", "lr"])
-@pytest.mark.parametrize("rule", [Median(), TrimmedMean(1), Phocas(1), MeaMed(1)], ids=repr)
+@pytest.mark.parametrize(
+    ("rule", "how"),
+    [
+        *((rule, how) for rule in (Median(), TrimmedMean(1), Phocas(1), MeaMed(1)) for how in ("sign", "huge")),
+        *((Median(), how) for how in ("nan", "lr")),
+    ],
+    ids=repr,
+)
 def test_one_liar_of_five(rule: Rule, how: str) -> None:
-    if how in ("nan", "lr") and not isinstance(rule, Median):
-        pytest.skip("it is the server that rejects it, whatever the rule")
     expected = simulate(rule, how)
     for got in run_workers(WORLD, train, Plan(fabric=ParameterServer(block_bytes=4096), rule=rule), how):
         for one, other in zip(got, expected, strict=True):
