@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -25,10 +25,12 @@ from offbeat import (
     Sign,
     TopK,
 )
-from offbeat.codec import Codec
 from offbeat.engine.communicator import Communicator
 from tests.resume_check import is_the_same_when_resumed
 from tests.workers import run_workers
+
+if TYPE_CHECKING:
+    from offbeat.codec import Codec
 
 WORLD, STEPS = 3, 8
 CODECS: list[Codec] = [
