@@ -311,7 +311,11 @@ def lease_and_hide() -> tuple[list[torch.Tensor], list[list[int]], list[bool]]:
 def test_leased_data_goes_over_with_a_scheduler_and_each_sample_is_computed_once_in_an_epoch() -> None:
     (mine, seen, there), (theirs, others, _) = run_workers(2, lease_and_hide, timeout_s=80)
     assert there == [True, True, False, False], "where a loop begins"
-    assert all(map(torch.equal, mine, theirs))
+    # At a server who is through with a loop does not wait for the batches that another still has.
+    together = [
+        torch.equal(one, other) for one, other, is_served in zip(mine, theirs, there, strict=True) if not is_served
+    ]
+    assert together == [True, True]
     assert [sorted(one + other) for one, other in zip(seen, others, strict=True)] == [list(range(80))] * 4
 
 
