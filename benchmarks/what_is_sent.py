@@ -11,12 +11,14 @@ import msgspec
 from benchmarks import byzantine_table, reset_toy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    Lines = Callable[[list[str], Sequence[Sequence[str]]], str]
 
 CODEC = Path(__file__).parent / "results/codec.json"
 
 
-def codecs() -> str:
+def codecs(lines: Lines) -> str:
     """What encoding takes on this machine, and below which speed of the links it pays; "" before it was measured."""
     if not CODEC.exists():
         return ""
@@ -26,7 +28,7 @@ def codecs() -> str:
         f"\n## codec\n\nGradients of {settings['model']} in buckets of {settings['bucket_mb']:g} MiB, encoded and "
         f"decoded by one worker of {settings['workers']}. Of what cannot be added each worker receives what all others "
         "send: so many bytes are on a link as in an all-reduce of that size. A codec pays where the links are slower "
-        f"than the last column says.\n\n{_table(CODEC_HEADINGS, codec_rows(found))}\n"
+        f"than the last column says.\n\n{lines(CODEC_HEADINGS, codec_rows(found))}\n"
         f"`{found['command']}`, {found['date']}, {found['hardware']['cores']} cores, {found['hardware']['processor']}, "
         f"torch {found['versions']['torch']}. [Raw records](codec.json).\n"
     )
@@ -49,7 +51,7 @@ def codec_rows(found: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-def resets() -> str:
+def resets(lines: Lines) -> str:
     """What becomes of what is not sent; "" before it was measured."""
     if not reset_toy.RESULT.exists():
         return ""
@@ -69,13 +71,13 @@ def resets() -> str:
         f"\n## reset_toy\n\n{found.workers} workers train a small student for {found.steps} steps, at the same "
         "learning rate with every plan; the loss of the mean of all replicas in the end, by the part of the bytes of "
         f"synchronous SGD that each sends, whose loss is {found.whole.loss:.3f}. Where error feedback lags, error "
-        f"reset does not: the claim of CSER.\n\n{told}\n{_table(['bytes', *reset_toy.METHODS], rows)}\n"
+        f"reset does not: the claim of CSER.\n\n{told}\n{lines(['bytes', *reset_toy.METHODS], rows)}\n"
         f"`{found.command}`, {found.date}, torch {found.versions['torch']}, means of {len(found.seeds)} seeds. "
         "[Raw records](reset_toy.json).\n"
     )
 
 
-def attacks() -> str:
+def attacks(lines: Lines) -> str:
     """What attacks do to rules; "" before it was measured."""
     if not byzantine_table.RESULT.exists():
         return ""
@@ -96,7 +98,7 @@ def attacks() -> str:
         f"accuracy in the end, the mean of {len(byzantine_table.SEEDS)} seeds. Trained on the "
         f"{byzantine_table.TRUSTED} trusted samples alone it is {alone:.3f}. Rules that compare workers with each "
         "other bear a minority of liars; those with a reference on trusted samples bear six of ten.\n\n"
-        f"{told}\n{_table(['attack', *names], rows)}\n`{found.command}`, {found.date}, torch "
+        f"{told}\n{lines(['attack', *names], rows)}\n`{found.command}`, {found.date}, torch "
         f"{found.versions['torch']}; {found.note}. [Raw records](byzantine_table.json).\n"
     )
 
@@ -109,8 +111,3 @@ def _told(claims: Sequence[tuple[str, float, bool]], figure: str) -> str:
         f"* {words}. Measured: **{figure.format(value)}** ({'met' if is_met else 'missed'}).\n"
         for words, value, is_met in claims
     )
-
-
-def _table(headings: list[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

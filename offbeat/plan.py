@@ -149,7 +149,7 @@ class Plan:
         Raises:
             PlanError: with what cannot be, why, and a way out.
         """
-        for name, protocol in (("sync", "replicated"), ("codec", "exchange"), ("fabric", "offers")):
+        for name, protocol in (("sync", "replicated"), ("codec", "promises"), ("fabric", "offers")):
             part = getattr(self, name)
             if isinstance(part, type) or not hasattr(part, protocol):
                 raise PlanError(
@@ -399,7 +399,8 @@ class Plan:
                 ) from error
 
     def check_world(self, world: int) -> None:
-        """Check that the plan works with so many workers; one that is alone may try any plan.
+        """Check that the plan works with so many workers; one that is alone may try any plan but one with a rule, which
+        would leave out every update.
 
         Raises:
             PlanError: if more workers are to contribute to an update, or to be in a group, than there are.
@@ -551,7 +552,7 @@ class Plan:
         return self.is_tabled or self.local_policy is not None
 
     @property
-    def parts_replicas(self) -> bool:
+    def replicas_differ(self) -> bool:
         """Whether no two workers ever have the same parameters but behind `Run.settle`; they have an anchor then."""
         policy = self.local_policy
         return policy is not None and (policy.loss_class == "delayed" or isinstance(self.codec, ErrorReset))

@@ -176,7 +176,8 @@ def _show_codec(figures: list[CodecFigure], workers: int) -> None:
         pays = "-" if one.pays_below_gbit_s is None else f"{one.pays_below_gbit_s:.3g} Gbit/s"
         rates = (one.median, min(one.values), max(one.values))
         table.add_row(one.codec, *map(_rate, rates), f"{one.sent:.2%}", f"{one.on_wire:.2%}", pays)
-    console = Console(width=max(110, Console().width))
+    wide = max(len(one.codec) for one in figures) + _FIGURES_WIDTH
+    console = Console(width=max(wide, Console().width))
     console.print(table, crop=False)
     console.print(
         "GB/s: gradients that are encoded and decoded on this machine. Of what cannot be added each of "
@@ -184,6 +185,9 @@ def _show_codec(figures: list[CodecFigure], workers: int) -> None:
         "size.",
         soft_wrap=True,
     )
+
+
+_FIGURES_WIDTH = 80  # of the columns beside the codec's
 
 
 def _rate(value: float) -> str:

@@ -1,8 +1,8 @@
 """The measurements of `offbeat bench codec`: what encoding and decoding takes on this machine, and when that pays.
 
 One worker's own part of an exchange is timed: it encodes every bucket of a model, and decodes the replies, which are
-there at once, as if the links had no ends. Of what is gathered it decodes the contributions of all workers, which are
-other ones each. On a link of rate r a codec pays where what it saves takes longer than that:
+there at once, as if the links took no time. Of what is gathered it decodes as many contributions as there are workers.
+On a link of rate r a codec pays where what it saves takes longer than that:
 
     2 (N - 1) / N (S - A) / r > t        S, A: bytes of the model, and of the all-reduce that is as long; t: measured
 """

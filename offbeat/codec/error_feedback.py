@@ -55,7 +55,7 @@ class ErrorFeedback:
     inner: Codec = field(default_factory=Dense)
 
     def __post_init__(self) -> None:
-        if isinstance(self.inner, type) or not hasattr(self.inner, "exchange"):
+        if isinstance(self.inner, type) or not hasattr(self.inner, "promises"):
             raise PlanError(
                 f"Cannot feed back the error of {self.inner!r}: use a codec, such as Cast() - at `plan.codec.inner`."
             )

@@ -88,7 +88,7 @@ class ErrorReset:
     def __post_init__(self) -> None:
         given = {"reset": self.reset} | ({} if self.step is None else {"step": self.step})
         for name, codec in given.items():
-            if isinstance(codec, type) or not hasattr(codec, "exchange"):
+            if isinstance(codec, type) or not hasattr(codec, "promises"):
                 raise PlanError(f"Cannot send with {codec!r}: use a codec, such as GRBS(8) - at `plan.codec.{name}`.")
             if isinstance(codec, (ErrorFeedback, ErrorReset)):
                 raise PlanError(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -47,6 +47,10 @@ class Turn:
     world: int = 1
     seed: int = 0
     purpose: Purpose = "gradient"
+    # What was chosen, since who encodes decodes as well, what it has sent and what all have.
+    _chosen: dict[tuple[int, int, str, bool], NDArray[np.int64]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def of(self, rank: int) -> Turn:
         """The same turn on another worker."""
@@ -69,8 +73,14 @@ class Turn:
         """Choose so many of the numbers below `numel`, all sets of them alike.
 
         Returns:
-            [count] ascending.
+            [count] ascending; the same array each time.
         """
+        asked = (count, numel, what, private)
+        if asked not in self._chosen:
+            self._chosen[asked] = self._choose(count, numel, what, private=private)
+        return self._chosen[asked]
+
+    def _choose(self, count: int, numel: int, what: str, *, private: bool) -> NDArray[np.int64]:
         if 4 * count > numel:
             keys = self.random(numel, what=what, private=private)
             return np.sort(np.argpartition(keys, count - 1)[:count])

@@ -16,6 +16,8 @@ import torch
 from offbeat.payload import Gathered, Reply, Sum, Total
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from offbeat.codec import Codec, Exchanged, State, Turn
     from offbeat.engine.communicator import Communicator
     from offbeat.fabric import Scattered
@@ -25,12 +27,18 @@ if TYPE_CHECKING:
 EXACT_UP_TO = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
 
 
+def finish_together(exchanges: Sequence[BucketExchange]) -> None:
+    """Complete exchanges that have begun to finish, round by round: the later ones of all are on their way together."""
+    while going_on := [exchange for exchange in exchanges if not exchange.is_finished]:
+        for exchange in going_on:
+            exchange.finish_round()
+
+
 class BucketExchange:
     """Exchanges one bucket. Call order: `issue`, `poll` any number of times, `wait`, `finish`.
 
     In two rounds `gather` may come between `issue` and `wait`, when others have their turn; else `wait` does it. In
-    place of `finish`, `begin_to_finish` and then `finish_round` until it is finished: so that of a codec of several
-    rounds the later ones of all buckets are on their way together, and not one behind the other.
+    place of `finish`, `begin_to_finish` of several exchanges and then `finish_together`.
 
     Args:
         turn: which exchange of which bucket it is.

@@ -23,7 +23,7 @@ import torch
 from offbeat.codec import FULL, ErrorReset, Turn
 from offbeat.engine import state_checks
 from offbeat.engine.anchor import Anchor
-from offbeat.engine.bucket_exchange import BucketExchange
+from offbeat.engine.bucket_exchange import BucketExchange, finish_together
 from offbeat.engine.communicator import Communicator
 from offbeat.engine.exchange_result import ExchangeResult
 from offbeat.engine.nonfinite import leave_out
@@ -126,9 +126,8 @@ class AllReduceAverager:
         syncs = (FULL,) if fragment is None else codec.behind(step)
         result: ExchangeResult | None = None
         for sync in syncs:
-            if sync is FULL or (
-                codec.step is not None and sync.of == "residual"
-            ):  # of all steps so far, and not of one
+            if sync is FULL or (codec.step is not None and sync.of == "residual"):
+                # It is of all steps since the last reset, each worker's alike, and not of the last one.
                 for one in self._fragments:
                     one.begin_anew()
                     one.count(1, 1.0)
@@ -352,11 +351,7 @@ class AverageFlight:
             return self._result
         communicator = self._communicator
         found = [delta.receive(communicator.world) for delta in self._deltas]
-        going_on = [delta for delta in self._deltas if not delta.is_received]
-        while going_on:
-            for delta in going_on:
-                delta.receive_round()
-            going_on = [delta for delta in going_on if not delta.is_received]
+        finish_together([delta.exchange for delta in self._deltas])
         for pending in self._broadcasts:
             communicator.wait(pending, "broadcast of the buffers")
         if self._buffers is not None:
@@ -385,6 +380,9 @@ class BucketDelta:
     Args:
         bucket: what lies in it.
         parameters: by name.
+
+    Attributes:
+        exchange: of what was encoded last.
     """
 
     def __init__(self, bucket: Bucket, parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -396,9 +394,9 @@ class BucketDelta:
         self._sent: torch.Tensor | None = None  # [D] the parameters where the delta was sent; None if none is
         self._weight = 0.0  # that is in the mean
         self._before: torch.Tensor | None = None  # [D] the parameters before the last step, if that is sent by itself
-        self._scale = 0.0  # of what is on its way, and which it is, if something of it is kept here
-        self._sync: PartialSync | None = None
-        self._exchange: BucketExchange
+        self._scale = 0.0  # by which what is on its way was multiplied
+        self._sync: PartialSync | None = None  # that it is of, unless nothing of it is kept here
+        self.exchange: BucketExchange
 
     def keep_before(self) -> None:
         """Keep the parameters as they are before a step whose change is sent by itself."""
@@ -445,7 +443,7 @@ class BucketDelta:
         else:
             self.anchor.delta(self._delta)
             self._delta.mul_(scale)
-        self._exchange = BucketExchange(
+        self.exchange = BucketExchange(
             turn, self._delta, codec, state, communicator, keep_sent=sync is not None and sync is not FULL
         )
 
@@ -455,7 +453,7 @@ class BucketDelta:
 
     def nonfinite(self) -> list[str]:
         """Names of the parameters in which there is NaN or Inf, as it is sent."""
-        payload = self._exchange.payload
+        payload = self.exchange.payload
         tensors = payload.tensors if isinstance(payload, Gather) else (payload.tensor,)
         if tensors[0].shape != self._delta.shape:  # it may be in what is not sent
             tensors = (*tensors, self._delta)
@@ -482,39 +480,29 @@ class BucketDelta:
         self._trailer[0], self._trailer[1] = weight, float(requests_vote)
         if self._times is not None:
             self._times.write(self._trailer[2:])
-        self._exchange.issue(self._trailer)
+        self.exchange.issue(self._trailer)
 
     def poll(self) -> None:
         """Note when it is there."""
-        self._exchange.poll()
+        self.exchange.poll()
 
     def receive(self, world: int) -> ExchangeResult:
         """Receive the first round of the mean delta. `weights` of what is returned is the sum alone."""
-        trailer, _ = self._exchange.wait()
+        trailer, _ = self.exchange.wait()
         self._weight = float(trailer[0]) / world
-        self._exchange.begin_to_finish(self._weight or 1.0)
-        done_s = self._exchange.done_s
+        self.exchange.begin_to_finish(self._weight or 1.0)
+        done_s = self.exchange.done_s
         return ExchangeResult(
             weights=(self._weight * world,),
             vote_requested=bool(trailer[1]),
             step_times={} if self._times is None else self._times.read(trailer[2:]),
-            spans=() if done_s is None else ((self._exchange.issued_s, done_s),),
+            spans=() if done_s is None else ((self.exchange.issued_s, done_s),),
         )
-
-    def receive_round(self) -> None:
-        """Receive a later round."""
-        self._exchange.finish_round()
-
-    @property
-    def is_received(self) -> bool:
-        """Whether all rounds are, and the mean delta is here."""
-        return self._exchange.is_finished
 
     def apply(self, outer: OuterSGD | None) -> None:
         """Move the anchor by the mean; the parameters are there, and what they have moved since it was sent."""
-        if (
-            self._sync is not None and (sent := self._exchange.sent) is not None
-        ):  # the others think that this worker was so far from the anchor
+        if self._sync is not None and (sent := self.exchange.sent) is not None:
+            # As if this worker had been where the others have heard that it was.
             self._sent = torch.sub(self.anchor.values, sent.div_(self._scale or 1.0), out=sent)
         if self._weight:  # else nobody has moved, and the outer momentum must not move them
             apply_change_(self.anchor.values, self._delta, outer=outer, momentum=self._momentum)

@@ -27,7 +27,7 @@ from offbeat.codec import ErrorFeedback, Turn
 from offbeat.engine import sparse, state_checks, worker_questions
 from offbeat.engine.batch_accounting import BatchAccount
 from offbeat.engine.bucket_buffer import BucketBuffer, GradEntry
-from offbeat.engine.bucket_exchange import BucketExchange
+from offbeat.engine.bucket_exchange import BucketExchange, finish_together
 from offbeat.engine.communicator import Communicator
 from offbeat.engine.exchange_result import ExchangeResult
 from offbeat.engine.gradient_order import GradientOrder
@@ -432,11 +432,7 @@ class Reducer:
     def _finish(self, under_way: Sequence[tuple[BucketBuffer, BucketExchange]]) -> list[BucketTrailer]:
         """Complete all buckets' exchanges, round by round; what the workers said along with each."""
         trailers = [self._receive(buffer, exchange) for buffer, exchange in under_way]
-        exchanges = [exchange for _, exchange in under_way if not exchange.is_finished]
-        while exchanges:
-            for exchange in exchanges:
-                exchange.finish_round()
-            exchanges = [exchange for exchange in exchanges if not exchange.is_finished]
+        finish_together([exchange for _, exchange in under_way])
         for (buffer, _), trailer in zip(under_way, trailers, strict=True):
             buffer.unpack()
             buffer.hand_out(trailer.used_elsewhere)

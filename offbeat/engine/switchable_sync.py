@@ -197,20 +197,20 @@ class SwitchableSync:
 
         They are those of the last average that was applied, of each fragment.
         """
-        if self._local is None or not self._local.is_anchored or not self._plan.parts_replicas:
+        if self._local is None or not self._local.is_anchored or not self._plan.replicas_differ:
             return {}
         averager = self._local.averager
         return averager.anchors if isinstance(averager, AllReduceAverager) else {}
 
     @property
-    def compared(self) -> Mapping[str, torch.Tensor]:
+    def history_values(self) -> Mapping[str, torch.Tensor]:
         """The values by name of which the history has a digest behind each step: the consensus, or the parameters."""
         return self.anchors if self._keeps_replica else self._model.parameters
 
     @property
     def in_common(self) -> Mapping[str, torch.Tensor]:
         """The values that all workers have in common at this place, by name: parameters, or anchors; empty if none."""
-        if self._plan.parts_replicas:
+        if self._plan.replicas_differ:
             return self.anchors or self._model.parameters
         return self._model.parameters if isinstance(self._plan.sync, BSP) else {}
 

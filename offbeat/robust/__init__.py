@@ -1,6 +1,6 @@
 """Whom to believe?
 
-* `rule` - the noun: `Rule`, and what rules have in common; `faulty` - how many contributions may be anything
+* `rule` - the noun: `Rule`, and what rules have in common; `resilient_rule` - those that are told how many may lie
 * `mean` - all alike
 * `clipped_mean` - none longer than most
 * `median`, `trimmed_mean`, `phocas`, `meamed` - each coordinate by itself

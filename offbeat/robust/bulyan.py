@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from offbeat.robust.faulty import check_faulty
 from offbeat.robust.krum import krum_scores
 from offbeat.robust.median import median_of
-from offbeat.robust.rule import Rule, by_coordinate, counted, distances_of, nearest_mean
+from offbeat.robust.resilient_rule import ResilientRule
+from offbeat.robust.rule import by_coordinate, counted, distances_of, nearest_mean
 
 
 @dataclass(frozen=True)
-class Bulyan(Rule):
+class Bulyan(ResilientRule):
     """A selection by Krum whose coordinates are trimmed, against a lie in few coordinates, which no distance shows.
 
     Args:
@@ -32,11 +32,7 @@ class Bulyan(Rule):
     tensor([2.1000])
     """
 
-    faulty: int
     needs_gram = True
-
-    def __post_init__(self) -> None:
-        check_faulty(self.faulty)
 
     def least(self) -> int:
         return 4 * self.faulty + 3

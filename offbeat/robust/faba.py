@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from offbeat.robust.faulty import check_faulty
 from offbeat.robust.geometric_median import distances_to
-from offbeat.robust.rule import Rule
+from offbeat.robust.resilient_rule import ResilientRule
 
 
 @dataclass(frozen=True)
-class FABA(Rule):
+class FABA(ResilientRule):
     """The mean, after the contribution farthest from the mean of the others has been taken away `faulty` times.
 
     Args:
@@ -28,17 +27,7 @@ class FABA(Rule):
     tensor([2.])
     """
 
-    faulty: int
     needs_gram = True
-
-    def __post_init__(self) -> None:
-        check_faulty(self.faulty)
-
-    def least(self) -> int:
-        return 2 * self.faulty + 1
-
-    def most_faulty(self, n: int) -> int:
-        return (n - 1) // 2
 
     def judge(self, gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Take the farthest away, one after the other."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat.errors import PlanError
-from offbeat.robust.faulty import check_faulty
+from offbeat.robust.resilient_rule import check_faulty
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from offbeat.errors import PlanError
-from offbeat.robust.faulty import check_faulty
-from offbeat.robust.rule import Rule, distances_of
+from offbeat.robust.resilient_rule import ResilientRule
+from offbeat.robust.rule import distances_of
 
 
 @dataclass(frozen=True)
-class Krum(Rule):
+class Krum(ResilientRule):
     """The contribution with the best score, as it is.
 
     Args:
@@ -30,11 +30,7 @@ class Krum(Rule):
     tensor([2.1000])
     """
 
-    faulty: int
     needs_gram = True
-
-    def __post_init__(self) -> None:
-        check_faulty(self.faulty)
 
     def least(self) -> int:
         return 2 * self.faulty + 3
@@ -48,7 +44,7 @@ class Krum(Rule):
 
 
 @dataclass(frozen=True)
-class MultiKrum(Rule):
+class MultiKrum(ResilientRule):
     """The mean of the contributions with the best scores.
 
     Args:
@@ -63,12 +59,11 @@ class MultiKrum(Rule):
     tensor([2.0500])
     """
 
-    faulty: int
     best: int | None = None
     needs_gram = True
 
     def __post_init__(self) -> None:
-        check_faulty(self.faulty)
+        super().__post_init__()
         if self.best is not None and self.best < 1:
             raise PlanError(f"Cannot average the {self.best!r} best: one at least - at `plan.rule.best`.")
 

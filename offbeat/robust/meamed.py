@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offbeat.robust.faulty import check_faulty
 from offbeat.robust.median import median_of
-from offbeat.robust.rule import Rule, by_coordinate, counted, nearest_mean
+from offbeat.robust.resilient_rule import ResilientRule
+from offbeat.robust.rule import by_coordinate, counted, nearest_mean
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True)
-class MeaMed(Rule):
+class MeaMed(ResilientRule):
     """The mean, for each coordinate, of those n - `faulty` values that are nearest to its median.
 
     Args:
@@ -27,17 +27,6 @@ class MeaMed(Rule):
     >>> MeaMed(1)(torch.tensor([[1.0], [2.0], [3.0], [900.0]]))
     tensor([2.])
     """
-
-    faulty: int
-
-    def __post_init__(self) -> None:
-        check_faulty(self.faulty)
-
-    def least(self) -> int:
-        return 2 * self.faulty + 1
-
-    def most_faulty(self, n: int) -> int:
-        return (n - 1) // 2
 
     def combine(self, stack_ND: torch.Tensor, scales_N: torch.Tensor) -> torch.Tensor:
         """Average the nearest values of each coordinate."""

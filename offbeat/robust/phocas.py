@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offbeat.robust.faulty import check_faulty
-from offbeat.robust.rule import Rule, by_coordinate, counted, nearest_mean
+from offbeat.robust.resilient_rule import ResilientRule
+from offbeat.robust.rule import by_coordinate, counted, nearest_mean
 from offbeat.robust.trimmed_mean import trimmed_of
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Phocas(Rule):
+class Phocas(ResilientRule):
     """The mean, for each coordinate, of those n - `faulty` values that are nearest to its trimmed mean.
 
     Args:
@@ -29,17 +29,6 @@ class Phocas(Rule):
     >>> Phocas(1)(torch.tensor([[1.0], [2.0], [3.0], [900.0]]))
     tensor([2.])
     """
-
-    faulty: int
-
-    def __post_init__(self) -> None:
-        check_faulty(self.faulty)
-
-    def least(self) -> int:
-        return 2 * self.faulty + 1
-
-    def most_faulty(self, n: int) -> int:
-        return (n - 1) // 2
 
     def combine(self, stack_ND: torch.Tensor, scales_N: torch.Tensor) -> torch.Tensor:
         """Average the nearest values of each coordinate."""

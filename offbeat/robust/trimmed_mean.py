@@ -7,15 +7,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offbeat.robust.faulty import check_faulty
-from offbeat.robust.rule import Rule, by_coordinate, counted
+from offbeat.robust.resilient_rule import ResilientRule
+from offbeat.robust.rule import by_coordinate, counted
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True)
-class TrimmedMean(Rule):
+class TrimmedMean(ResilientRule):
     """The mean of each coordinate, without the `faulty` largest and the `faulty` smallest values.
 
     Args:
@@ -28,17 +28,6 @@ class TrimmedMean(Rule):
     >>> TrimmedMean(1)(torch.tensor([[1.0], [2.0], [3.0], [900.0]]))
     tensor([2.5000])
     """
-
-    faulty: int
-
-    def __post_init__(self) -> None:
-        check_faulty(self.faulty)
-
-    def least(self) -> int:
-        return 2 * self.faulty + 1
-
-    def most_faulty(self, n: int) -> int:
-        return (n - 1) // 2
 
     def combine(self, stack_ND: torch.Tensor, scales_N: torch.Tensor) -> torch.Tensor:
         """Trim each coordinate."""

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.errors import PlanError
-from offbeat.robust.faulty import check_faulty
 from offbeat.robust.krum import chosen
+from offbeat.robust.resilient_rule import check_faulty
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

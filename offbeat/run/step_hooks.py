@@ -131,7 +131,7 @@ class StepHooks:
         context = self._session.context
         if context.history.is_kept:
             synchronizer.synchronize()
-        parameters = synchronizer.compared.values()
+        parameters = synchronizer.history_values.values()
         samples = context.metrics.last_samples
         context.history.record_parameters(model, step, parameters, samples=samples, weights=weights, given=given)
 

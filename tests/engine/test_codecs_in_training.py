@@ -178,7 +178,7 @@ def come(codec: Any) -> tuple[dict[int, float], dict[int, int]]:
             F.cross_entropy(replica(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-            in_common = run._session.models.synchronizers[0].compared
+            in_common = run._session.models.synchronizers[0].history_values
             sums[run.step] = sum(float(tensor.detach().double().sum()) for tensor in in_common.values())
             members_at[run.step] = len(group.members)
             since += len(group.members) == 3
