@@ -47,7 +47,9 @@ from offbeat.codec import (
     ErrorFeedback,
     ErrorReset,
     FixedPoint,
+    OneRoundCodec,
     PowerSGD,
+    Promises,
     RandomK,
     Sign,
     TopK,
@@ -191,7 +193,7 @@ class Plan:
                 "BSP(), or shards of their own - at `plan.sync.slots`."
             )
         missing = self.codec.needs - self.fabric.offers.carries
-        if missing:
+        if missing and not self.is_served:  # a server decodes, whatever kind of payload that is elsewhere
             needs, carries = _kinds(missing), _kinds(self.fabric.offers.carries)
             raise PlanError(
                 f"Cannot use {self.codec!r} on {self.fabric!r}: it needs {needs}, this fabric carries only {carries}. "
@@ -262,17 +264,28 @@ class Plan:
         promises = self.codec.promises
         if isinstance(self.codec, ErrorReset):
             self._check_reset(self.codec)
-        if self.is_served and (promises.rounds > 1 or promises.support != "full"):
-            why = f"{promises.rounds} rounds" if promises.rounds > 1 else "a part of each gradient"
-            raise PlanError(
-                f"Cannot use {self.codec!r} on {self.fabric!r}: it sends {why}, and a push is one dense sum for each "
-                "bucket. Use Dense() or Cast(), or ProcessGroup() - at `plan.codec`."
-            )
+        if self.is_served:
+            self._check_pushed(promises)
         if self.fabric.offers.elastic and promises.keeps_shared_state:
             raise PlanError(
                 f"Cannot use {self.codec!r} on {self.fabric!r}: all workers go on from what each exchange left, and "
                 "one that joins later has none of it. Use ProcessGroup(), or a codec that keeps nothing in common, "
                 "such as ErrorFeedback(GRBS(32)) - at `plan.codec`."
+            )
+
+    def _check_pushed(self, promises: Promises) -> None:
+        """See that a server can decode what a worker pushes, by itself."""
+        why = ""
+        if promises.rounds > 1:
+            why = f"it sends {promises.rounds} rounds, and a push is one"
+        elif not promises.is_additive:
+            why = "it takes the parts of all workers at once, and a server decodes them one by one"
+        elif not isinstance(innermost(self.codec), OneRoundCodec):
+            why = "a server cannot decode it: it has no encode() and decode() of its own (`OneRoundCodec`)"
+        if why:
+            raise PlanError(
+                f"Cannot use {self.codec!r} on {self.fabric!r}: {why}. Use a codec of one round, such as GRBS(32), "
+                "TopK(0.01) or QSGD(8), or ProcessGroup() - at `plan.codec`."
             )
 
     def _check_reset(self, codec: ErrorReset) -> None:
@@ -473,6 +486,18 @@ class Plan:
     def _takes_single_turns(self) -> bool:
         """Whether only one worker at a time, or the workers of one group, may push, however many hosts have shards."""
         return isinstance(self.sync, TakesTurns) and self.sync.slots_over(hosts=2) == 1
+
+    @property
+    def pushed_codec(self) -> OneRoundCodec:
+        """The codec by which a worker encodes each block that it pushes to a server."""
+        codec = innermost(self.codec)
+        assert isinstance(codec, OneRoundCodec), f"{codec!r} is refused on a server"
+        return codec
+
+    @property
+    def encodes_blocks(self) -> bool:
+        """Whether it takes the codec to read what workers push to a server."""
+        return self.is_served and not self.pushed_codec.is_plain
 
     @property
     def is_served(self) -> bool:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from offbeat.clock import Clock
     from offbeat.history import Record
     from offbeat.history.records import Kind
-    from offbeat.robust import Rule
+    from offbeat.server.shard.shard_parts import ShardParts
     from offbeat.server.shard.snapshot_store import SnapshotStore
     from offbeat.wire.link import PeerLink
 
@@ -129,14 +129,16 @@ def _history(settings: ShardSettings, stop: asyncio.Event) -> Iterator[Callable[
         writer.close("it was asked to stop" if stop.is_set() else "")
 
 
-def _rule_of(plan: str) -> Rule | None:
-    """Read the robust rule of a plan; one that cannot be read is refused by the shard that coordinates."""
+def _parts_of(text: str) -> ShardParts:
+    """Read what shards carry out of a plan; one that cannot be read is refused by the shard that coordinates."""
     from offbeat.plan import Plan
+    from offbeat.server.shard.shard_parts import ShardParts
 
     try:
-        return Plan.from_toml(plan).rule
+        plan = Plan.from_toml(text)
     except PlanError:
-        return None
+        return ShardParts()
+    return ShardParts(rule=plan.rule, codec=plan.pushed_codec if plan.encodes_blocks else None)
 
 
 async def _live(
@@ -162,7 +164,7 @@ async def _live(
         again=again.set,
         patience_s=2 * settings.timeout_s,
         record=record,
-        rule_of=_rule_of,
+        parts_of=_parts_of,
     )
     limits = Limits(timeout=timedelta(seconds=settings.timeout_s))
     credentials = settings.credentials()

@@ -18,6 +18,7 @@ from offbeat.errors import PlanError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from offbeat.codec.one_round import EncodedShapes
     from offbeat.codec.turn import Turn
     from offbeat.layout import Bucket
 
@@ -37,6 +38,7 @@ class Cast(OneRoundCodec):
     """
 
     dtype: Literal["bf16", "fp16"] = "bf16"
+    is_plain = True
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
@@ -53,6 +55,10 @@ class Cast(OneRoundCodec):
     def encode(self, grad: torch.Tensor, turn: Turn) -> tuple[torch.Tensor]:
         """Round each element to the nearest."""
         return (grad.to(_DTYPES[self.dtype]),)
+
+    def encoded_shapes(self, numel: int, dtype: torch.dtype, turn: Turn) -> EncodedShapes:
+        """All elements, of the narrow type."""
+        return ((_DTYPES[self.dtype], (numel,)),)
 
     def decode(self, tensors: Sequence[torch.Tensor], turn: Turn, out: torch.Tensor) -> torch.Tensor:
         """Widen each element to the gradient's dtype."""

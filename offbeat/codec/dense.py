@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from offbeat.codec.one_round import EncodedShapes
     from offbeat.codec.turn import Turn
     from offbeat.layout import Bucket
 
@@ -27,6 +28,8 @@ class Dense(OneRoundCodec):
     Dense()
     """
 
+    is_plain = True
+
     @property
     def promises(self) -> Promises:
         return _PROMISES
@@ -38,6 +41,10 @@ class Dense(OneRoundCodec):
     def encode(self, grad: torch.Tensor, turn: Turn) -> tuple[torch.Tensor]:
         """Send the gradient as it is."""
         return (grad,)
+
+    def encoded_shapes(self, numel: int, dtype: torch.dtype, turn: Turn) -> EncodedShapes:
+        """All elements."""
+        return ((dtype, (numel,)),)
 
     def decode(self, tensors: Sequence[torch.Tensor], turn: Turn, out: torch.Tensor) -> torch.Tensor:
         """Take the sum as it is."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from offbeat.codec.one_round import EncodedShapes
     from offbeat.codec.turn import Turn
     from offbeat.layout import Bucket
 
@@ -76,6 +77,13 @@ class GRBS(OneRoundCodec):
         whole = len(grad) // size * size
         chosen = grad[:whole].view(-1, size)[torch.from_numpy(rows).to(grad.device)].view(-1)
         return (torch.cat((chosen, grad[whole:])) if tail else chosen,)
+
+    def encoded_shapes(self, numel: int, dtype: torch.dtype, turn: Turn) -> EncodedShapes:
+        """The elements of the blocks that are drawn."""
+        if self.ratio == 1:
+            return ((dtype, (numel,)),)
+        size, rows, tail = self._drawn(numel, turn)
+        return ((dtype, (len(rows) * size + (numel % size if tail else 0),)),)
 
     def decode(self, tensors: Sequence[torch.Tensor], turn: Turn, out: torch.Tensor) -> torch.Tensor:
         """Put the blocks where they belong, between zeros."""

@@ -18,9 +18,17 @@ if TYPE_CHECKING:
     from offbeat.layout import Bucket
     from offbeat.payload import GatheredPart
 
+EncodedShapes = tuple[tuple["torch.dtype", tuple[int, ...]], ...]
+
 
 class OneRoundCodec(ABC):
-    """A codec without a state that is described by `encode` and `decode`; the exchange is made of these."""
+    """A codec without a state that is described by `encode` and `decode`; the exchange is made of these.
+
+    Attributes:
+        is_plain: whether what is encoded is each element, in a float type, which nobody needs the codec to read.
+    """
+
+    is_plain = False
 
     @property
     @abstractmethod
@@ -49,6 +57,10 @@ class OneRoundCodec(ABC):
         """
 
     @abstractmethod
+    def encoded_shapes(self, numel: int, dtype: torch.dtype, turn: Turn) -> EncodedShapes:
+        """The dtypes and shapes of what `encode` returns of `numel` elements, so that room is made for no more."""
+
+    @abstractmethod
     def decode(self, tensors: Sequence[torch.Tensor], turn: Turn, out: torch.Tensor) -> torch.Tensor:
         """Decode what `encode` returned, or of a linear codec a sum of it.
 
@@ -62,6 +74,13 @@ class OneRoundCodec(ABC):
 
         Raises:
             PeerError: if they cannot be what a worker has encoded in this turn.
+        """
+
+    def check_encoded(self, tensors: Sequence[torch.Tensor], numel: int) -> None:  # noqa: B027
+        """See that tensors of the right shapes can be what `encode` returns of `numel` elements; by default all can.
+
+        Raises:
+            PeerError: if they cannot.
         """
 
     def accumulate_(self, total: torch.Tensor, tensors: Sequence[torch.Tensor], turn: Turn) -> None:

@@ -23,6 +23,8 @@ class Promises:
         keeps_norm: whether |C(z)| says how large z is.
         keeps_shared_state: whether workers hold a state in common that each exchange changes, so that none may miss
             one.
+        is_additive: whether the update is the sum of what each worker's part is decoded to, so that these can be
+            decoded one by one; else it takes all of them at once.
         most_workers: that it can carry; None for any number.
         passes: how often, about, the memory of z is read or written beyond what sending it as it is would take.
     """
@@ -34,5 +36,6 @@ class Promises:
     rounds: int = 1
     keeps_norm: bool = True
     keeps_shared_state: bool = False
+    is_additive: bool = True
     most_workers: int | None = None
     passes: float = 0.0

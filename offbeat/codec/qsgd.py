@@ -24,6 +24,7 @@ from offbeat.errors import PeerError, PlanError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from offbeat.codec.one_round import EncodedShapes
     from offbeat.codec.turn import Turn
     from offbeat.layout import Bucket
 
@@ -94,6 +95,11 @@ class QSGD(OneRoundCodec):
             values.round_()
         values.nan_to_num_(0.0, self.levels, -self.levels).clamp_(-self.levels, self.levels)
         return self._pack(values.to(torch.int8)), scales
+
+    def encoded_shapes(self, numel: int, dtype: torch.dtype, turn: Turn) -> EncodedShapes:
+        """The packed levels, and the scales."""
+        groups = math.ceil(numel / self.group)
+        return (torch.uint8, (groups, self.group * self.bits // 8)), (torch.float32, (groups,))
 
     def decode(self, tensors: Sequence[torch.Tensor], turn: Turn, out: torch.Tensor) -> torch.Tensor:
         """Multiply each level by its group's scale."""

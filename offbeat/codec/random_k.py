@@ -19,6 +19,7 @@ from offbeat.errors import PeerError, PlanError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from offbeat.codec.one_round import EncodedShapes
     from offbeat.codec.turn import Turn
     from offbeat.layout import Bucket
 
@@ -71,6 +72,10 @@ class RandomK(OneRoundCodec):
         """Encode as the elements that are drawn, in order."""
         chosen = grad[self._drawn(len(grad), turn).to(grad.device)]
         return (chosen.mul_(len(grad) / len(chosen)) if self.is_unbiased else chosen,)
+
+    def encoded_shapes(self, numel: int, dtype: torch.dtype, turn: Turn) -> EncodedShapes:
+        """The elements that are drawn."""
+        return ((dtype, (count_of(self.ratio, numel),)),)
 
     def decode(self, tensors: Sequence[torch.Tensor], turn: Turn, out: torch.Tensor) -> torch.Tensor:
         """Put the elements where they belong, between zeros."""

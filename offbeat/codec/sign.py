@@ -21,6 +21,7 @@ from offbeat.errors import PeerError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from offbeat.codec.one_round import EncodedShapes
     from offbeat.codec.turn import Turn
     from offbeat.layout import Bucket
     from offbeat.payload import GatheredPart
@@ -44,7 +45,14 @@ class Sign(OneRoundCodec):
     def promises(self) -> Promises:
         # |C(z) - z|^2 = |z|^2 - |z|_1^2 / D, and |z|_1 may be as small as |z|: a contraction of 1 / D, which is above 0
         # for every z and far from it for those that are met. The norm of what is sent is the scale times sqrt(D).
-        return Promises(linear=False, contraction=0.0, variance=None, keeps_norm=False, passes=6.0)
+        return Promises(
+            linear=False,
+            contraction=0.0,
+            variance=None,
+            keeps_norm=False,
+            is_additive=not self.vote,
+            passes=6.0,
+        )
 
     def payload_bytes(self, bucket: Bucket) -> float:
         """A bit for each element, and four bytes for the scale."""
@@ -53,6 +61,10 @@ class Sign(OneRoundCodec):
     def encode(self, grad: torch.Tensor, turn: Turn) -> tuple[torch.Tensor, torch.Tensor]:
         """Encode as bits [D / 8] uint8, 1 for what is not below 0, and the scale [1] float32."""
         return _pack(grad >= 0), grad.abs().mean(dtype=torch.float32).reshape(1)
+
+    def encoded_shapes(self, numel: int, dtype: torch.dtype, turn: Turn) -> EncodedShapes:
+        """The bits, and the scale."""
+        return (torch.uint8, (math.ceil(numel / 8),)), (torch.float32, (1,))
 
     def decode(self, tensors: Sequence[torch.Tensor], turn: Turn, out: torch.Tensor) -> torch.Tensor:
         """Give each sign the size."""

@@ -18,6 +18,7 @@ from offbeat.errors import PeerError, PlanError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from offbeat.codec.one_round import EncodedShapes
     from offbeat.codec.turn import Turn
     from offbeat.layout import Bucket
 
@@ -55,6 +56,15 @@ class TopK(OneRoundCodec):
         count = count_of(self.ratio, len(grad))
         indices = sizes.topk(count, sorted=False).indices.sort().values
         return indices.to(torch.int32), grad[indices]
+
+    def encoded_shapes(self, numel: int, dtype: torch.dtype, turn: Turn) -> EncodedShapes:
+        """The indices, and the values."""
+        count = count_of(self.ratio, numel)
+        return (torch.int32, (count,)), (dtype, (count,))
+
+    def check_encoded(self, tensors: Sequence[torch.Tensor], numel: int) -> None:
+        """See that the indices are of the block, and ascend."""
+        check_indices(tensors[0], numel)
 
     def decode(self, tensors: Sequence[torch.Tensor], turn: Turn, out: torch.Tensor) -> torch.Tensor:
         """Put each value where it belongs, between zeros."""
@@ -102,10 +112,18 @@ def checked_sparse(tensors: Sequence[torch.Tensor], total: torch.Tensor) -> tupl
             f"Cannot decode {[(list(one.shape), one.dtype) for one in tensors]} as indices and values of "
             f"{total.dtype}: there are as many of both."
         )
-    indices, values = tensors
+    check_indices(tensors[0], len(total))
+    return tensors[0], tensors[1]
+
+
+def check_indices(indices: torch.Tensor, numel: int) -> None:
+    """See that these are indices [K] of `numel` elements, which ascend.
+
+    Raises:
+        PeerError: if they are not.
+    """
     ends = [int(indices[0]), int(indices[-1])] if len(indices) else []
-    if any(not 0 <= end < len(total) for end in ends):
-        raise PeerError(f"Cannot decode indices {ends[0]} to {ends[1]}: there are {len(total)} elements.")
+    if any(not 0 <= end < numel for end in ends):
+        raise PeerError(f"Cannot decode indices {ends[0]} to {ends[1]}: there are {numel} elements.")
     if bool((indices[1:] <= indices[:-1]).any()):
         raise PeerError("Cannot decode indices that do not ascend: a worker sends each element once.")
-    return indices, values

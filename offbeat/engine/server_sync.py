@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import torch
 
-from offbeat.codec import Turn
 from offbeat.diagnosis.wait import WaitContext
 from offbeat.engine import state_checks
 from offbeat.engine.batch_accounting import BatchAccount
@@ -30,9 +29,9 @@ from offbeat.engine.exchange_result import ExchangeResult
 from offbeat.engine.nonfinite import leave_out
 from offbeat.engine.optimizer_state import load
 from offbeat.engine.parameter_return import ParameterReturn
+from offbeat.engine.push_encoder import PushEncoder
 from offbeat.engine.synchronizer import RUN_IS_CLOSED
 from offbeat.errors import ModelError, PeerError
-from offbeat.payload import Sum, Total
 from offbeat.protocol.training import ContributionInfo
 from offbeat.server.blocks import cut, deal
 from offbeat.server.optimizer_checkpoint import from_bytes, gather, scatter, to_bytes
@@ -42,13 +41,13 @@ from offbeat.short_name import short_name
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from offbeat.codec import Exchange, Purpose, State
     from offbeat.engine.prepared_model import PreparedModel
     from offbeat.engine.server_session import ServerSession
     from offbeat.engine.worker_context import WorkerContext
     from offbeat.layout import Bucket
     from offbeat.plan import Plan
     from offbeat.server.client.requests import PulledParameters, ServerRequest
+    from offbeat.server.encoded_block import EncodedBlock
     from offbeat.server.optimizer_checkpoint import States
 
 _QUESTIONS = 3  # to find out how long the way to the server and back takes
@@ -120,6 +119,9 @@ class ServerSync:
         self._changed: set[str] = set()  # gradients that were taken in backward, and are others now
         self._blocks = cut(self.layout, server.block_bytes)
         shards = deal(self._blocks, server.shards)
+        self._encoder = PushEncoder(
+            plan, self.layout, self._blocks, model.codec_state, rank=context.rank, seed=context.seed
+        )
         self._flight: ServerFlight | None = None
         self._return: ParameterReturn | None = None  # once modules wait for what they read
         self._early: EarlyPush | None = None
@@ -274,11 +276,12 @@ class ServerSync:
     def _issue(self, info: ContributionInfo, unused: Sequence[str], step: int) -> ServerFlight:
         metrics, number, contribution = self._context.metrics, self._model.number, self.number
         issued_s, stamp = metrics.now_s(), self.accounting.stamp
-        encoded = self._encode(deltas=info.change)
-        weight = info.weight if self._finite(encoded, "change" if info.change else "gradient", step) else 0.0
+        parts = self._encoder.encode(self.grads, number=contribution, purpose="change" if info.change else "gradient")
+        weight = info.weight if self._finite(parts, "change" if info.change else "gradient", step) else 0.0
+        if not weight:
+            self._encoder.forget()
         info = msgspec.structs.replace(info, weight=weight, used=tuple(self._server.used), step=step)
         self._server.used = []
-        parts = [encoded[block.bucket][block.offset : block.offset + block.numel] for block in self._blocks]
         early = self._early
         request = self._client.exchange(
             number,
@@ -305,6 +308,7 @@ class ServerSync:
         if self._early is not None:
             self._after_exchange(self._early, metrics.now_s() - flight.issued_s)
         pulled = request.value
+        self._encoder.book(counts=pulled.is_counted)
         if pulled.fate:
             text = f"Rank {self._client.rank} is back: what it had computed in step {step} {pulled.fate}."
             _log.warning("%s", text)
@@ -518,7 +522,7 @@ class ServerSync:
     def _push_early(self, index: int) -> None:
         block = self._blocks[index]
         grad = self.grads[block.bucket][block.offset : block.offset + block.numel]
-        self._client.push_early(self._model.number, index, self._payload(grad, {}, self.layout.buckets[block.bucket]))
+        self._client.push_early(self._model.number, index, self._encoder.encode_block(index, grad, number=self.number))
 
     def _blocks_with(self, names: Collection[str]) -> list[int]:
         """The blocks that any of these gradients is in."""
@@ -562,49 +566,22 @@ class ServerSync:
         self._context.waiter.wait(self._client.look(), WaitContext("an answer of the server", through_server=True))
         return self._context.metrics.now_s() - began_s
 
-    def _finite(self, encoded: Sequence[torch.Tensor], what: str, step: int) -> bool:
+    def _finite(self, parts: Sequence[torch.Tensor | EncodedBlock], what: str, step: int) -> bool:
         """Whether what is sent can be taken; with a narrow codec it may overflow where the gradient did not."""
-        if self.plan.nonfinite == "pass" or all(bool(torch.isfinite(tensor).all()) for tensor in encoded):
+        if self.plan.nonfinite == "pass":
             return True
-        bad = [
-            slot.name
-            for bucket, tensor in zip(self.layout.buckets, encoded, strict=True)
-            for slot in bucket.slots
-            if not bool(torch.isfinite(tensor[slot.offset : slot.offset + slot.numel]).all())
-        ]
-        return not leave_out(bad, self.plan.nonfinite, what=what, step=step, metrics=self._context.metrics)
-
-    def _encode(self, *, deltas: bool) -> list[torch.Tensor]:
-        """Encode each bucket of `grads`."""
-        codec, encoded = self.plan.codec, []
-        purpose: Purpose = "change" if deltas else "gradient"
-        for bucket, grad in zip(self.layout.buckets, self.grads, strict=True):
-            state = self._model.codec_state.of(codec, bucket, purpose)
-            encoded.append(self._payload(grad, state, bucket, purpose))
-        return encoded
-
-    def _payload(self, grad: torch.Tensor, state: State, bucket: Bucket, purpose: Purpose = "gradient") -> torch.Tensor:
-        """Encode a gradient, or a part of one that a codec without a state can encode by itself."""
-        codec = self.plan.codec
-        turn = Turn(bucket, self.step, self._context.rank, self._context.world, self._context.seed, purpose)
-        exchange = codec.exchange(grad, state, turn)
-        payload = next(exchange)
-        if not isinstance(payload, Sum) or payload.tensor.shape != grad.shape:
-            raise ModelError(
-                f"Cannot push with {codec!r}: a parameter server takes one dense sum per bucket. Use Dense() or Cast()."
-            )
-        if any(state.values()):
-            _end(exchange, payload.tensor)
-        return payload.tensor
-
-
-def _end(exchange: Exchange, sent: torch.Tensor) -> None:
-    """Have the codec write its state: what was sent is all that it hears of."""
-    try:
-        exchange.send(Total(sent.clone()))
-    except StopIteration:
-        return
-    raise ModelError("Cannot push with this codec: it needs several rounds, a push has one. Use Dense() or Cast().")
+        bad: dict[str, None] = {}
+        for block, part in zip(self._blocks, parts, strict=True):
+            values = self.grads[block.bucket][block.offset : block.offset + block.numel]
+            if isinstance(part, torch.Tensor):
+                values = part
+            if bool(torch.isfinite(values).all()):
+                continue
+            pieces = values.split([piece.numel for piece in block.pieces])
+            for piece, own in zip(block.pieces, pieces, strict=True):
+                if not bool(torch.isfinite(own).all()):
+                    bad[piece.name] = None
+        return not leave_out(list(bad), self.plan.nonfinite, what=what, step=step, metrics=self._context.metrics)
 
 
 def _memory(bucket: Bucket) -> torch.Tensor:

@@ -206,7 +206,19 @@ class CastPayload(msgspec.Struct, tag="cast", frozen=True):
     dtype: Dtype
 
 
-BlockPayload = DensePayload | CastPayload
+class EncodedPayload(msgspec.Struct, tag="encoded", frozen=True):
+    """The body is what the codec of the plan has encoded of the block.
+
+    Args:
+        number: of the contribution as which it was encoded; the codec's turn counts by it.
+        change: whether it is of a change of the parameters, and not of a gradient.
+    """
+
+    number: Count
+    change: bool = False
+
+
+BlockPayload = DensePayload | CastPayload | EncodedPayload
 
 
 class PushBlock(msgspec.Struct, tag=True, frozen=True):

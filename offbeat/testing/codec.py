@@ -192,6 +192,10 @@ def _check_decode(codec: OneRoundCodec, bucket: Bucket, world: int, rtol: float,
         turn, before = Turn(bucket, 0, rank, world), gradient.clone()
         tensors = codec.encode(gradient, turn)
         assert torch.equal(gradient, before), f"{codec!r}: encode() changed the gradient"
+        shapes = tuple((one.dtype, tuple(one.shape)) for one in tensors)
+        expected = codec.encoded_shapes(bucket.numel, bucket.dtype, Turn(bucket, 0, rank, world))
+        assert shapes == expected, f"{codec!r}: it encodes as {shapes}, and says {expected}"
+        codec.check_encoded(tensors, bucket.numel)
         decoded = codec.decode(tensors, Turn(bucket, 0, rank, world), torch.full_like(gradient, math.nan))
         assert result.sent is not None
         if not getattr(codec, "vote", False):

@@ -1,4 +1,4 @@
-"""A codec with a residual: it sends multiples of a sixteenth, and keeps the rest for the next exchange."""
+"""A codec that sends multiples of a sixteenth; with `ErrorFeedback`, which keeps the rest for the next exchange."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 
 import offbeat.codec
 from offbeat import plan
-from offbeat.codec import Exchange, Exchanged, Promises, State, Turn
-from offbeat.payload import Sum, Total
+from offbeat.codec import ErrorFeedback, Promises
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from offbeat.codec import Turn
     from offbeat.layout import Bucket
 
 GRID = 1 / 16  # a few of them are exact in 16 bits, and so are their sums
@@ -20,7 +22,7 @@ GRID = 1 / 16  # a few of them are exact in 16 bits, and so are their sums
 
 @dataclass(frozen=True)
 class Cast(offbeat.codec.Cast):
-    """Error feedback onto a grid; a server, which knows it by its name, takes it for the codec that it replaces."""
+    """Rounding to a grid; a server, which knows it by its name, takes it for the codec that it replaces."""
 
     dtype: Literal["bf16", "fp16", "int8"] = "bf16"  # type: ignore[assignment]
 
@@ -34,25 +36,17 @@ class Cast(offbeat.codec.Cast):
     def payload_bytes(self, bucket: Bucket) -> float:
         return bucket.numel * (1.0 if self.dtype == "int8" else 2.0)
 
-    def init(self, bucket: Bucket) -> State:
-        return {slot.name: {"residual": torch.zeros(slot.numel, dtype=bucket.dtype)} for slot in bucket.slots}
+    def encode(self, grad: torch.Tensor, turn: Turn) -> tuple[torch.Tensor]:
+        units = (grad / GRID).round()
+        return (units.to(torch.int8) if self.dtype == "int8" else (units * GRID).to(torch.bfloat16),)
 
-    def exchange(self, grad: torch.Tensor, state: State, turn: Turn, *, keep_sent: bool = False) -> Exchange:
-        whole = grad + torch.cat([tensors["residual"] for tensors in state.values()])
-        units = (whole / GRID).round()
-        sent = units * GRID
-        reply = yield Sum(units.to(torch.int8) if self.dtype == "int8" else sent.to(torch.bfloat16))
-        assert isinstance(reply, Total)
-        sent *= reply.includes_own
-        rest = (whole - sent).split([tensors["residual"].numel() for tensors in state.values()])
-        for tensors, residual in zip(state.values(), rest, strict=True):
-            tensors["residual"].copy_(residual)
-        update = reply.tensor.to(grad.dtype) * (GRID if self.dtype == "int8" else 1.0) / reply.weight
-        return Exchanged(update, sent if keep_sent else None, reply.weight)
+    def decode(self, tensors: Sequence[torch.Tensor], turn: Turn, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_(tensors[0]).mul_(GRID if self.dtype == "int8" else 1.0)
 
-    def rescale_(self, state: State, factor: float) -> None:
-        for tensors in state.values():
-            tensors["residual"].mul_(factor)
+
+def feedback(dtype: Literal["bf16", "int8"] = "bf16") -> ErrorFeedback:
+    """The codec that keeps what the grid does not take."""
+    return ErrorFeedback(Cast(dtype))
 
 
 def known() -> None:

@@ -55,7 +55,7 @@ class Trained:
 def swap(fabric_swaps: bool, sync_in_between: bool) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Gradients by all-reduce or from a server, to local steps and back, or to all-reduce."""
     grid_codec.known()
-    codec = grid_codec.Cast()
+    codec = grid_codec.feedback()
     fabric = ParameterServer(block_bytes=4096)
     plan = offbeat.Plan(codec=codec, fabric=fabric) if fabric_swaps else offbeat.Plan(codec=codec)
     with offbeat.init(plan) as run:
@@ -81,7 +81,7 @@ def swap(fabric_swaps: bool, sync_in_between: bool) -> tuple[torch.Tensor, torch
 
 def test_the_codec_of_these_tests_is_one() -> None:
     for dtype in ("bf16", "int8"):
-        check_codec(grid_codec.Cast(dtype), rtol=2**-6, atol=2**-6)
+        check_codec(grid_codec.feedback(dtype), rtol=2**-6, atol=2**-6)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,8 @@ def test_updates_and_residuals_are_the_gradients(fabric_swaps: bool, sync_in_bet
 
 
 def count(sync: str, dtype: Literal["bf16", "int8"]) -> torch.Tensor:
-    with offbeat.init(offbeat.Plan(codec=grid_codec.Cast(dtype), sync=BSP() if sync == "BSP" else LocalSGD(2))) as run:
+    policy = BSP() if sync == "BSP" else LocalSGD(2)
+    with offbeat.init(offbeat.Plan(codec=grid_codec.feedback(dtype), sync=policy)) as run:
         trained = Trained(run)
         for _ in range(4):
             trained.step()
@@ -116,7 +117,7 @@ def test_integers_on_the_way_are_counted_beside_them(sync: str) -> None:
 def come() -> tuple[int, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Two train, and a third joins: what it begins with."""
     grid_codec.known()
-    with offbeat.init(offbeat.Plan(codec=grid_codec.Cast(), fabric=Elastic())) as run:
+    with offbeat.init(offbeat.Plan(codec=grid_codec.feedback(), fabric=Elastic())) as run:
         trained = Trained(run)
         begins_with = trained.kept
         members = run._session.context.group
@@ -137,7 +138,7 @@ def test_who_joins_has_not_kept_what_another_has_not_sent() -> None:
 
 
 def save(folder: Path) -> dict[str, torch.Tensor]:
-    with offbeat.init(offbeat.Plan(codec=grid_codec.Cast())) as run:
+    with offbeat.init(offbeat.Plan(codec=grid_codec.feedback())) as run:
         trained = Trained(run)
         for _ in range(3):
             trained.step()
@@ -149,7 +150,7 @@ def save(folder: Path) -> dict[str, torch.Tensor]:
 def load(folder: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
     told = listen()
     grid_codec.known()
-    with offbeat.init(offbeat.Plan(codec=grid_codec.Cast())) as run:
+    with offbeat.init(offbeat.Plan(codec=grid_codec.feedback())) as run:
         trained = Trained(run)
         checkpoints = offbeat.Checkpoints(run, folder, model=trained.model, optimizer=trained.optimizer)
         assert checkpoints.load()

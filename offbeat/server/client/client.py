@@ -36,7 +36,7 @@ from offbeat.server.client.connections import ShardConnections
 from offbeat.server.client.coordinator_requests import CoordinatorRequests
 from offbeat.server.client.lease_requests import LeaseRequests
 from offbeat.server.client.model_exchanges import ModelExchanges
-from offbeat.server.client.model_state import ModelState
+from offbeat.server.client.model_state import ModelState, Part
 from offbeat.server.client.plan_judge import PlanVerdict
 from offbeat.server.client.question_client import QuestionClient
 from offbeat.server.client.receiver import ShardReceiver
@@ -48,6 +48,7 @@ from offbeat.server.client.state_transfer import (
     StateTransfers,
     StateUpload,
 )
+from offbeat.server.pushed_block import body_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -164,7 +165,7 @@ class Client:
     def exchange(
         self,
         model: int,
-        parts: Sequence[torch.Tensor],
+        parts: Sequence[Part],
         *,
         about: ContributionInfo,
         unused: tuple[str, ...] = (),
@@ -174,20 +175,22 @@ class Client:
         """Bring a contribution and wait for the parameters of the next step.
 
         Args:
-            parts: [D] gradient of each block, contiguous, on the CPU; it may not change until the exchange is done.
+            parts: of each block the gradient [D], contiguous, on the CPU, or what a codec has encoded of it; it may not
+                change until the exchange is done.
             about: what it is; its `unused` and `again` are filled in.
             unused: names of parameters without a gradient.
             order: in which the blocks are pushed, those of the next contribution with `push_early`; that of `parts`,
                 and all at once, if empty.
             changed: blocks that were pushed early, and are not what they were then.
         """
-        sent_bytes = sum(part.numel() * part.element_size() for part in parts)
+        bodies = [body_of(part) for part in parts]
+        sent_bytes = sum(body.numel() * body.element_size() for body in bodies)
         request: ServerRequest[PulledParameters] = ServerRequest(sent_bytes)
         in_order = {block: parts[block] for block in order or range(len(parts))}
         announce = functools.partial(self._models.announce, pushes_early=bool(order))
         return self._begin(request, announce, model, in_order, about, unused, changed)
 
-    def push_early(self, model: int, block: int, part: torch.Tensor) -> None:
+    def push_early(self, model: int, block: int, part: Part) -> None:
         """Push a block of the contribution that is being computed, before `exchange`, which pushes what is left.
 
         Nothing comes of it before `exchange`, and nothing at all if this worker is lost first. Where the policy grants
@@ -333,7 +336,7 @@ class Client:
         else:
             self._models.open(state)
 
-    def _push_early(self, model: int, block: int, part: torch.Tensor) -> None:
+    def _push_early(self, model: int, block: int, part: Part) -> None:
         if self._error is None:
             self._models.push_early(model, block, part)
 

@@ -24,19 +24,17 @@ from offbeat.protocol.training import (
     Reconnect,
 )
 from offbeat.server.client.requests import PulledParameters
-from offbeat.server.pushed_block import payload_of
+from offbeat.server.pushed_block import body_of, payload_of
 from offbeat.tensors import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    import torch
-
     from offbeat.protocol.plan_swap import AdoptPlan
     from offbeat.protocol.training import ContributionInfo, ModelOpened, PullBlock, ReleaseWorker, SnapshotAck
     from offbeat.server.client.connections import ShardConnections
     from offbeat.server.client.lease_requests import LeaseRequests
-    from offbeat.server.client.model_state import ModelState
+    from offbeat.server.client.model_state import ModelState, Part
     from offbeat.server.client.question_client import QuestionClient
     from offbeat.server.client.requests import ServerRequest
     from offbeat.server.client.state_transfer import StateTransfers
@@ -112,7 +110,7 @@ class ModelExchanges:
         self,
         request: ServerRequest[PulledParameters],
         model: int,
-        parts: Mapping[int, torch.Tensor],
+        parts: Mapping[int, Part],
         about: ContributionInfo,
         unused: tuple[str, ...],
         changed: Collection[int] = (),
@@ -122,7 +120,7 @@ class ModelExchanges:
         """Bring a contribution; done when this worker has the next parameters.
 
         Args:
-            parts: [D] of each block, in the order in which they are pushed.
+            parts: of each block, in the order in which they are pushed.
             unused: names of parameters without a gradient.
             changed: blocks that are not what was pushed of them before.
             pushes_early: blocks of the next one are pushed before it is announced, where the server lets this worker.
@@ -141,7 +139,7 @@ class ModelExchanges:
         elif state.is_outdated:
             self._come_again(state)
 
-    def push_early(self, model: int, block: int, part: torch.Tensor) -> None:
+    def push_early(self, model: int, block: int, part: Part) -> None:
         """Push a block of the contribution that is being computed, once the server takes it before it is announced."""
         state = self.states[model]
         can_push = state.computes and self._connections.is_up and not self._questions.is_asking
@@ -350,9 +348,9 @@ class ModelExchanges:
             if block in again or block not in state.pushed:
                 self._push_block(state, block, parts[block], again=block in again)
 
-    def _push_block(self, state: ModelState, block: int, part: torch.Tensor, *, again: bool = False) -> None:
+    def _push_block(self, state: ModelState, block: int, part: Part, *, again: bool = False) -> None:
         push = PushBlock(state.model, state.clock, block, payload_of(part, state.blocks[block].dtype), again)
-        self._links[state.shards[block]].send(pack(push), bytes_of(part))
+        self._links[state.shards[block]].send(pack(push), bytes_of(body_of(part)))
 
     def _finish(self, state: ModelState) -> None:
         """Take the next step, if the parameters for it are here."""

@@ -11,6 +11,7 @@ import torch
 
 from offbeat.protocol.training import BlockOf, PieceOf
 from offbeat.server.client.requests import ServerRequest
+from offbeat.server.encoded_block import EncodedBlock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from offbeat.server.blocks import Block
     from offbeat.server.client.requests import PulledParameters
 
+Part = torch.Tensor | EncodedBlock  # what is pushed of a block: [D], or encoded
 _MOST_DONE = 1 << 14  # contributions that are remembered until they are in a snapshot
 
 
@@ -39,7 +41,7 @@ class ModelState:
     values: Sequence[torch.Tensor]
     clock: int = 0
     request: ServerRequest[PulledParameters] = field(default_factory=ServerRequest)  # that is waited for, or was
-    parts: Mapping[int, torch.Tensor] | None = None
+    parts: Mapping[int, Part] | None = None
     missing: set[int] = field(default_factory=set)  # blocks that have not come with this number:
     # Where blocks land that have come already: somebody may be reading what they came with.
     beside: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -57,7 +59,7 @@ class ModelState:
     optimizer: OptimizerSpec | None = None
     about: ContributionInfo | None = None  # what is said of the contribution that it has
     announced: tuple[int, ...] = ()  # numbers under which that was announced
-    complete: dict[int, torch.Tensor] = field(default_factory=dict)  # blocks that are not pushed before the grant
+    complete: dict[int, Part] = field(default_factory=dict)  # blocks that are not pushed before the grant
     pushed: set[int] = field(default_factory=set)  # blocks that were pushed before the contribution was announced
     void: set[int] = field(default_factory=set)  # of these, those that not every shard may have any more
     life: int = 0  # of the server, when it was let in last; 0 before the first time

@@ -23,11 +23,13 @@ from offbeat.protocol.shards import (
 from offbeat.protocol.training import PullBlock
 from offbeat.server.aggregator import BlockContribution, WeightedMean
 from offbeat.server.blocks import Block, ParameterSlice
+from offbeat.server.encoded_block import BlockCodec
 from offbeat.server.optimizer_checkpoint import Portion
 from offbeat.server.optimizers import check_spec
-from offbeat.server.pushed_block import DTYPES
+from offbeat.server.pushed_block import DTYPES, EncodedReader
 from offbeat.server.robust_aggregator import RobustAggregator, agreed_hyper
 from offbeat.server.shard.parameter_store import BlockImage, ParameterStore
+from offbeat.server.shard.shard_parts import ShardParts
 from offbeat.server.shard.update_recorder import UpdateRecorder
 from offbeat.server.shard.update_scheduler import ApplyUpdate, CaptureBlock, SendBlock, UndoUpdate, UpdateScheduler
 from offbeat.server.snapshot import describe_tensor
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
     from offbeat.history import Record
     from offbeat.protocol.messages import Decision
     from offbeat.protocol.training import ContributionInfo, ModelInfo
-    from offbeat.robust import Rule
     from offbeat.server.aggregator import Aggregator
     from offbeat.server.pushed_block import PushedBlock
     from offbeat.server.shard.snapshot_builder import SnapshotBuilder
@@ -64,7 +65,7 @@ class ModelShard:
         version: updates before this one began.
         held_bytes: size of the parameters of the models that are held beside it.
         record: writes the history.
-        rule: makes an update of contributions some of which may lie; None for their mean.
+        parts: of the plan, which shards carry out.
 
     Raises:
         PeerError: if the model or its optimizer cannot be held.
@@ -80,7 +81,7 @@ class ModelShard:
         version: int = 0,
         held_bytes: int = 0,
         record: Callable[[Record], None] = lambda record: None,
-        rule: Rule | None = None,
+        parts: ShardParts = ShardParts(),  # noqa: B008 - it is frozen
     ) -> None:
         check_spec(details.optimizer)
         blocks = _blocks(details, held_bytes)
@@ -88,7 +89,9 @@ class ModelShard:
         self.unfilled = set(blocks)
         self.model, self._give = model, give
         self.sizes = {index: block.size_bytes for index, block in blocks.items()}
+        rule, codec = parts.rule, parts.codec
         self._is_robust = rule is not None
+        self._codec = None if codec is None else BlockCodec(codec, list(blocks.values()), details.seed or 0)
         aggregator: Aggregator = WeightedMean() if rule is None else RobustAggregator(rule, _log.warning)
         self._store = ParameterStore(list(blocks.values()), details.optimizer, aggregator)
         self._scheduler = UpdateScheduler(blocks, version)
@@ -178,6 +181,10 @@ class ModelShard:
     def is_past(self, push: Push) -> bool:
         """Whether nobody waits for this contribution any more, so that what still comes of it is discarded."""
         return self._scheduler.is_past(push)
+
+    def reader(self, block: int, worker: int) -> EncodedReader:
+        """The reader of what a worker has encoded of a block."""
+        return EncodedReader(self._codec, block, worker)
 
     def arrive(self, push: Push, block: int, part: PushedBlock, *, again: bool = False) -> int:
         """A block of a contribution is here; returns how many are still to come."""

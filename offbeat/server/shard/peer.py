@@ -219,6 +219,7 @@ class Peer:
                 pushed, self._pushed = self._pushed, None
                 if pushed is None:
                     raise PeerError(f"Rank {self.rank} sends block {block} without a body.")
+                self._check_body(pushed)
                 shard.arrive(self, model, (self.rank, clock), block, pushed, again=again)
             case PullOrder(model=model, blocks=blocks):
                 self._order_pulls(model, blocks)
@@ -274,8 +275,14 @@ class Peer:
         values = model_shard.values(block)
         self._check_turn(message, model_shard)
         try:
-            self._pushed = receive(message.payload, values, block, size_bytes)
+            self._pushed = receive(message.payload, values, block, size_bytes, model_shard.reader(block, self.rank))
             return bytes_of(self._pushed.body)
+        except PeerError as error:
+            raise self._refused(error) from error
+
+    def _check_body(self, pushed: PushedBlock) -> None:
+        try:
+            pushed.check()
         except PeerError as error:
             raise self._refused(error) from error
 

@@ -68,6 +68,7 @@ from offbeat.server.shard.admission_check import compare
 from offbeat.server.shard.coordinator_host import CoordinatorHost, now_s
 from offbeat.server.shard.model_shard import ModelShard
 from offbeat.server.shard.peer import CoordinatorPeer, Peer
+from offbeat.server.shard.shard_parts import ShardParts
 from offbeat.server.shard.snapshot_barrier import SnapshotBarrier
 from offbeat.server.snapshot import SnapshotId
 from offbeat.tensors import bytes_of, dtype_name
@@ -83,7 +84,6 @@ if TYPE_CHECKING:
     from offbeat.protocol.data_leases import FromData
     from offbeat.protocol.messages import Decision, FromShard, ToWorker
     from offbeat.protocol.training import ModelInfo, Reconnect
-    from offbeat.robust import Rule
     from offbeat.server.pushed_block import PushedBlock
     from offbeat.server.shard.snapshot_store import SnapshotStore
     from offbeat.sync import Push
@@ -107,7 +107,7 @@ class Shard:
         again: called when another shard is lost, and this one has to begin a new life with it.
         patience_s: for how long a worker that was lost, and was the last, may come back.
         record: writes the history.
-        rule_of: the robust rule of a plan, as TOML; None for the mean.
+        parts_of: reads what shards carry out of a plan, which is TOML.
     """
 
     def __init__(
@@ -121,9 +121,9 @@ class Shard:
         again: Callable[[], None] = lambda: None,
         patience_s: float = 0.0,
         record: Callable[[Record], None] = lambda record: None,
-        rule_of: Callable[[str], Rule | None] = lambda plan: None,
+        parts_of: Callable[[str], ShardParts] = lambda plan: ShardParts(),
     ) -> None:
-        self._record, self._rule_of = record, rule_of
+        self._record, self._parts_of = record, parts_of
         self._done, self._again, self._patience_s = done, again, patience_s
         self._snapshots = snapshots
         self._model_shards: dict[int, ModelShard] = {}
@@ -351,7 +351,7 @@ class Shard:
             version=version,
             held_bytes=sum(other.size_bytes for other in self._model_shards.values()),
             record=self._record,
-            rule=self._rule_of(details.plan),
+            parts=self._parts_of(details.plan),
         )
         self._record(ShardServes(model, self.life, version, len(model_shard.blocks)))
         return model_shard

@@ -1,0 +1,132 @@
+"""What a worker pushes to a server: the gradient or change of each block, as the plan's codec encodes it, by itself.
+
+    whole    = grad + residual
+    pushed   = encode(whole), block by block
+    residual = whole - decode(pushed)      once the server says that the contribution is in an update
+             = whole                       if it says that it is in none
+
+So updates and residuals add up to the gradients also where a policy drops what comes late, or a server comes back from
+a snapshot. A contribution without weight, such as one that holds NaN, changes no residual.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from offbeat.codec.error_feedback import RESIDUAL
+from offbeat.protocol.training import EncodedPayload
+from offbeat.server.encoded_block import BlockCodec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from offbeat.codec import Purpose, State
+    from offbeat.engine.codec_state import CodecState
+    from offbeat.layout import Bucket, Layout
+    from offbeat.plan import Plan
+    from offbeat.server.blocks import Block
+    from offbeat.server.encoded_block import EncodedBlock
+
+
+class Unbooked(NamedTuple):
+    """What was to be sent of a bucket, and what was; see above.
+
+    Args:
+        state: where the residual is.
+        whole, sent: [D].
+    """
+
+    state: State
+    whole: torch.Tensor
+    sent: torch.Tensor
+
+
+class PushEncoder:
+    """The encoder of one model's contributions.
+
+    Call order: `encode`; `book` once it is known whether that counts. `encode_block` for what is pushed before.
+
+    Args:
+        plan: whose codec it is.
+        layout: of the buckets that are encoded.
+        blocks: that are pushed.
+        state: of the codec, by parameter name.
+        rank, seed: of this worker and of the run.
+    """
+
+    def __init__(
+        self, plan: Plan, layout: Layout, blocks: Sequence[Block], state: CodecState, *, rank: int, seed: int
+    ) -> None:
+        self._codec, self._layout, self._blocks, self._state, self._rank = plan.codec, layout, blocks, state, rank
+        self._inner = plan.pushed_codec
+        self._block_codec = BlockCodec(self._inner, blocks, seed)
+        self._within = [[b for b in blocks if b.bucket == bucket.index] for bucket in layout.buckets]
+        self._unbooked: list[Unbooked] = []
+
+    def encode(
+        self, grads: Sequence[torch.Tensor], *, number: int, purpose: Purpose
+    ) -> list[torch.Tensor | EncodedBlock]:
+        """Encode a contribution; one part for each block.
+
+        Args:
+            grads: [D] of each bucket; left as they are, and parts may share their memory.
+            number: of the contribution.
+            purpose: whether it is a gradient or a change.
+        """
+        self._unbooked = []
+        parts: list[torch.Tensor | EncodedBlock] = [torch.empty(0)] * len(self._blocks)
+        for bucket, grad, blocks in zip(self._layout.buckets, grads, self._within, strict=True):
+            state = self._state.of(self._codec, bucket, purpose)
+            whole, sent = self._whole(state, bucket, grad), None
+            if whole is not grad:
+                sent = torch.empty_like(whole)
+                self._unbooked.append(Unbooked(state, whole, sent))
+            for block in blocks:
+                place = slice(block.offset, block.offset + block.numel)
+                parts[block.index] = self._part(
+                    block, whole[place], number, purpose, sent=None if sent is None else sent[place]
+                )
+        return parts
+
+    def encode_block(self, index: int, grad: torch.Tensor, *, number: int) -> torch.Tensor | EncodedBlock:
+        """Encode the gradient [D] of one block, of a codec without a residual."""
+        return self._part(self._blocks[index], grad, number, "gradient")
+
+    def book(self, *, counts: bool) -> None:
+        """Write down what is left of the last contribution.
+
+        Args:
+            counts: whether it is in an update.
+        """
+        unbooked, self._unbooked = self._unbooked, []
+        for state, whole, sent in unbooked:
+            left = whole.sub_(sent) if counts else whole
+            kept = [tensors[RESIDUAL] for tensors in state.values()]
+            for residual, part in zip(kept, left.split([len(one) for one in kept]), strict=True):
+                residual.copy_(part)
+
+    def forget(self) -> None:
+        """Leave residuals as they are: the last contribution is not to count, whatever becomes of it."""
+        self._unbooked = []
+
+    def _whole(self, state: State, bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
+        residuals = [tensors[RESIDUAL] for tensors in state.values() if RESIDUAL in tensors]
+        if len(residuals) < len(bucket.slots):
+            return grad
+        return torch.cat(residuals).to(grad.device).add_(grad)
+
+    def _part(
+        self, block: Block, grad: torch.Tensor, number: int, purpose: Purpose, *, sent: torch.Tensor | None = None
+    ) -> torch.Tensor | EncodedBlock:
+        turn = self._block_codec.turn(block.index, self._rank, EncodedPayload(number, purpose == "change"))
+        if self._inner.is_plain:
+            (part,) = self._inner.encode(grad, turn)
+            if sent is not None:
+                sent.copy_(part)
+            return part
+        encoded = self._block_codec.encode(grad, turn)
+        if sent is not None:
+            sent.copy_(self._block_codec.decode(encoded.body, turn))
+        return encoded
