@@ -41,12 +41,14 @@ from offbeat.batching import KEEPS, BatchTuning, Keeps
 from offbeat.codec import (
     GRBS,
     QSGD,
+    Carry,
     Cast,
     Codec,
     Dense,
     ErrorFeedback,
     ErrorReset,
     FixedPoint,
+    LookAhead,
     OneRoundCodec,
     PowerSGD,
     Promises,
@@ -163,6 +165,11 @@ class Plan:
                 toml_reader.check_values(_to_table(part), "plan", f"plan.{f.name}", PlanError)
         check_spec(self.fabric)
         local = isinstance(self.sync, StepsLocally)
+        if isinstance(self.sync, LocalSGD) and self.sync.policy is not None and not self.is_served:
+            raise PlanError(
+                f"Cannot use {self.sync!r} on {self.fabric!r}: only a server takes the changes of workers that go on "
+                "at their own pace. Use fabric=ParameterServer(), or policy=None - at `plan.sync.policy`."
+            )
         if not local and any(self.sync.contributes(step) != "gradient" for step in _LOOKED_AT):
             raise PlanError(
                 f"Cannot use {self.sync!r} on any fabric: with it workers step by themselves, which only LocalSGD can "
@@ -262,8 +269,8 @@ class Plan:
 
     def _check_codec(self) -> None:
         promises = self.codec.promises
-        if isinstance(self.codec, ErrorReset):
-            self._check_reset(self.codec)
+        if promises.offset:
+            self._check_offset(promises)
         if self.is_served:
             self._check_pushed(promises)
         if self.fabric.offers.elastic and promises.keeps_shared_state:
@@ -288,13 +295,36 @@ class Plan:
                 "TopK(0.01) or QSGD(8), or ProcessGroup() - at `plan.codec`."
             )
 
-    def _check_reset(self, codec: ErrorReset) -> None:
-        if self.fabric.offers.holds != "workers":
+    def _check_offset(self, promises: Promises) -> None:
+        """See that what is not sent of a worker's own steps can stay in its parameters."""
+        codec, holds = self.codec, self.fabric.offers.holds
+        if holds == "switch":
             raise PlanError(
                 f"Cannot use {codec!r} on {self.fabric!r}: what is not sent is kept in each worker's own parameters, "
-                f"and this fabric's {self.fabric.offers.holds} has others for all. Use ProcessGroup() or Elastic(), or "
-                "ErrorFeedback(...) - at `plan.codec`."
+                "and this fabric's switch has others for all. Use ProcessGroup() or Elastic(), or ErrorFeedback(...) "
+                "- at `plan.codec`."
             )
+        if isinstance(codec, ErrorReset):
+            self._check_reset(codec)
+        elif holds == "workers":
+            raise PlanError(
+                f"Cannot use {codec!r} on {self.fabric!r}: it is for workers of a server, which may go on at their own "
+                f"pace. Use fabric=ParameterServer(), or ErrorReset({codec.inner!r}) - at `plan.codec`."
+            )
+        if holds == "server" and not isinstance(self.sync, StepsLocally):
+            raise PlanError(
+                f"Cannot use {codec!r} with {self.sync!r} on {self.fabric!r}: what is not sent of a worker's own steps "
+                "stays in its parameters, and here the server's optimizer steps. Use sync=LocalSGD(8), or "
+                "LocalSGD(8, policy=ASP()) to wait for nobody, or ErrorFeedback(...) - at `plan.codec`."
+            )
+        if holds == "server" and isinstance(codec, ErrorReset) and not self.sync.replicated:
+            raise PlanError(
+                f"Cannot use {codec!r} with {self.sync!r}: a reset is of what all workers have at one version, and "
+                f"with this policy they have different ones. Use LookAhead({codec.reset!r}) or "
+                f"Carry({codec.reset!r}) - at `plan.codec`."
+            )
+
+    def _check_reset(self, codec: ErrorReset) -> None:
         policy = self.sync
         if isinstance(policy, StepsLocally):
             if codec.every is not None:
@@ -471,6 +501,12 @@ class Plan:
                 )
 
     def _check_crossing(self, here: FabricSpec, there: FabricSpec) -> None:
+        if self.codec.promises.offset:
+            raise PlanError(
+                f"Cannot swap {here!r} for {there!r} with {self.codec!r}: what it has not sent is in the workers' own "
+                "parameters, which are not those that would be taken along. Save a checkpoint, and start again - at "
+                "`plan.fabric`."
+            )
         if self.tuning is not None:
             raise PlanError(
                 f"Cannot swap {here!r} for {there!r} while batches follow the machines: what {self.tuning!r} has "
@@ -544,10 +580,10 @@ class Plan:
     def working_codec(self) -> Codec:
         """The codec by which gradients go: what comes too late for an update is kept if the policy says so.
 
-        Where errors are reset it is what optimizers have changed that is sent in part; gradients, of the first steps
-        of `LocalSGD(after=...)`, are sent as they are.
+        Where what is not sent stays in a worker's own parameters it is what optimizers have changed that is sent in
+        part; gradients, of the first steps of `LocalSGD(after=...)`, are sent as they are.
         """
-        if isinstance(self.codec, ErrorReset):
+        if self.codec.promises.offset:
             return Dense()
         if self.has_quorum and compile_policy(self.sync).keeps_late and not isinstance(self.codec, ErrorFeedback):
             return ErrorFeedback(self.codec)
@@ -580,7 +616,7 @@ class Plan:
     def replicas_differ(self) -> bool:
         """Whether no two workers ever have the same parameters but behind `Run.settle`; they have an anchor then."""
         policy = self.local_policy
-        return policy is not None and (policy.loss_class == "delayed" or isinstance(self.codec, ErrorReset))
+        return policy is not None and (policy.loss_class == "delayed" or bool(self.codec.promises.offset))
 
     def contributes(self, step: int) -> Contributes:
         """The kind of contribution that a worker makes behind a step; None for none."""
@@ -790,12 +826,14 @@ _KINDS: dict[str, dict[str, Any]] = {
         "SSP": SSP,
     },
     "codec": {
+        "Carry": Carry,
         "Cast": Cast,
         "Dense": Dense,
         "ErrorFeedback": ErrorFeedback,
         "ErrorReset": ErrorReset,
         "FixedPoint": FixedPoint,
         "GRBS": GRBS,
+        "LookAhead": LookAhead,
         "PowerSGD": PowerSGD,
         "QSGD": QSGD,
         "RandomK": RandomK,

@@ -127,4 +127,4 @@ def _is_fixed(policy: Policy) -> bool:
         return _is_fixed(policy.inner) and _is_fixed(policy.outer)
     if isinstance(policy, RoundRobin):
         return policy.strict and policy.slots in (1, None)
-    return isinstance(policy, BSP | LocalSGD)
+    return isinstance(policy, BSP | LocalSGD) and policy.replicated

@@ -3,7 +3,7 @@
 >>> read_part("sync", "SSP(4)")
 SSP(bound=4)
 >>> read_part("sync", "LocalSGD(8, outer=OuterSGD(lr=0.7))")
-LocalSGD(every=8, after=0, outer=OuterSGD(lr=0.7, momentum=0.9, nesterov=True), delay=0, fragments=1)
+LocalSGD(every=8, after=0, outer=OuterSGD(lr=0.7, momentum=0.9, nesterov=True), delay=0, fragments=1, policy=None)
 """
 
 from __future__ import annotations

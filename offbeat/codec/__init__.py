@@ -13,10 +13,13 @@
 * `grbs` - blocks that are drawn, the same on all workers
 * `powersgd` - matrices of low rank
 * `error_reset` - whatever another codec sends of the worker's steps, and now and then what replicas have parted by
+* `local_offset` - the noun of what leaves its leavings in the worker's own model, at a server: `carry` - and sends them
+  later; `look_ahead` - and lets them go
 * `error_feedback` - whatever another codec sends, and next time what it has not sent
 * `wire_bytes` - the bytes on each link, of whatever a codec sends
 """
 
+from offbeat.codec.carry import Carry
 from offbeat.codec.cast import Cast
 from offbeat.codec.codec import Codec, Exchange, Exchanged, Rescales, State
 from offbeat.codec.dense import Dense
@@ -24,6 +27,8 @@ from offbeat.codec.error_feedback import ErrorFeedback, innermost
 from offbeat.codec.error_reset import FULL, ErrorReset, PartialSync
 from offbeat.codec.fixed_point import FixedPoint
 from offbeat.codec.grbs import GRBS
+from offbeat.codec.local_offset import LocalOffset
+from offbeat.codec.look_ahead import LookAhead
 from offbeat.codec.one_round import OneRoundCodec
 from offbeat.codec.powersgd import PowerSGD
 from offbeat.codec.promises import Promises
@@ -37,6 +42,7 @@ __all__ = [
     "FULL",
     "GRBS",
     "QSGD",
+    "Carry",
     "Cast",
     "Codec",
     "Dense",
@@ -45,6 +51,8 @@ __all__ = [
     "Exchange",
     "Exchanged",
     "FixedPoint",
+    "LocalOffset",
+    "LookAhead",
     "OneRoundCodec",
     "PartialSync",
     "PowerSGD",

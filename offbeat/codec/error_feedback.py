@@ -59,6 +59,11 @@ class ErrorFeedback:
             raise PlanError(
                 f"Cannot feed back the error of {self.inner!r}: use a codec, such as Cast() - at `plan.codec.inner`."
             )
+        if self.inner.promises.offset:
+            raise PlanError(
+                f"Cannot feed back the error of {self.inner!r}: it keeps that in the worker's own parameters. Use it "
+                "by itself, or the codec within - at `plan.codec.inner`."
+            )
         if isinstance(self.inner, ErrorFeedback):
             raise PlanError(
                 f"Cannot feed back the error of {self.inner!r}: it leaves none. Use {self.inner.inner!r} "
@@ -122,7 +127,9 @@ def innermost(codec: Codec) -> Codec:
     >>> innermost(ErrorFeedback())
     Dense()
     """
-    return codec.inner if isinstance(codec, ErrorFeedback) else codec
+    while (inner := getattr(codec, "inner", None)) is not None:
+        codec = inner
+    return codec
 
 
 def _inner_of(state: State) -> State:

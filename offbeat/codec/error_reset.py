@@ -122,6 +122,11 @@ class ErrorReset:
                 "- at `plan.codec.every`."
             )
 
+    @property
+    def inner(self) -> Codec:
+        """The codec of a reset, which is all that is sent where the policy has the cadence."""
+        return self.reset
+
     def behind(self, number: int) -> tuple[PartialSync, ...]:
         """The synchronizations behind step `number`, from 0; all of them resets where the policy has the cadence.
 
@@ -153,7 +158,7 @@ class ErrorReset:
 
     @property
     def promises(self) -> Promises:
-        return dataclasses.replace(self.reset.promises, passes=self.reset.promises.passes + 4)
+        return dataclasses.replace(self.reset.promises, offset="carried", passes=self.reset.promises.passes + 4)
 
     def payload_bytes(self, bucket: Bucket) -> float:
         """The bytes behind a step behind which anything is sent; their mean over a cycle."""

@@ -25,6 +25,8 @@ class Promises:
             one.
         is_additive: whether the update is the sum of what each worker's part is decoded to, so that these can be
             decoded one by one; else it takes all of them at once.
+        offset: what becomes of what is not sent of a worker's own steps, where it is kept in that worker's own
+            parameters: it is "carried" into the next contribution, or "dropped" with it; "" where it is not kept there.
         most_workers: that it can carry; None for any number.
         passes: how often, about, the memory of z is read or written beyond what sending it as it is would take.
     """
@@ -37,5 +39,6 @@ class Promises:
     keeps_norm: bool = True
     keeps_shared_state: bool = False
     is_additive: bool = True
+    offset: Literal["", "carried", "dropped"] = ""
     most_workers: int | None = None
     passes: float = 0.0

@@ -48,6 +48,11 @@ class Anchor:
         for slot, (_, parameter, anchor) in zip(self._bucket.slots, self.slots, strict=True):
             torch.sub(anchor, parameter.detach(), out=view_in(out, slot.offset, parameter))
 
+    def offset_parameters_(self, left: torch.Tensor) -> None:
+        """Move the parameters, and not the anchor, by what was not sent of a delta [D]."""
+        for slot, (_, parameter, _) in zip(self._bucket.slots, self.slots, strict=True):
+            parameter.data.sub_(view_in(left, slot.offset, parameter).to(parameter.device))
+
     def restore_parameters_(self) -> None:
         """Set the parameters back to where the anchor is."""
         for _, parameter, anchor in self.slots:

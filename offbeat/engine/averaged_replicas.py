@@ -1,4 +1,4 @@
-"""The mean of all replicas, shown for a while: parameters and buffers, in a model whose own ones come back."""
+"""What all replicas have in common, shown for a while in a model whose own parameters and buffers come back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offbeat.engine.prepared_model import tensors_of
 from offbeat.payload import Sum, Total
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from offbeat.engine.communicator import Communicator
     from offbeat.engine.prepared_model import PreparedModel
@@ -44,3 +44,18 @@ def averaged_replicas(model: PreparedModel, communicator: Communicator) -> Itera
         with torch.no_grad():
             for _, tensor, own in kept:
                 tensor.copy_(own)
+
+
+@contextlib.contextmanager
+def shown_values(parameters: Mapping[str, torch.nn.Parameter], values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Have parameters be `values`, by name, which a server has; then this worker's own again."""
+    own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(values[name])
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(own[name])

@@ -227,6 +227,11 @@ class AllReduceAverager:
                     self._flight.arrived[name] = memory
 
     @property
+    def common(self) -> dict[str, torch.Tensor]:
+        """What all workers have in common, by parameter name: the anchors."""
+        return self.anchors
+
+    @property
     def anchors(self) -> dict[str, torch.Tensor]:
         """The parameters after the last average that was applied, by name."""
         return {name: anchor for delta in self._deltas for name, _, anchor in delta.anchor.slots}

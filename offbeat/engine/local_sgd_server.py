@@ -3,11 +3,16 @@
 The optimizer steps at the worker. After ordinary steps, in which it stepped at the server, the worker's own takes over
 what the server's has gathered, such as momentum: replicas go on as if there had been no server. The outer momentum
 stays at the server. Buffers stay each worker's own.
+
+With a codec that keeps an offset (see `offbeat.codec.local_offset`) a worker's parameters are ahead of the server's by
+what it has not sent; what all have in common is the server's.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from offbeat.engine import state_checks
 from offbeat.engine.anchor import Anchor
@@ -15,9 +20,7 @@ from offbeat.protocol.optimizer_spec import outer_hyper
 from offbeat.protocol.training import ContributionInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
+    from collections.abc import Mapping, Sequence
 
     from offbeat.engine.exchange_result import ExchangeResult
     from offbeat.engine.server_sync import ServerSync
@@ -34,14 +37,21 @@ class ServerAverager:
     """
 
     table = None
-    is_even = True
 
     def __init__(
         self, gradients: ServerSync, parameters: Mapping[str, torch.nn.Parameter], policy: StepsLocally
     ) -> None:
         self._gradients, self._policy = gradients, policy
         self._anchors = [Anchor(bucket, parameters) for bucket in gradients.layout.buckets]
+        self._offset = gradients.plan.codec.promises.offset
+        self._has_parted = False  # from the server's parameters, by what was not sent
+        self._weight = 0.0  # of the last delta
         gradients.land(in_place=False)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the parameters were the server's when they last came."""
+        return not self._has_parted
 
     def begin(self) -> None:
         """Anchor here; the optimizer goes on from where the server's copy of it is.
@@ -71,11 +81,27 @@ class ServerAverager:
         for anchor, grad in zip(self._anchors, gradients.grads, strict=True):
             anchor.delta(grad)
         weight = gradients.weight(float(steps)) * part
+        if not steps and self._has_parted:  # an offset by itself, which is of the steps before
+            weight = self._weight
+        self._weight = weight
         info = ContributionInfo(weight, outer_hyper(self._policy.outer), change=True, ends=is_last)
-        result = gradients.exchange(info, step=step)
+        result = gradients.exchange(info, step=step, is_whole=fragment is None)
+        self._anchor_here(gradients.left)
+        return result
+
+    def _anchor_here(self, left: Sequence[torch.Tensor]) -> None:
+        """Anchor at the server's parameters, which have come, and go on ahead of them by what was not sent.
+
+        Args:
+            left: [D] of each bucket, of the delta; empty if nothing.
+        """
+        self._has_parted = bool(left)
         for anchor in self._anchors:
             anchor.set_to_parameters_()
-        return result
+        for anchor, delta in zip(self._anchors, left, strict=bool(left)):
+            anchor.offset_parameters_(delta)
+            if self._offset == "dropped":
+                anchor.set_to_parameters_()
 
     def end(self, *, evens_optimizers: bool) -> None:
         """Let what the server sends land in the parameters again; its copy of the optimizer goes on."""
@@ -86,17 +112,32 @@ class ServerAverager:
 
     def refreshed(self, steps: int) -> None:
         """Anchor at the server's parameters; what this worker's own `steps` added up to is kept."""
-        if not steps:
-            self._gradients.refreshed()
-        for anchor, values in zip(self._anchors, self._gradients.values, strict=True):
-            if steps:
+        if steps:
+            for anchor, values in zip(self._anchors, self._gradients.values, strict=True):
                 anchor.rebase_(values)
-            else:
-                anchor.set_to_parameters_()
+            return
+        left = [torch.zeros_like(grads) for grads in self._gradients.grads] if self._offset == "carried" else []
+        for anchor, delta in zip(self._anchors, left, strict=bool(left)):
+            anchor.delta(delta)
+        self._gradients.refreshed()
+        self._anchor_here(left)
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Anchors, by parameter name."""
-        return {name: {"anchor": value.clone()} for anchor in self._anchors for name, _, value in anchor.slots}
+        """What all have in common, by parameter name."""
+        return {name: {"anchor": value.clone()} for name, value in self.common.items()}
+
+    @property
+    def common(self) -> dict[str, torch.Tensor]:
+        """The server's parameters, as they came last, by name."""
+        if not self._offset:
+            return self.anchors
+        pairs = zip(self._anchors, self._gradients.values, strict=True)
+        return {name: value for anchor, values in pairs for name, value in anchor.views_in(values).items()}
+
+    @property
+    def anchors(self) -> dict[str, torch.Tensor]:
+        """Where this worker's delta is measured from, by parameter name."""
+        return {name: value for anchor in self._anchors for name, _, value in anchor.slots}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]], gradients: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned; the server gets rank 0's anchors as its parameters.

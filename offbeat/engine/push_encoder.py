@@ -1,4 +1,4 @@
-"""What a worker pushes to a server: the gradient or change of each block, as the plan's codec encodes it, by itself.
+"""The encoding of what a worker pushes to a server: each block of a gradient or change by itself.
 
     whole    = grad + residual
     pushed   = encode(whole), block by block
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from offbeat.codec import Dense
 from offbeat.codec.error_feedback import RESIDUAL
 from offbeat.protocol.training import EncodedPayload
 from offbeat.server.encoded_block import BlockCodec
@@ -22,7 +23,7 @@ from offbeat.server.encoded_block import BlockCodec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat.codec import Purpose, State
+    from offbeat.codec import OneRoundCodec, Purpose, State
     from offbeat.engine.codec_state import CodecState
     from offbeat.layout import Bucket, Layout
     from offbeat.plan import Plan
@@ -54,6 +55,10 @@ class PushEncoder:
         blocks: that are pushed.
         state: of the codec, by parameter name.
         rank, seed: of this worker and of the run.
+
+    Attributes:
+        left: [D] of each bucket, what was not sent of the last change, where that is kept in the worker's parameters;
+            empty where nothing is.
     """
 
     def __init__(
@@ -63,36 +68,43 @@ class PushEncoder:
         self._inner = plan.pushed_codec
         self._block_codec = BlockCodec(self._inner, blocks, seed)
         self._within = [[b for b in blocks if b.bucket == bucket.index] for bucket in layout.buckets]
+        self._keeps_offset = bool(plan.codec.promises.offset)
         self._unbooked: list[Unbooked] = []
+        self.left: list[torch.Tensor] = []
 
     def encode(
-        self, grads: Sequence[torch.Tensor], *, number: int, purpose: Purpose
+        self, grads: Sequence[torch.Tensor], *, step: int, purpose: Purpose, is_whole: bool = False
     ) -> list[torch.Tensor | EncodedBlock]:
         """Encode a contribution; one part for each block.
 
         Args:
             grads: [D] of each bucket; left as they are, and parts may share their memory.
-            number: of the contribution.
+            step: by which the codec's turn counts.
             purpose: whether it is a gradient or a change.
+            is_whole: whether nothing is to be left of it, so that it is sent as it is.
         """
-        self._unbooked = []
+        self._unbooked, self.left = [], []
+        codec = self._inner
+        if is_whole or (self._keeps_offset and purpose == "gradient"):
+            codec = Dense()
+        keeps_offset = self._keeps_offset and codec is self._inner
         parts: list[torch.Tensor | EncodedBlock] = [torch.empty(0)] * len(self._blocks)
         for bucket, grad, blocks in zip(self._layout.buckets, grads, self._within, strict=True):
             state = self._state.of(self._codec, bucket, purpose)
             whole, sent = self._whole(state, bucket, grad), None
-            if whole is not grad:
+            if whole is not grad or keeps_offset:
                 sent = torch.empty_like(whole)
                 self._unbooked.append(Unbooked(state, whole, sent))
             for block in blocks:
                 place = slice(block.offset, block.offset + block.numel)
                 parts[block.index] = self._part(
-                    block, whole[place], number, purpose, sent=None if sent is None else sent[place]
+                    codec, block, whole[place], step, purpose, sent=None if sent is None else sent[place]
                 )
         return parts
 
-    def encode_block(self, index: int, grad: torch.Tensor, *, number: int) -> torch.Tensor | EncodedBlock:
+    def encode_block(self, index: int, grad: torch.Tensor, *, step: int) -> torch.Tensor | EncodedBlock:
         """Encode the gradient [D] of one block, of a codec without a residual."""
-        return self._part(self._blocks[index], grad, number, "gradient")
+        return self._part(self._inner, self._blocks[index], grad, step, "gradient")
 
     def book(self, *, counts: bool) -> None:
         """Write down what is left of the last contribution.
@@ -102,6 +114,9 @@ class PushEncoder:
         """
         unbooked, self._unbooked = self._unbooked, []
         for state, whole, sent in unbooked:
+            if self._keeps_offset:  # what was to be sent is the worker's own buffer
+                self.left.append(torch.sub(whole, sent, out=sent) if counts else sent.copy_(whole))
+                continue
             left = whole.sub_(sent) if counts else whole
             kept = [tensors[RESIDUAL] for tensors in state.values()]
             for residual, part in zip(kept, left.split([len(one) for one in kept]), strict=True):
@@ -118,11 +133,18 @@ class PushEncoder:
         return torch.cat(residuals).to(grad.device).add_(grad)
 
     def _part(
-        self, block: Block, grad: torch.Tensor, number: int, purpose: Purpose, *, sent: torch.Tensor | None = None
+        self,
+        codec: OneRoundCodec,
+        block: Block,
+        grad: torch.Tensor,
+        step: int,
+        purpose: Purpose,
+        *,
+        sent: torch.Tensor | None = None,
     ) -> torch.Tensor | EncodedBlock:
-        turn = self._block_codec.turn(block.index, self._rank, EncodedPayload(number, purpose == "change"))
-        if self._inner.is_plain:
-            (part,) = self._inner.encode(grad, turn)
+        turn = self._block_codec.turn(block.index, self._rank, EncodedPayload(step, purpose == "change"))
+        if codec.is_plain:
+            (part,) = codec.encode(grad, turn)
             if sent is not None:
                 sent.copy_(part)
             return part

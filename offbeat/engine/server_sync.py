@@ -41,6 +41,7 @@ from offbeat.short_name import short_name
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from offbeat.codec import Purpose
     from offbeat.engine.prepared_model import PreparedModel
     from offbeat.engine.server_session import ServerSession
     from offbeat.engine.worker_context import WorkerContext
@@ -145,6 +146,8 @@ class ServerSync:
             optimizer=model.describe(),
         )
         context.waiter.wait(opening, WaitContext("the parameters of the server", through_server=True))
+        # All draw the same random numbers in one step: one that joins later counts those that it has not made.
+        self._ahead = plan.step_of(self._client.state(model.number).clock)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self._on_grad, name))
             for name, parameter in model.parameters.items()
@@ -258,7 +261,7 @@ class ServerSync:
         self.accounting.exchanged()
 
     def exchange(
-        self, info: ContributionInfo, unused: Sequence[str] = (), *, step: int | None = None
+        self, info: ContributionInfo, unused: Sequence[str] = (), *, step: int | None = None, is_whole: bool = False
     ) -> ExchangeResult:
         """Push what is in `grads`, and wait for the next parameters.
 
@@ -266,18 +269,27 @@ class ServerSync:
             info: what it is; `unused` and `used` are filled in.
             unused: names of parameters that have no gradient.
             step: for reports; that of this model's gradients if None.
+            is_whole: whether nothing is to be left of it, whatever the codec.
 
         Raises:
             NumericsError: if it holds NaN or Inf and the plan says to raise.
             WorkerLostError, NetworkError: if the server is gone.
         """
-        return self._finish(self._issue(info, unused, self.step if step is None else step))
+        return self._finish(self._issue(info, unused, self.step if step is None else step, is_whole=is_whole))
 
-    def _issue(self, info: ContributionInfo, unused: Sequence[str], step: int) -> ServerFlight:
+    @property
+    def left(self) -> Sequence[torch.Tensor]:
+        """What was not sent of the last change [D] of each bucket, where that stays in the worker's own parameters."""
+        return self._encoder.left
+
+    def _issue(
+        self, info: ContributionInfo, unused: Sequence[str], step: int, *, is_whole: bool = False
+    ) -> ServerFlight:
         metrics, number, contribution = self._context.metrics, self._model.number, self.number
         issued_s, stamp = metrics.now_s(), self.accounting.stamp
-        parts = self._encoder.encode(self.grads, number=contribution, purpose="change" if info.change else "gradient")
-        weight = info.weight if self._finite(parts, "change" if info.change else "gradient", step) else 0.0
+        purpose: Purpose = "change" if info.change else "gradient"
+        parts = self._encoder.encode(self.grads, step=self._ahead + step, purpose=purpose, is_whole=is_whole)
+        weight = info.weight if self._finite(parts, purpose, step) else 0.0
         if not weight:
             self._encoder.forget()
         info = msgspec.structs.replace(info, weight=weight, used=tuple(self._server.used), step=step)
@@ -522,7 +534,9 @@ class ServerSync:
     def _push_early(self, index: int) -> None:
         block = self._blocks[index]
         grad = self.grads[block.bucket][block.offset : block.offset + block.numel]
-        self._client.push_early(self._model.number, index, self._encoder.encode_block(index, grad, number=self.number))
+        self._client.push_early(
+            self._model.number, index, self._encoder.encode_block(index, grad, step=self._ahead + self.step)
+        )
 
     def _blocks_with(self, names: Collection[str]) -> list[int]:
         """The blocks that any of these gradients is in."""

@@ -29,12 +29,12 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from offbeat.codec import ErrorReset
 from offbeat.engine import state_checks
-from offbeat.engine.averaged_replicas import averaged_replicas
+from offbeat.engine.averaged_replicas import averaged_replicas, shown_values
 from offbeat.engine.communicator import Communicator
 from offbeat.engine.local_sgd import LocalSGDSync
 from offbeat.engine.local_sgd_allreduce import AllReduceAverager
+from offbeat.engine.local_sgd_server import ServerAverager
 from offbeat.engine.optimizer_state import load, load_optimizer_state, optimizer_state
 from offbeat.fabric import SumsSome
 from offbeat.protocol.switch_control import Strategy
@@ -160,6 +160,10 @@ class SwitchableSync:
     def averaged(self) -> Iterator[None]:
         """Have the model be the mean of all replicas, then this worker's own again. Collective, where it begins."""
         self.synchronize()
+        if self._keeps_replica and not self.is_collective:
+            with shown_values(self._model.parameters, self.anchors):  # a server has what all have in common
+                yield
+            return
         if self._local is None or not self.is_collective or self._context.control.world == 1:
             yield  # the others have the same, or a server has
             return
@@ -195,12 +199,12 @@ class SwitchableSync:
     def anchors(self) -> dict[str, torch.Tensor]:
         """The parameters that all workers have in common while theirs never are, by name; empty if they sometimes are.
 
-        They are those of the last average that was applied, of each fragment.
+        They are those of the last average that was applied, of each fragment; or a server's.
         """
         if self._local is None or not self._local.is_anchored or not self._plan.replicas_differ:
             return {}
         averager = self._local.averager
-        return averager.anchors if isinstance(averager, AllReduceAverager) else {}
+        return averager.common if isinstance(averager, AllReduceAverager | ServerAverager) else {}
 
     @property
     def history_values(self) -> Mapping[str, torch.Tensor]:
@@ -210,7 +214,7 @@ class SwitchableSync:
     @property
     def in_common(self) -> Mapping[str, torch.Tensor]:
         """The values that all workers have in common at this place, by name: parameters, or anchors; empty if none."""
-        if self._plan.replicas_differ:
+        if self._plan.replicas_differ and not self._plan.is_served:
             return self.anchors or self._model.parameters
         return self._model.parameters if isinstance(self._plan.sync, BSP) else {}
 
@@ -343,7 +347,7 @@ class SwitchableSync:
     def load_codec_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `codec_state_dict` returned on a worker of this rank; begin anew with another's."""
         own = state if state.get("rank") == self._context.rank else {}
-        codec = self._plan.codec if isinstance(self._plan.codec, ErrorReset) else self._plan.working_codec
+        codec = self._plan.codec if self._plan.codec.promises.offset else self._plan.working_codec
         self._model.codec_state.load_state_dict(codec, self.layout, own)
         if self._keeps_replica:
             self._load_replica(own)
@@ -351,7 +355,7 @@ class SwitchableSync:
     @property
     def _keeps_replica(self) -> bool:
         """Whether this worker's parameters hold what it has not sent."""
-        return isinstance(self._plan.codec, ErrorReset) and self._local is not None and self._local.is_anchored
+        return bool(self._plan.codec.promises.offset) and self._local is not None and self._local.is_anchored
 
     def _replica_state(self) -> dict[str, Any]:
         """The parameters and the optimizer's state of this worker, if they hold what it has not sent."""
@@ -359,7 +363,16 @@ class SwitchableSync:
             return {}
         one = self._model
         parameters = {name: parameter.detach().clone() for name, parameter in one.parameters.items()}
-        return {"replica": {"parameters": parameters, "optimizer": one.gathered()}}
+        anchors = {name: anchor.clone() for name, anchor in self._anchors_of_its_own.items()}
+        return {"replica": {"parameters": parameters, "optimizer": one.gathered(), "anchors": anchors}}
+
+    @property
+    def _anchors_of_its_own(self) -> dict[str, torch.Tensor]:
+        """Where this worker's delta is measured from, by name, if that is not what all have in common; else empty."""
+        averager = None if self._local is None else self._local.averager
+        if self._plan.codec.promises.offset != "dropped" or not isinstance(averager, ServerAverager):
+            return {}
+        return averager.anchors
 
     def _load_replica(self, own: Mapping[str, Any]) -> None:
         """Take over the same of a checkpoint; one that has none begins with what all have in common."""
@@ -367,6 +380,8 @@ class SwitchableSync:
         values = self.anchors if replica is None else replica["parameters"]
         for name, parameter in one.parameters.items():
             state_checks.copy_(parameter.data, values, name, name)
+        for name, anchor in self._anchors_of_its_own.items() if replica is not None else ():
+            state_checks.copy_(anchor, replica["anchors"], name, name)
         if replica is not None:
             load(one.optimizer, one.parameters, replica["optimizer"])
 

@@ -17,7 +17,6 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from offbeat.codec import ErrorReset
 from offbeat.errors import ScenarioError
 from offbeat.run.run import init
 
@@ -64,7 +63,7 @@ class Bound:
     @property
     def averages_replicas(self) -> bool:
         """Whether it is the mean of all replicas that is trained, and each worker has to bring its own to see it."""
-        return self.run is not None and isinstance(self.run.plan.codec, ErrorReset)
+        return self.run is not None and not self.run.plan.is_served and bool(self.run.plan.codec.promises.offset)
 
     def mean_of(self, model: torch.nn.Module, states: Sequence[dict[str, torch.Tensor]]) -> list[dict[str, Any]]:
         """The means of the states that all workers had at several moments. Collective; the model stays as it is."""

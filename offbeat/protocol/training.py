@@ -210,11 +210,11 @@ class EncodedPayload(msgspec.Struct, tag="encoded", frozen=True):
     """The body is what the codec of the plan has encoded of the block.
 
     Args:
-        number: of the contribution as which it was encoded; the codec's turn counts by it.
+        step: by which the codec's turn counts.
         change: whether it is of a change of the parameters, and not of a gradient.
     """
 
-    number: Count
+    step: Count
     change: bool = False
 
 

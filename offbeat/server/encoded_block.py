@@ -23,7 +23,7 @@ from offbeat.tensors import flat_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat.codec import OneRoundCodec
+    from offbeat.codec import OneRoundCodec, Purpose
     from offbeat.codec.one_round import EncodedShapes
     from offbeat.server.blocks import Block
 
@@ -35,7 +35,7 @@ class EncodedBlock:
     """A block as a worker sends it.
 
     Args:
-        payload: as which contribution it was encoded.
+        payload: in which turn it was encoded.
         body: [bytes] uint8.
     """
 
@@ -58,8 +58,8 @@ class BlockCodec:
 
     def turn(self, block: int, worker: int, payload: EncodedPayload) -> Turn:
         """The turn of a worker's block."""
-        purpose = "change" if payload.change else "gradient"
-        return Turn(self._buckets[block], payload.number, worker, 1, self._seed, purpose)
+        purpose: Purpose = "change" if payload.change else "gradient"
+        return Turn(self._buckets[block], payload.step, worker, 1, self._seed, purpose)
 
     def encode(self, part: torch.Tensor, turn: Turn) -> EncodedBlock:
         """Encode [D] of a block."""

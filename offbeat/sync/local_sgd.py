@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from offbeat.errors import PlanError
 from offbeat.sync.bsp import BSP
 from offbeat.sync.outer_sgd import OuterSGD
+from offbeat.sync.policy import Policy, StepsLocally
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,10 +56,12 @@ class LocalSGD:
         fragments: parts of the model, of whole parameters in the order of the model and as equal in bytes as that
             allows, of which one after the other is averaged, each every `every` steps. An interval, from one average
             to the next, is then `every / fragments` steps; so is a delay, which is as fresh as a fragment can be.
+        policy: that decides about contributions where a server takes them; None for BSP, in which all wait for all.
+            With ASP() or SSP(...) each worker has its change applied, and goes on, at its own pace.
 
     Raises:
-        PlanError: if `every` is less than 1 or no multiple of `fragments`, `after` is negative, or `delay` neither 0
-            nor 1.
+        PlanError: if `every` is less than 1 or no multiple of `fragments`, `after` is negative, `delay` neither 0 nor
+            1, or `policy` one with which not every worker contributes alike.
 
     >>> policy = LocalSGD(every=2, after=1)
     >>> [policy.contributes(step) for step in range(5)]
@@ -73,6 +76,7 @@ class LocalSGD:
     outer: OuterSGD | None = None
     delay: int = 0
     fragments: int = 1
+    policy: Policy | None = None
 
     def __post_init__(self) -> None:
         if type(self.every) is not int or self.every < 1:
@@ -98,6 +102,11 @@ class LocalSGD:
                 f"Cannot average {self.fragments!r} fragments of a model: choose a whole number from 1 "
                 "- at `plan.sync.fragments`."
             )
+        if self.policy is not None and not self._can_decide(self.policy):
+            raise PlanError(
+                f"Cannot have {self.policy!r} decide about changes: not every worker contributes alike with it. Use "
+                "ASP(), SSP(...), or None for BSP() - at `plan.sync.policy`."
+            )
         if self.every % self.fragments:
             fewer = next(number for number in range(min(self.fragments, self.every), 0, -1) if not self.every % number)
             raise PlanError(
@@ -108,19 +117,28 @@ class LocalSGD:
 
     @property
     def replicated(self) -> bool:
-        return True
+        return self._decider.replicated
 
     @property
     def bound(self) -> int | None:
-        return 0
+        return self._decider.bound
 
     @property
     def drops(self) -> bool:
-        return False
+        return self._decider.drops
 
     @property
     def gated(self) -> bool:
-        return False
+        return self._decider.gated
+
+    @property
+    def _decider(self) -> Policy:
+        return self.policy or BSP()
+
+    @staticmethod
+    def _can_decide(policy: Policy) -> bool:
+        plain = not isinstance(policy, type) and hasattr(policy, "decide") and not isinstance(policy, StepsLocally)
+        return plain and not (policy.drops or policy.gated) and policy.contributes(0) == "gradient"
 
     @property
     def interval(self) -> int:
@@ -151,8 +169,8 @@ class LocalSGD:
         return number if number <= self.after else self.after + (number - self.after) * self.interval
 
     def decide(self, state: State) -> Sequence[Action]:
-        """Let all push at once; the update waits for all, and all wait for it, as with `BSP`.
+        """Decide about contributions as `policy` does: with `BSP` the update waits for all, and all wait for it.
 
         It is a server that asks, where no average is delayed.
         """
-        return BSP().decide(state)
+        return self._decider.decide(state)

@@ -23,11 +23,11 @@ LAYOUT = arrange({"a": torch.zeros(301), "b": torch.zeros(7, 50)}, bucket_bytes=
 BLOCKS = cut(LAYOUT, 1000)
 
 
-def pushed(codec: OneRoundCodec, block: int, number: int = 3, worker: int = 2) -> tuple[torch.Tensor, EncodedBlock]:
+def pushed(codec: OneRoundCodec, block: int, step: int = 3, worker: int = 2) -> tuple[torch.Tensor, EncodedBlock]:
     """A gradient, and what the worker sends of it."""
     grad = torch.randn(BLOCKS[block].numel, generator=torch.Generator().manual_seed(block))
     here = BlockCodec(codec, BLOCKS, seed=7)
-    return grad, here.encode(grad, here.turn(block, worker, EncodedPayload(number)))
+    return grad, here.encode(grad, here.turn(block, worker, EncodedPayload(step)))
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
@@ -90,7 +90,7 @@ def test_indices_beyond_the_block_are_refused_when_they_come(indices: list[int],
 def test_blocks_of_one_contribution_and_of_two_workers_are_drawn_by_what_lies_in_them() -> None:
     """All workers draw the same blocks of one gradient, and other ones of the next."""
     shared = GRBS(4, 4)
-    drawn = [pushed(shared, 0, number, worker)[1].body for number, worker in ((3, 0), (3, 1), (4, 0))]
+    drawn = [pushed(shared, 0, step, worker)[1].body for step, worker in ((3, 0), (3, 1), (4, 0))]
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
     private = RandomK(0.2, "private")

@@ -1,0 +1,82 @@
+"""The noun of codecs that leave what is not sent in the worker's own model: its offset from the common parameters.
+
+ZenoPS: Xie, Koyejo, Gupta, "ZenoPS: a distributed learning system integrating communication efficiency and security"
+(Algorithms 15(7), 2022). For workers that step by themselves at a parameter server, whether they wait for each other or
+not: x the worker's parameters, s those that it began with, x_server what the server has when it answers.
+
+    u        = x - s                      what its own steps, and an offset that is carried, add up to
+    server   applies C(u), or what a rule makes of it and others
+    offset   = u - C(u)                   all of u, where a policy has dropped it
+    x        = x_server + offset
+    s        = x_server                   `Carry`: the offset is in the next u; nothing is lost
+             = x_server + offset          `LookAhead`: it only leads the next steps, and is gone with them
+
+Where all workers wait for each other the first is `ErrorReset(C)`, whose consensus is x_server.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Literal
+
+from offbeat.codec.codec import Codec  # noqa: TC001 - read when a plan is
+from offbeat.codec.error_feedback import ErrorFeedback
+from offbeat.codec.one_round import OneRoundCodec
+from offbeat.errors import PlanError
+
+if TYPE_CHECKING:
+    import torch
+
+    from offbeat.codec.codec import Exchange, State
+    from offbeat.codec.promises import Promises
+    from offbeat.codec.turn import Turn
+    from offbeat.layout import Bucket
+
+
+class LocalOffset(ABC):
+    """A codec around another one, `inner`, whose leavings stay in the worker's own parameters."""
+
+    inner: Codec
+
+    @property
+    @abstractmethod
+    def offset(self) -> Literal["carried", "dropped"]:
+        """What becomes of the offset with the next contribution."""
+
+    def check_inner(self) -> None:
+        """See that a codec can be within.
+
+        Raises:
+            PlanError: if it cannot.
+        """
+        inner = self.inner
+        if not isinstance(inner, OneRoundCodec):
+            way = f"{inner.inner!r}" if isinstance(inner, ErrorFeedback) else "a codec of one round, such as GRBS(8)"
+            raise PlanError(f"Cannot keep what {inner!r} does not send: use {way} - at `plan.codec.inner`.")
+        if inner.promises.contraction is None:
+            raise PlanError(
+                f"Cannot keep what {inner!r} does not send: it may be larger than what it is of, so that the worker's "
+                "parameters would part from the common ones without end. Use a codec that only leaves out, such as "
+                "GRBS(8) - at `plan.codec.inner`."
+            )
+
+    @property
+    def needs(self) -> frozenset[type]:
+        return self.inner.needs
+
+    @property
+    def promises(self) -> Promises:
+        return dataclasses.replace(self.inner.promises, offset=self.offset, passes=self.inner.promises.passes + 4)
+
+    def payload_bytes(self, bucket: Bucket) -> float:
+        """The bytes of the codec within."""
+        return self.inner.payload_bytes(bucket)
+
+    def init(self, bucket: Bucket) -> State:
+        """Make the state of a bucket, which is that of the codec within: the offset is in the parameters."""
+        return self.inner.init(bucket)
+
+    def exchange(self, grad: torch.Tensor, state: State, turn: Turn, *, keep_sent: bool = False) -> Exchange:
+        """Exchange as the codec within does."""
+        return (yield from self.inner.exchange(grad, state, turn, keep_sent=keep_sent))
