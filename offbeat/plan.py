@@ -442,8 +442,9 @@ class Plan:
                 ) from error
 
     def check_world(self, world: int) -> None:
-        """Check that the plan works with so many workers; one that is alone may try any plan but one with a rule, which
-        would leave out every update.
+        """Check that the plan works with so many workers.
+
+        One that is alone may try any plan but one with a rule, which would leave out every update.
 
         Raises:
             PlanError: if more workers are to contribute to an update, or to be in a group, than there are.

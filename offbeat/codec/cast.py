@@ -57,7 +57,7 @@ class Cast(OneRoundCodec):
         return (grad.to(_DTYPES[self.dtype]),)
 
     def encoded_shapes(self, numel: int, dtype: torch.dtype, turn: Turn) -> EncodedShapes:
-        """All elements, of the narrow type."""
+        """The shape of all elements, of the narrow type."""
         return ((_DTYPES[self.dtype], (numel,)),)
 
     def decode(self, tensors: Sequence[torch.Tensor], turn: Turn, out: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ class Dense(OneRoundCodec):
         return (grad,)
 
     def encoded_shapes(self, numel: int, dtype: torch.dtype, turn: Turn) -> EncodedShapes:
-        """All elements."""
+        """The shape of all elements."""
         return ((dtype, (numel,)),)
 
     def decode(self, tensors: Sequence[torch.Tensor], turn: Turn, out: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,7 @@ class GRBS(OneRoundCodec):
         return (torch.cat((chosen, grad[whole:])) if tail else chosen,)
 
     def encoded_shapes(self, numel: int, dtype: torch.dtype, turn: Turn) -> EncodedShapes:
-        """The elements of the blocks that are drawn."""
+        """The shapes of the elements of the blocks that are drawn."""
         if self.ratio == 1:
             return ((dtype, (numel,)),)
         size, rows, tail = self._drawn(numel, turn)

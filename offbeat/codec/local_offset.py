@@ -42,7 +42,7 @@ class LocalOffset(ABC):
     @property
     @abstractmethod
     def offset(self) -> Literal["carried", "dropped"]:
-        """What becomes of the offset with the next contribution."""
+        """The fate of the offset with the next contribution."""
 
     def check_inner(self) -> None:
         """See that a codec can be within.

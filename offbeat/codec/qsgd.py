@@ -97,7 +97,7 @@ class QSGD(OneRoundCodec):
         return self._pack(values.to(torch.int8)), scales
 
     def encoded_shapes(self, numel: int, dtype: torch.dtype, turn: Turn) -> EncodedShapes:
-        """The packed levels, and the scales."""
+        """The shapes of the packed levels, and the scales."""
         groups = math.ceil(numel / self.group)
         return (torch.uint8, (groups, self.group * self.bits // 8)), (torch.float32, (groups,))
 

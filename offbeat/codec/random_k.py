@@ -74,7 +74,7 @@ class RandomK(OneRoundCodec):
         return (chosen.mul_(len(grad) / len(chosen)) if self.is_unbiased else chosen,)
 
     def encoded_shapes(self, numel: int, dtype: torch.dtype, turn: Turn) -> EncodedShapes:
-        """The elements that are drawn."""
+        """The shapes of the elements that are drawn."""
         return ((dtype, (count_of(self.ratio, numel),)),)
 
     def decode(self, tensors: Sequence[torch.Tensor], turn: Turn, out: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,7 @@ class Sign(OneRoundCodec):
         return _pack(grad >= 0), grad.abs().mean(dtype=torch.float32).reshape(1)
 
     def encoded_shapes(self, numel: int, dtype: torch.dtype, turn: Turn) -> EncodedShapes:
-        """The bits, and the scale."""
+        """The shapes of the bits, and the scale."""
         return (torch.uint8, (math.ceil(numel / 8),)), (torch.float32, (1,))
 
     def decode(self, tensors: Sequence[torch.Tensor], turn: Turn, out: torch.Tensor) -> torch.Tensor:

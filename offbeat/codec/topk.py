@@ -58,7 +58,7 @@ class TopK(OneRoundCodec):
         return indices.to(torch.int32), grad[indices]
 
     def encoded_shapes(self, numel: int, dtype: torch.dtype, turn: Turn) -> EncodedShapes:
-        """The indices, and the values."""
+        """The shapes of the indices, and the values."""
         count = count_of(self.ratio, numel)
         return (torch.int32, (count,)), (dtype, (count,))
 

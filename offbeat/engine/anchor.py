@@ -80,6 +80,15 @@ class Anchor:
                 parameter.data.add_(moved - anchor)
                 anchor.copy_(moved)
 
+    def shift_(self, before: torch.Tensor, values: torch.Tensor) -> None:
+        """Move anchor and parameters by as far as `values` [D] are from what they were `before` [D]."""
+        for slot, (_, parameter, anchor) in zip(self._bucket.slots, self.slots, strict=True):
+            old, new = view_in(before, slot.offset, parameter), view_in(values, slot.offset, parameter)
+            if not torch.equal(old, new):
+                moved = (new - old).to(parameter.device)
+                parameter.data.add_(moved)
+                anchor.add_(moved)
+
     def views_in(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each parameter's stretch of another memory [D] of this bucket, by name."""
         return {

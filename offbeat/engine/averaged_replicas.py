@@ -1,4 +1,4 @@
-"""What all replicas have in common, shown for a while in a model whose own parameters and buffers come back."""
+"""The values that all replicas have in common, shown for a while in a model whose own come back."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ class AllReduceAverager:
 
     @property
     def common(self) -> dict[str, torch.Tensor]:
-        """What all workers have in common, by parameter name: the anchors."""
+        """The parameters that all workers have in common, by name: the anchors."""
         return self.anchors
 
     @property

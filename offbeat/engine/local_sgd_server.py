@@ -46,6 +46,7 @@ class ServerAverager:
         self._offset = gradients.plan.codec.promises.offset
         self._has_parted = False  # from the server's parameters, by what was not sent
         self._weight = 0.0  # of the last delta
+        self._before: list[torch.Tensor] = []  # the server's parameters, where this worker's anchor is ahead of them
         gradients.land(in_place=False)
 
     @property
@@ -102,6 +103,8 @@ class ServerAverager:
             anchor.offset_parameters_(delta)
             if self._offset == "dropped":
                 anchor.set_to_parameters_()
+        if self._offset == "dropped":
+            self._before = [values.clone() for values in self._gradients.values]
 
     def end(self, *, evens_optimizers: bool) -> None:
         """Let what the server sends land in the parameters again; its copy of the optimizer goes on."""
@@ -112,9 +115,15 @@ class ServerAverager:
 
     def refreshed(self, steps: int) -> None:
         """Anchor at the server's parameters; what this worker's own `steps` added up to is kept."""
+        values = self._gradients.values
+        if steps and self._before:
+            for anchor, before, now in zip(self._anchors, self._before, values, strict=True):
+                anchor.shift_(before, now)
+            self._before = [now.clone() for now in values]
+            return
         if steps:
-            for anchor, values in zip(self._anchors, self._gradients.values, strict=True):
-                anchor.rebase_(values)
+            for anchor, now in zip(self._anchors, values, strict=True):
+                anchor.rebase_(now)
             return
         left = [torch.zeros_like(grads) for grads in self._gradients.grads] if self._offset == "carried" else []
         for anchor, delta in zip(self._anchors, left, strict=bool(left)):
@@ -123,7 +132,7 @@ class ServerAverager:
         self._anchor_here(left)
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """What all have in common, by parameter name."""
+        """The parameters that all have in common, by name."""
         return {name: {"anchor": value.clone()} for name, value in self.common.items()}
 
     @property
@@ -136,7 +145,7 @@ class ServerAverager:
 
     @property
     def anchors(self) -> dict[str, torch.Tensor]:
-        """Where this worker's delta is measured from, by parameter name."""
+        """The parameters from which this worker's delta is measured, by name."""
         return {name: value for anchor in self._anchors for name, _, value in anchor.slots}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]], gradients: Mapping[str, Any]) -> None:
@@ -153,6 +162,8 @@ class ServerAverager:
                 state_checks.copy_(value, state[name], name, "anchor")
             anchor.restore_parameters_()
         self._gradients.load_state_dict(gradients)
+        if self._offset == "dropped":
+            self._before = [anchor.values.cpu().clone() for anchor in self._anchors]
         for anchor, mine in zip(self._anchors, own, strict=True):
             for (_, parameter, _), values in zip(anchor.slots, mine, strict=True):
                 parameter.data.copy_(values)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Unbooked(NamedTuple):
-    """What was to be sent of a bucket, and what was; see above.
+    """A bucket's part in a contribution of which it is not known yet whether it counts; see above.
 
     Args:
         state: where the residual is.

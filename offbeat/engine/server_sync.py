@@ -279,7 +279,7 @@ class ServerSync:
 
     @property
     def left(self) -> Sequence[torch.Tensor]:
-        """What was not sent of the last change [D] of each bucket, where that stays in the worker's own parameters."""
+        """The part [D] of each bucket's last change that was not sent, where it stays in the worker's parameters."""
         return self._encoder.left
 
     def _issue(

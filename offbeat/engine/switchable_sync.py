@@ -368,7 +368,7 @@ class SwitchableSync:
 
     @property
     def _anchors_of_its_own(self) -> dict[str, torch.Tensor]:
-        """Where this worker's delta is measured from, by name, if that is not what all have in common; else empty."""
+        """The parameters from which this worker's delta is measured, by name, if others have others; else empty."""
         averager = None if self._local is None else self._local.averager
         if self._plan.codec.promises.offset != "dropped" or not isinstance(averager, ServerAverager):
             return {}

@@ -3,6 +3,7 @@
 * `shard` - at work, on one event loop; `peer` - one connection to it; `admission_check` - whether a worker trains the
   same model as the others; `coordinator_host` - the coordinator on the first shard
 * `model_shard` - one model's blocks; `parameter_store` - their parameters and the optimizer's state
+* `shard_parts` - what shards carry out of a plan
 * `update_scheduler` - what has arrived, what waits for it, who waits for that; per block, without I/O
 * `undo_log` - undoes and redoes updates that hold contributions which may still be withdrawn
 * `update_recorder` - updates in the making, for the history
