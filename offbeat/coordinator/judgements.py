@@ -91,7 +91,7 @@ def _check(message: UpdateMeasured) -> None:
 
 
 def _count(message: UpdateMeasured) -> int:
-    """How many rows its Gram matrix has."""
+    """Count the rows of its Gram matrix."""
     return math.isqrt(len(message.gram) // 8)
 
 
