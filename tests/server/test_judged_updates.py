@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -301,7 +302,7 @@ def test_one_that_lies_about_hyper_parameters_is_outvoted_also_if_it_is_the_firs
     job, brings = Together(rule), gradients(5)
     lie, truth = ({**job.hyper[0], "lr": 1e9},), job.hyper
     job.hyper = lie  # what the decision has is what the first one names
-    moved = job.update(brings, hypers={worker: truth for worker in range(1, 5)})
+    moved = job.update(brings, hypers=dict.fromkeys(range(1, 5), truth))
     if rule is None:
         assert float(moved.norm()) > 1e6, "a mean goes by what the first one names"
     else:
@@ -402,7 +403,7 @@ def test_parameters_that_are_put_have_no_reference_yet() -> None:
 def test_a_scope_is_the_model_or_a_block(make: Any) -> None:
     assert [make(scope=scope).judges_model for scope in ("model", "block")] == [True, False]
     with pytest.raises(
-        PlanError, match="Cannot judge by 'shard': choose 'model' or 'block' - at `plan.validator.scope`"
+        PlanError, match=re.escape("Cannot judge by 'shard': choose 'model' or 'block' - at `plan.validator.scope`.")
     ):
         make(scope="shard")
 
@@ -435,16 +436,18 @@ GRAM = [1.0, 0.5, 0.5, 1.0]
 )
 def test_what_no_shard_may_say_is_refused(said: list[UpdateMeasured], says: str) -> None:
     job = Together(Krum(1))
+    *before, last = said
+    for message in before:
+        job.judgements.measured(message)
     with pytest.raises(PeerError, match=says):
-        for message in said:
-            job.judgements.measured(message)
+        job.judgements.measured(last)
 
 
 def test_without_a_rule_that_compares_nothing_is_judged() -> None:
     job = Together(Median())
+    job.judgements.measured(measured(GRAM))
     with pytest.raises(PeerError, match="its plan has no rule that does"):
-        for _ in range(2):
-            job.judgements.measured(measured(GRAM))
+        job.judgements.measured(measured(GRAM))
     for rule in (Median(), Krum(1)):
         with pytest.raises(PeerError, match="Cannot make update 7 of model 0: it does not wait for that"):
             Together(rule).decide(ScaleContributions(0, 7, ()))
@@ -453,10 +456,10 @@ def test_without_a_rule_that_compares_nothing_is_judged() -> None:
 def test_no_more_updates_wait_than_there_is_memory_for() -> None:
     job = Together(Krum(1))
     job.job.models[0].runner.state = State(version=5000)
+    for version in range(1, 1025):
+        job.judgements.measured(measured(GRAM, version=version))
     with pytest.raises(PeerError, match="which does not wait"):
-        for version in range(1, 2000):
-            job.judgements.measured(measured(GRAM, version=version))
-    assert len(job.job.models[0].measured) == 1024
+        job.judgements.measured(measured(GRAM, version=1025))
 
 
 def test_shards_that_have_seen_other_references_judge_nothing() -> None:
@@ -467,24 +470,26 @@ def test_shards_that_have_seen_other_references_judge_nothing() -> None:
     assert decisions == [ScaleContributions(0, 1, ((0, 0, 0.0), (1, 0, 0.0)))]
 
 
+def sums(parts: Sequence[UpdateMeasured]) -> list[float]:
+    """The Gram matrix that is judged of these parts."""
+    job, got = Together(ClippedMean()), list[float]()
+    job.job.models[0].holders = len(parts)
+
+    def judge(_: int, rows: Sequence[MeasuredContribution], gram: Sequence[float]) -> Sequence[float]:
+        got.extend(gram)
+        return [0.0] * len(rows)
+
+    judgements = Judgements(job.job, judge)
+    for message in parts:
+        judgements.measured(message)
+    return got
+
+
 def test_a_sum_over_shards_does_not_depend_on_who_came_first() -> None:
-    parts = [measured([value, 0.1, 0.1, value]) for value in (1e16, 1.0, 1.0, 1e308, 1e308)]
-    seen = set()
-    for order in (parts, parts[::-1], parts[2:] + parts[:2]):
-        job = Together(ClippedMean())
-        job.job.models[0].holders = len(parts) - 2
-        got: list[tuple[float, ...]] = []
-        judgements = Judgements(job.job, lambda _, rows, gram, got=got: got.append(tuple(gram)) or (0.0, 0.0))  # type: ignore[misc, func-returns-value]
-        for message in order:
-            if struct.unpack("<4d", message.gram)[0] < 1e300:
-                judgements.measured(message)
-        seen |= set(got)
-    assert seen == {(1e16 + 2, 0.30000000000000004, 0.30000000000000004, 1e16 + 2)}
+    parts = [measured([value, 0.1, 0.1, value]) for value in (1e16, 1.0, 1.0)]
+    for order in (parts, parts[::-1], parts[1:] + parts[:1]):
+        assert sums(order) == [1e16 + 2, 0.30000000000000004, 0.30000000000000004, 1e16 + 2]
 
 
 def test_a_norm_that_does_not_fit_is_infinite() -> None:
-    job, got = Together(ClippedMean()), list[float]()
-    judgements = Judgements(job.job, lambda _, rows, gram: got.extend(gram) or (0.0, 0.0))  # type: ignore[func-returns-value]
-    for _ in range(2):
-        judgements.measured(measured([1.5e308, 0.0, 0.0, 1.0]))
-    assert got == [float("inf"), 0.0, 0.0, 2.0]
+    assert sums([measured([1.5e308, 0.0, 0.0, 1.0])] * 2) == [float("inf"), 0.0, 0.0, 2.0]

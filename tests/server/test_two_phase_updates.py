@@ -118,8 +118,8 @@ class Shard:
 
     def measure(self, action: MeasureUpdate) -> None:
         """Tell the coordinator what there is, and what was made before."""
-        assert action.parts.keys() == self.values.keys()
-        pushes = [[push for push, _ in parts] for parts in action.parts.values()]
+        assert action.blocks.keys() == self.values.keys()
+        pushes = [[push for push, _ in parts] for parts in action.blocks.values()]
         before = [[version for version, _ in value] for value in self.values.values()]
         assert all(one == pushes[0] for one in pushes)
         assert all(one == before[0] for one in before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -107,7 +108,7 @@ def die_while_pushing(run: offbeat.Run) -> None:
         for block, part in list(state.parts.items())[:-1]:
             link = client._links[state.shards[block]]
             link.send(pack(PushBlock(state.model, clock, block, DensePayload())), bytes_of(part))
-        client._loop.loop.call_later(0.3, kill, os.getpid())
+        asyncio.get_running_loop().call_later(0.3, kill, os.getpid())
 
     client._models._push = push  # type: ignore[method-assign]
 

@@ -284,7 +284,7 @@ class ModelShard:
         """Measure this shard's part of an update, block after block."""
         assert self._robust is not None
         gram, rows, version = None, list[MeasuredContribution](), 0
-        for block, brought in measure.parts.items():
+        for block, brought in measure.blocks.items():
             parts = [_contribution(*one) for one in brought]
             rows = [
                 MeasuredContribution(push[0], push[1], about.weight)

@@ -87,11 +87,11 @@ class MeasureUpdate:
 
     Args:
         version: of the parameters after it.
-        parts: in each block, as of `ApplyUpdate`.
+        blocks: parts of each, as of `ApplyUpdate`.
     """
 
     version: int
-    parts: Mapping[int, tuple[tuple[Any, Any], ...]]
+    blocks: Mapping[int, tuple[tuple[Any, Any], ...]]
 
 
 @dataclass(frozen=True)
