@@ -60,6 +60,7 @@ from offbeat.codec import (
 from offbeat.control import AdaptQuorum, ByProgress, Controller, WaitThreshold
 from offbeat.errors import PlanError, brief
 from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup, Served, Switch, check_spec
+from offbeat.protocol.shards import MOST_COMPARED
 from offbeat.robust import (
     FABA,
     Bulyan,
@@ -244,9 +245,9 @@ class Plan:
                 "fabric=ParameterServer()",
             ),
             (
-                not rule.needs_gram and not rule.needs_reference,
-                "it compares whole contributions, and each shard has blocks of them: use Median(), TrimmedMean(...), "
-                "Phocas(...) or MeaMed(...), which look at each coordinate",
+                not rule.needs_reference or rule.reference_is_previous,
+                "it compares contributions with a reference on trusted data, which only a validator can bring: use "
+                "Median(), MultiKrum(...) or GeometricMedian(), which compare them with each other",
             ),
             (
                 self._most_in_update(2) > 1,
@@ -451,6 +452,11 @@ class Plan:
         """
         if self.rule is not None and (why := self.rule.check(self._most_in_update(world))):
             raise PlanError(f"Cannot combine: {why} - at `plan.rule`.")
+        if self.rule is not None and self.rule.needs_gram and self._most_in_update(world) > MOST_COMPARED:
+            raise PlanError(
+                f"Cannot compare {self._most_in_update(world)} contributions by {self.rule!r}: {MOST_COMPARED} is the "
+                "most. Use Median(), which looks at each coordinate, or KSync(...) - at `plan.rule`."
+            )
         most = self.codec.promises.most_workers
         if most is not None and world > most:
             raise PlanError(

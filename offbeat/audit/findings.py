@@ -34,6 +34,8 @@ class AuditResult:
 
     Args:
         files, jobs, lives, events, updates: that were looked at.
+        judged: updates that a robust rule has decided about.
+        rejected: contributions in these that move nothing.
         applied, dropped, lost, pending: what became of contributions in the end; lost are those that went with their
             worker, or with a server that was killed and had no snapshot of them.
         lost_samples: that the lost ones weigh.
@@ -59,6 +61,8 @@ class AuditResult:
     lives: int = 0
     events: int = 0
     updates: int = 0
+    judged: int = 0
+    rejected: int = 0
     applied: int = 0
     dropped: int = 0
     lost: int = 0

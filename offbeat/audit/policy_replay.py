@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from offbeat.audit.invariants import InvariantChecker, InvariantViolation
 from offbeat.errors import PlanError
-from offbeat.history import LifeBegan, PlanAdopted, PolicyStep, WorkerReturned, actions_of, event_of
+from offbeat.history import LifeBegan, PlanAdopted, PolicyStep, UpdateJudged, WorkerReturned, actions_of, event_of
 from offbeat.plan import Plan
 from offbeat.sync import (
     ASP,
@@ -81,6 +81,8 @@ class PolicyReplay:
 
     Attributes:
         updates: that were decided, by version.
+        judged: what a robust rule decided about them, by version.
+        judges: whether it decides about each of them.
         weights: of contributions that were announced, in samples.
         unarrived: contributions whose workers were gone before they had arrived.
         arrived: those that are known to have.
@@ -91,6 +93,8 @@ class PolicyReplay:
     def __init__(self, began: LifeBegan, result: AuditResult) -> None:
         self.began, self.model, self.life = began, began.model, began.life
         self.updates: dict[int, DecidedUpdate] = {}
+        self.judged: dict[int, UpdateJudged] = {}
+        self.judges = False
         self.weights: dict[Push, float] = {}
         self.unarrived: set[Push] = set()
         self.arrived: set[Push] = set()
@@ -126,7 +130,7 @@ class PolicyReplay:
         """Workers that took part when the recording ended."""
         return tuple(sorted(self._checker.accounts))
 
-    def hear(self, record: WorkerReturned | PolicyStep | PlanAdopted) -> None:
+    def hear(self, record: WorkerReturned | PolicyStep | PlanAdopted | UpdateJudged) -> None:
         """The next record."""
         if self.is_broken:
             return
@@ -134,8 +138,20 @@ class PolicyReplay:
             self._returning = record
         elif isinstance(record, PlanAdopted):
             self._next_policy = record.plan
+        elif isinstance(record, UpdateJudged):
+            self._judge(record)
         else:
             self._take(event_of(record), actions_of(record), record)
+
+    def _judge(self, record: UpdateJudged) -> None:
+        """Note what a rule decided about an update, once."""
+        update, pushes = self.updates.get(record.version), {(worker, clock) for worker, clock, _ in record.scales}
+        if update is None or not pushes <= set(update.pushes):
+            of = "was never decided" if update is None else "is not of these contributions"
+            self._result.violated(2, f"Update {record.version} is judged, but {of}.", self.story())
+        elif record.version in self.judged:
+            self._result.violated(2, f"Update {record.version} is judged a second time.", self.story())
+        self.judged.setdefault(record.version, record)
 
     # -- one event and what was decided --------------------------------------------------------------------------
 
@@ -284,7 +300,9 @@ class PolicyReplay:
 
     def _read(self, plan: str) -> Policy:
         try:
-            return Plan.from_toml(plan).sync
+            read = Plan.from_toml(plan)
+            self.judges = read.rule is not None and read.rule.judges_model
+            return read.sync
         except PlanError as error:
             self._knows_policy = False
             self._result.notes.append(f"What was decided is not decided again, and no bound is checked: {error}")

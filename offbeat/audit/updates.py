@@ -69,6 +69,8 @@ def check_shards(
             update = decisions.updates.get(version)
             if update is None and not is_whole and version > decisions.version:
                 continue  # it was decided in the moment before the coordinator was killed
+            if decisions.judges and not is_whole and version not in decisions.judged:
+                continue  # or judged then
             if wrong := _what_is_wrong(made, update, shard, decisions):
                 result.violated(2, f"{wrong}, as {shard.file} says.", decisions.story())
                 break  # what follows is numbered otherwise
@@ -99,6 +101,8 @@ def _what_is_wrong(made: UpdateMade, update: DecidedUpdate | None, shard: ShardU
         return f"Update {made.version} was made of contribution {push}, but decided of {_listed(update.pushes)}"
     if made.rate != update.rate:
         return f"Update {made.version} was made with the rate {made.rate:g}, but decided with {update.rate:g}"
+    if wrong_scale := _what_is_wrong_with_scales(made, decisions):
+        return wrong_scale
     if wrong := [one for one in made.used if not _weighs(one, decisions)]:
         one = wrong[0]
         announced = decisions.weights.get((one.worker, one.clock), 0.0)
@@ -106,6 +110,23 @@ def _what_is_wrong(made: UpdateMade, update: DecidedUpdate | None, shard: ShardU
             f"Contribution {(one.worker, one.clock)} weighs {one.weight:g} in update {made.version}, but was announced "
             f"with {announced:g}"
         )
+    return ""
+
+
+def _what_is_wrong_with_scales(made: UpdateMade, decisions: PolicyReplay) -> str:
+    """Hold the scales that an update was made with against those that a rule decided."""
+    judged = decisions.judged.get(made.version)
+    if judged is None:
+        is_judged = decisions.judges or any(one.scale is not None for one in made.used)
+        return f"Update {made.version} was made, but never judged" if is_judged else ""
+    scales = {(worker, clock): scale for worker, clock, scale in judged.scales}
+    used = {(one.worker, one.clock): one.scale for one in made.used}
+    if lacking := sorted(scales.keys() - used.keys()):
+        return f"Update {made.version} was made without contribution {lacking[0]}, which is judged"
+    for push, scale in used.items():
+        if scale != scales.get(push, 0.0):
+            judged_as = scales.get(push, 0.0)
+            return f"Contribution {push} has the scale {scale} in update {made.version}, but was judged {judged_as}"
     return ""
 
 
@@ -188,7 +209,10 @@ class UpdateAudit:
             self._shares.pop(push, None)  # what that number had in an earlier life is undone
         for made in (one for shard in shards for one in shard.made.values()):
             total = sum(used.weight for used in made.used)
-            shares = {(u.worker, u.clock): made.rate * u.weight / total if total else 0.0 for u in made.used}
+            shares = {
+                (u.worker, u.clock): made.rate * (u.weight / total if u.scale is None else u.scale) if total else 0.0
+                for u in made.used
+            }
             self._shares |= {push: share for push, share in shares.items() if push in decisions.fates}
         of = {push: update.version for update in decisions.updates.values() for push in update.pushes}
         for push, fate in decisions.fates.items():

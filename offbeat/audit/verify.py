@@ -23,6 +23,7 @@ from offbeat.history import (
     PlanAdopted,
     PolicyStep,
     ShardServes,
+    UpdateJudged,
     UpdateMade,
     WorkerReturned,
 )
@@ -128,6 +129,8 @@ class _Audit:
                 is_whole = self._is_whole[decisions.life]
                 held = [one for one in self._held if (one.serves.model, one.serves.life) == (model, decisions.life)]
                 result.updates += len(decisions.updates)
+                result.judged += len(decisions.judged)
+                result.rejected += sum(scale == 0 for one in decisions.judged.values() for *_, scale in one.scales)
                 missing = {}
                 if not decisions.is_broken:
                     is_done = decisions.life not in self._stopped
@@ -168,9 +171,12 @@ class _Audit:
                     self._result.swapped_by.append(record.by)
                 for decisions in present.values():
                     decisions.hear(record)
-            elif isinstance(record, PolicyStep | WorkerReturned):
+            elif isinstance(record, PolicyStep | WorkerReturned | UpdateJudged):
                 if record.model in present:
                     present[record.model].hear(record)
+                    made = held[record.model].made if record.model in held else {}
+                    if isinstance(record, UpdateJudged) and record.version in made:
+                        self._result.violated(2, f"Update {record.version} is judged after it was made.")
                 else:
                     self._result.violated(2, f"Model {record.model} is decided about, but never began.")
             elif isinstance(record, ShardServes | UpdateMade | ParametersReplaced):

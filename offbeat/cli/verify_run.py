@@ -101,6 +101,8 @@ def _counts(law: int, result: AuditResult) -> str:
         text = f"{result.applied} applied, {result.dropped} dropped, {lost}, {result.pending} pending"
         if result.unrecorded:
             text += f"; {result.unrecorded} known from workers alone"
+        if result.judged:
+            text += f"; {_some(result.judged, 'update')} judged, {_some(result.rejected, 'contribution')} rejected"
         return f"{text}; replaced {_some(result.replaced, 'time')} by a checkpoint" if result.replaced else text
     mean = result.staleness / result.applied if result.applied else 0.0
     ahead = "no bound" if result.bound is None else f"at most {result.lead} ahead of {result.bound} allowed"

@@ -35,6 +35,7 @@ from offbeat.coordinator.events import (
 )
 from offbeat.coordinator.instructions import ConsentTimer, ControllerTimer, PolicyTimer
 from offbeat.coordinator.job_record import JobRecord
+from offbeat.coordinator.judgements import Judgements
 from offbeat.coordinator.members import Membership
 from offbeat.coordinator.plan_swap import PlanSwaps
 from offbeat.coordinator.question_rounds import QuestionRounds
@@ -45,7 +46,7 @@ from offbeat.history import PlanAdopted
 from offbeat.protocol.checkpoints import RequestReplacement
 from offbeat.protocol.data_leases import SetDataState
 from offbeat.protocol.plan_swap import PlanAgreement, SwapResult
-from offbeat.protocol.shards import ModelFilled, PushDone, PushNearlyDone, WorkerDrained
+from offbeat.protocol.shards import ModelFilled, PushDone, PushNearlyDone, UpdateMeasured, WorkerDrained
 from offbeat.protocol.status import TellStatus
 from offbeat.protocol.training import Announce, AskAllWorkers, LeaveAfter, PullDone
 from offbeat.sync import ASP, BSP
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from offbeat.control import Controller, Metrics
     from offbeat.coordinator.events import CoordinatorEvent, ShardMessage
     from offbeat.coordinator.instructions import Instruction
+    from offbeat.coordinator.judgements import JudgeUpdate
     from offbeat.coordinator.model_record import ModelRecord
     from offbeat.coordinator.plan_proposal import DecidingParts
     from offbeat.coordinator.progress import TrainingProgress
@@ -72,6 +74,7 @@ class Coordinator:
         read_plan: from TOML; raises PlanError.
         life: number of this incarnation.
         check_hyper: raises PeerError if an optimizer cannot go on with the hyper-parameters that a worker brings.
+        judge: decides about updates by a robust rule, see `Judgements`; None if no plan has one that compares them.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Coordinator:
         life: int = 0,
         *,
         check_hyper: Callable[[OptimizerSpec, Sequence[Hyper], int], None],
+        judge: JudgeUpdate | None = None,
     ) -> None:
         self._job = job = JobRecord(life)
         self._leases = leases = LeaseManager(
@@ -88,6 +92,7 @@ class Coordinator:
         self._swaps = swaps = PlanSwaps(read_plan, job.out, self._adopted, job.time_s)
         self._data = data = DataRequests(job, leases, lambda plan: (swaps.present or read_plan(plan)).sync)
         self._arrivals = arrivals = Arrivals(job, leases)
+        self._judgements = None if judge is None else Judgements(job, judge)
         self._decisions = decisions = Decisions(job, leases, data, arrivals)
         self._controller = ControllerDriver(job.out, self._metrics, self._propose, job.time_s)
         questions = CollectiveQuestions()
@@ -242,6 +247,10 @@ class Coordinator:
                 self._contributions.nearly(message)
             case PushDone():
                 self._contributions.whole(message)
+            case UpdateMeasured():
+                if self._judgements is None:
+                    raise PeerError("Cannot judge an update: no rule that compares whole contributions is known here.")
+                self._judgements.measured(message)
             case WorkerDrained():
                 self._arrivals.drained(message)
 

@@ -124,7 +124,8 @@ class Decisions:
         pushes = action.pushes
         brought = [one.announced.pop(push) for push in pushes]
         hyper = next((about.hyper for about in brought if about.weight), brought[0].hyper)
-        about = tuple(msgspec.structs.replace(about, hyper=()) for about in brought)
+        # Who brings other hyper-parameters is heard where a rule goes by what most say.
+        about = tuple(msgspec.structs.replace(about, hyper=()) if about.hyper == hyper else about for about in brought)
         one.granted.difference_update(pushes)
         one.applied.update(pushes)
         one.open.update({p: a.weight for p, a in zip(pushes, about, strict=True) if p not in one.here})

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from offbeat.protocol.checkpoints import RequestReplacement
     from offbeat.protocol.data_leases import MemoryExhausted, RegisterLoader, RequestLease, ReturnLease, SetDataState
     from offbeat.protocol.plan_swap import PlanAgreement, SwapPlan
-    from offbeat.protocol.shards import ModelFilled, PushDone, PushNearlyDone, WorkerDrained
+    from offbeat.protocol.shards import ModelFilled, PushDone, PushNearlyDone, UpdateMeasured, WorkerDrained
     from offbeat.protocol.status import TellStatus
     from offbeat.protocol.training import Announce, AskAllWorkers, LeaveAfter, ModelInfo, PullDone
     from offbeat.sync import Push
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         | ReturnLease
         | MemoryExhausted
     )
-    ShardMessage = ModelFilled | PushNearlyDone | PushDone | WorkerDrained
+    ShardMessage = ModelFilled | PushNearlyDone | PushDone | UpdateMeasured | WorkerDrained
 
 
 @dataclass(frozen=True)

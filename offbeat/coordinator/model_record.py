@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Set
 
     from offbeat.protocol.optimizer_spec import OptimizerSpec
+    from offbeat.protocol.shards import UpdateMeasured
     from offbeat.protocol.training import ContributionInfo, ModelInfo, Reconnect
     from offbeat.sync import Policy, Push
 
@@ -49,6 +50,7 @@ class ModelRecord:
     whole: dict[Push, int] = field(default_factory=dict)  # at how many shards a contribution has arrived
     open: dict[Push, float] = field(default_factory=dict)  # in an update, not known to be whole: their samples
     here: set[Push] = field(default_factory=set)  # contributions that are whole, and not decided
+    measured: dict[int, list[UpdateMeasured]] = field(default_factory=dict)  # updates that wait, by version
     partings: dict[int, WorkerDrain] = field(default_factory=dict)  # by number
     parted: int = 0  # the number of the last one
     granted: set[Push] = field(default_factory=set)  # contributions that may be on their way and are not decided

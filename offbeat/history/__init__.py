@@ -3,9 +3,10 @@
 * `records` - what is written: events and decisions, updates that were made, parameters that a worker has
 * `log` - a file of them
 
-Who writes what: the coordinator each event that its policy is told and what that decides, each life of the server, and
-each plan; every shard each update it has made, and of which contributions; every worker a digest of the parameters it
-has after each of its steps, or by what a switch let it go on. `offbeat.audit` reads it.
+Who writes what: the coordinator each event that its policy is told and what that decides, each judgement of a robust
+rule, each life of the server, and each plan; every shard each update it has made, and of which contributions; every
+worker a digest of the parameters it has after each of its steps, or by what a switch let it go on. `offbeat.audit`
+reads it.
 """
 
 from offbeat.history.log import HistoryLog, HistoryWriter, write_log
@@ -24,6 +25,7 @@ from offbeat.history.records import (
     Record,
     ShardServes,
     StepGranted,
+    UpdateJudged,
     UpdateMade,
     UsedContribution,
     WorkerReturned,
@@ -50,6 +52,7 @@ __all__ = [
     "Record",
     "ShardServes",
     "StepGranted",
+    "UpdateJudged",
     "UpdateMade",
     "UsedContribution",
     "WorkerReturned",

@@ -183,12 +183,14 @@ class UsedContribution(msgspec.Struct, array_like=True, frozen=True):
 
     Args:
         blocks: in how many of the shard's it is.
+        scale: by which it was multiplied, where updates are judged; 0 if it was rejected or is a reference, else None.
     """
 
     worker: _Rank
     clock: _Count
     weight: _Weight
     blocks: _Count
+    scale: float | None = None
 
 
 class UpdateMade(msgspec.Struct, tag=6, array_like=True, frozen=True):
@@ -204,6 +206,21 @@ class UpdateMade(msgspec.Struct, tag=6, array_like=True, frozen=True):
     times: _Count
     rate: float
     used: tuple[UsedContribution, ...]
+
+
+class UpdateJudged(msgspec.Struct, tag=16, array_like=True, frozen=True):
+    """Coordinator: a robust rule has decided about an update, whose contributions are there, whole.
+
+    Args:
+        version: of the update.
+        scales: by which each contribution that weighs something is multiplied; 0 if it is rejected.
+        reference: scale of the reference.
+    """
+
+    model: _Model
+    version: _Count
+    scales: tuple[tuple[_Rank, _Count, float], ...]
+    reference: float = 0.0
 
 
 class ModelPrepared(msgspec.Struct, tag=7, array_like=True, frozen=True):
@@ -353,6 +370,7 @@ Record = (
     | PlanAdopted
     | ShardServes
     | UpdateMade
+    | UpdateJudged
     | ModelPrepared
     | ParametersAfter
     | CheckpointLoaded

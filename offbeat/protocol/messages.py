@@ -62,8 +62,10 @@ from offbeat.protocol.shards import (
     RegisterShard,
     ReleaseFromShard,
     SaveLastSnapshot,
+    ScaleContributions,
     SnapshotMark,
     SnapshotSaved,
+    UpdateMeasured,
     WithdrawContribution,
     WorkerDrained,
     WorkerRemoved,
@@ -114,11 +116,21 @@ FromWorker = (
     | PlanAgreement
     | LeaveAfter
 )
-FromShard = RegisterShard | ModelFilled | PushNearlyDone | PushDone | WorkerDrained | SaveLastSnapshot | SnapshotSaved
+FromShard = (
+    RegisterShard
+    | ModelFilled
+    | PushNearlyDone
+    | PushDone
+    | UpdateMeasured
+    | WorkerDrained
+    | SaveLastSnapshot
+    | SnapshotSaved
+)
 # Of the coordinator, to all shards.
 Decision = (
     AdmitWorker
     | ApplyContributions
+    | ScaleContributions
     | DropContribution
     | ReleaseFromShard
     | WorkerRemoved

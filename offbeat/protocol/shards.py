@@ -6,9 +6,11 @@ from typing import Annotated
 
 import msgspec
 
-from offbeat.protocol.bounds import Count, Model, Seconds
+from offbeat.protocol.bounds import Count, Factor, Model, Samples, Seconds
 from offbeat.protocol.optimizer_spec import Hyper
 from offbeat.protocol.training import ContributionInfo
+
+MOST_COMPARED = 256  # contributions of one update, by their Gram matrix
 
 
 class RegisterShard(msgspec.Struct, tag=True, frozen=True):
@@ -99,6 +101,36 @@ class WorkerDrained(msgspec.Struct, tag=True, frozen=True):
     number: Count
 
 
+class MeasuredContribution(msgspec.Struct, array_like=True, frozen=True):
+    """A contribution that has a row in a Gram matrix.
+
+    Args:
+        weight: samples it was computed from.
+    """
+
+    worker: Count
+    clock: Count
+    weight: Samples
+
+
+class UpdateMeasured(msgspec.Struct, tag=True, frozen=True):
+    """Shard to coordinator: all its blocks of an update are here, and it waits for `ScaleContributions`.
+
+    Args:
+        version: of the update.
+        rows: the contributions that weigh something, and are no references.
+        gram: of them in the blocks of this shard, float64 row by row, little-endian; with the reference last, if there
+            is one. What holds NaN or Inf has no finite square of its norm, on the diagonal.
+        reference: the version that the reference is of; 0 for none yet.
+    """
+
+    model: Model
+    version: Count
+    rows: Annotated[tuple[MeasuredContribution, ...], msgspec.Meta(max_length=MOST_COMPARED)]
+    gram: Annotated[bytes, msgspec.Meta(max_length=8 * (MOST_COMPARED + 1) ** 2)]
+    reference: Count = 0
+
+
 class AdmitWorker(msgspec.Struct, tag=True, frozen=True):
     """The worker takes part; its next contribution has the number `clock`.
 
@@ -116,8 +148,9 @@ class ApplyContributions(msgspec.Struct, tag=True, frozen=True):
     """`offbeat.sync.Apply`, with what is to be known about each contribution.
 
     Args:
-        about: each contribution, without its hyper-parameters.
-        hyper: those of the first one that has samples; they are the whole update's.
+        about: each contribution, without its hyper-parameters if they are those in `hyper`.
+        hyper: those of the first one that has samples; they are the whole update's, or what most name by a rule.
+        references: ranks of those whose contributions are references on trusted data, which are never applied.
     """
 
     model: Model
@@ -126,6 +159,23 @@ class ApplyContributions(msgspec.Struct, tag=True, frozen=True):
     hyper: tuple[Hyper, ...]
     rate: float
     in_order: bool
+    references: tuple[Count, ...] = ()
+
+
+class ScaleContributions(msgspec.Struct, tag=True, frozen=True):
+    """Make an update that all shards have measured: it is the sum of what is in it, each multiplied by its scale.
+
+    Args:
+        scales: of each contribution that weighs something; 0 for those that are rejected.
+        reference: scale of the reference.
+        keeps_reference: whether a reference that came with this update is finite, and is the latest from now on.
+    """
+
+    model: Model
+    version: Count
+    scales: Annotated[tuple[tuple[Count, Count, Factor], ...], msgspec.Meta(max_length=MOST_COMPARED)]
+    reference: Factor = 0.0
+    keeps_reference: bool = True
 
 
 class DropContribution(msgspec.Struct, tag=True, frozen=True):

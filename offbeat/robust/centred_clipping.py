@@ -35,6 +35,7 @@ class CentredClipping(Rule):
     iterations: int = 3
     needs_gram = True
     needs_reference = True
+    reference_is_previous = True
     is_weighted = True
 
     def __post_init__(self) -> None:

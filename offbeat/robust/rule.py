@@ -22,13 +22,16 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
+
+from offbeat.errors import PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+Scope = Literal["model", "block"]
 _COLUMNS = 1 << 16  # at once, so that what is computed in several passes stays in a core's cache
 
 
@@ -38,12 +41,21 @@ class Rule(ABC):
     Attributes:
         needs_gram: whether `judge` looks at the Gram matrix; else every contribution that counts has its weight.
         needs_reference: whether a vector that is trusted stands last in the stack and in the Gram matrix.
+        reference_is_previous: whether that vector is the update before, and not one on trusted data.
+        scope: what the Gram matrix is of: all blocks of the "model" together, or each "block" by itself.
         is_weighted: whether the weights of contributions, such as their samples, count.
     """
 
     needs_gram = False
     needs_reference = False
+    reference_is_previous = False
     is_weighted = False
+    scope: Scope = "model"
+
+    @property
+    def judges_model(self) -> bool:
+        """Whether nothing can be combined before all blocks of all contributions are there."""
+        return self.needs_gram and self.scope == "model"
 
     @abstractmethod
     def least(self) -> int:
@@ -115,13 +127,27 @@ class Rule(ABC):
         return self.combine(whole, self.judge(gram, given))
 
 
-def gram_of(stack_ND: torch.Tensor) -> torch.Tensor:
-    """The Gram matrix [n, n] of vectors, summed in float64: distances are differences of what is in it."""
-    gram = torch.zeros(len(stack_ND), len(stack_ND), dtype=torch.float64, device=stack_ND.device)
-    for chunk in stack_ND.split(_COLUMNS, 1):
-        wide = chunk.double()
-        gram += wide @ wide.T
-    return gram.cpu()
+def check_scope(scope: Scope) -> None:
+    """Check that a Gram matrix can be of this.
+
+    Raises:
+        PlanError: if it cannot.
+    """
+    if scope not in get_args(Scope):
+        choices = " or ".join(map(repr, get_args(Scope)))
+        raise PlanError(f"Cannot judge by {scope!r}: choose {choices} - at `plan.validator.scope`.")
+
+
+def gram_of(stack_ND: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """The Gram matrix [n, n] of vectors, summed in float64: distances are differences of what is in it.
+
+    A vector with NaN or Inf spoils its own row and column only.
+    """
+    gram = torch.zeros(len(stack_ND), len(stack_ND), dtype=torch.float64)
+    for chunk in zip(*(vector.split(_COLUMNS) for vector in stack_ND), strict=True):
+        wide = torch.stack(chunk).double()
+        gram += (wide @ wide.T).cpu()
+    return gram
 
 
 def distances_of(gram: torch.Tensor) -> torch.Tensor:

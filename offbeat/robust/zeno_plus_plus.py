@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from offbeat.errors import PlanError
-from offbeat.robust.rule import Rule
+from offbeat.robust.rule import Rule, Scope, check_scope
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,10 @@ class ZenoPlusPlus(Rule):
         penalty: rho / gamma, on the square of how often an update is as long as the reference.
         epsilon: what is forgiven, in units of the square of the reference's norm.
         shrinks: whether updates are only made shorter; else also those that are shorter are made as long.
+        scope: whether all blocks of the "model" are judged together, or each "block" by itself.
 
     Raises:
-        PlanError: if `penalty` is negative.
+        PlanError: if `penalty` is negative, or there is no such scope.
 
     >>> rule, reference = ZenoPlusPlus(), torch.tensor([1.0, 0.0])
     >>> updates = [2.0, 0.0], [-1.0, 0.0], [50.0, 0.0]
@@ -37,10 +38,12 @@ class ZenoPlusPlus(Rule):
     penalty: float = 0.01
     epsilon: float = 0.0
     shrinks: bool = False
+    scope: Scope = "model"
     needs_gram = True
     needs_reference = True
 
     def __post_init__(self) -> None:
+        check_scope(self.scope)
         if not self.penalty >= 0:
             raise PlanError(f"Cannot reward the norm by {self.penalty!r}: 0 or more - at `plan.validator.penalty`.")
 

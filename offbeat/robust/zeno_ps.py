@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from offbeat.errors import PlanError
-from offbeat.robust.rule import Rule
+from offbeat.robust.rule import Rule, Scope, check_scope
 from offbeat.robust.zeno_plus_plus import mean_of_accepted
 
 
@@ -26,9 +26,10 @@ class ZenoPS(Rule):
         eta: the least inner product with the reference, in units of the square of its norm. Below 0 a block that a
             worker left out is accepted as the zero that it is, and counts in the mean.
         rho: how much longer an update may be: the square of its norm is less than 1 + rho that of the reference's.
+        scope: whether all blocks of the "model" are judged together, or each "block" by itself.
 
     Raises:
-        PlanError: if `rho` is not above -1.
+        PlanError: if `rho` is not above -1, or there is no such scope.
 
     >>> reference = torch.tensor([1.0, 0.0])
     >>> ZenoPS()(torch.tensor([[1.0, 0.2], [1.0, -0.2], [-6.0, 0.0]]), reference=reference)
@@ -37,10 +38,12 @@ class ZenoPS(Rule):
 
     eta: float = -0.001
     rho: float = 0.6
+    scope: Scope = "model"
     needs_gram = True
     needs_reference = True
 
     def __post_init__(self) -> None:
+        check_scope(self.scope)
         if not self.rho > -1:
             raise PlanError(f"Cannot accept norms below 0, as rho={self.rho!r} has it - at `plan.validator.rho`.")
 
@@ -64,9 +67,10 @@ class ZenoPSAsync(Rule):
     Args:
         eta: the least cosine of an update that is added as it is.
         alpha: the part of an update that is added.
+        scope: whether all blocks of the "model" are judged together, or each "block" by itself.
 
     Raises:
-        PlanError: if `alpha` is not above 0 and at most 1.
+        PlanError: if `alpha` is not above 0 and at most 1, or there is no such scope.
 
     >>> rule, reference = ZenoPSAsync(alpha=0.5), torch.tensor([1.0, 0.0])
     >>> [rule(torch.tensor([update]), reference=reference).tolist() for update in ([1.0, 0.0], [-4.0, 0.0])]
@@ -75,10 +79,12 @@ class ZenoPSAsync(Rule):
 
     eta: float = -0.02
     alpha: float = 0.4
+    scope: Scope = "model"
     needs_gram = True
     needs_reference = True
 
     def __post_init__(self) -> None:
+        check_scope(self.scope)
         if not 0 < self.alpha <= 1:
             raise PlanError(
                 f"Cannot add a part {self.alpha!r} of an update: above 0 and at most 1 - at `plan.validator.alpha`."

@@ -32,22 +32,38 @@ class BlockContribution:
         worker: its rank.
         weight: samples that it was computed from; with 0 it may hold NaN, and nothing of it may count.
         part: as it came; to be decoded, not to be changed.
+        scale: by which it is multiplied, if the whole update has been judged; 0 if it was rejected.
+        is_reference: it is a reference on trusted data, which is never applied.
     """
 
     worker: int
     weight: float
     part: PushedBlock
+    scale: float | None = None
+    is_reference: bool = False
 
 
 class Aggregator(Protocol):
-    """Combines the contributions of one update, block by block; redone, an update has the same bits."""
+    """Combines the contributions of one update, block by block; redone, an update has the same bits.
 
-    def combine(self, contributions: Sequence[BlockContribution], dtype: torch.dtype) -> torch.Tensor | None:
+    Attributes:
+        keeps_update: whether the update is the reference for the next one.
+    """
+
+    keeps_update: bool
+
+    def combine(
+        self,
+        contributions: Sequence[BlockContribution],
+        dtype: torch.dtype,
+        reference: BlockContribution | None = None,
+    ) -> torch.Tensor | None:
         """Make one block of the update.
 
         Args:
-            contributions: in the order of the update, which is the same for all blocks.
+            contributions: in the order of the update, which is the same for all blocks; none is a reference.
             dtype: the block's.
+            reference: the latest there is, or the mean of those that came with the update.
 
         Returns:
             [D] gradient or change of `dtype`, which may be a part that has come; None if nothing weighs anything.
@@ -57,7 +73,14 @@ class Aggregator(Protocol):
 class WeightedMean:
     """The mean, by samples, summed in the order of the update: the sum's bits do not depend on who came first."""
 
-    def combine(self, contributions: Sequence[BlockContribution], dtype: torch.dtype) -> torch.Tensor | None:
+    keeps_update = False
+
+    def combine(
+        self,
+        contributions: Sequence[BlockContribution],
+        dtype: torch.dtype,
+        reference: BlockContribution | None = None,
+    ) -> torch.Tensor | None:
         """Add up in one tensor of the block's size, with a second one for the share at hand; of one it is that part."""
         weighty = [one for one in contributions if one.weight > 0]
         if not weighty:

@@ -1,4 +1,9 @@
-"""A robust rule in the place of the mean, where each shard makes its blocks: rules that look at each coordinate."""
+"""A robust rule in the place of the mean.
+
+A rule that looks at each coordinate, or judges each block by itself, makes a block at once. One that judges the whole
+model is first handed each block to `measure`; the coordinator adds the Gram matrices up and judges them, and then the
+contributions come back with their scales, to be combined.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,9 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
+
+from offbeat.robust import gram_of
+from offbeat.server.judge import Judge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,34 +30,65 @@ class RobustAggregator:
     update leaves the block as it is, which is said once.
 
     Args:
-        rule: that looks at each coordinate by itself.
+        rule: that combines.
         tell: says what people should know.
     """
 
     def __init__(self, rule: Rule, tell: Callable[[str], None]) -> None:
-        self._rule, self._tell = rule, tell
-        self._told: set[str] = set()
+        self._rule, self._judge = rule, Judge(rule, tell)
+        self.keeps_update = rule.reference_is_previous
 
-    def combine(self, contributions: Sequence[BlockContribution], dtype: torch.dtype) -> torch.Tensor | None:
-        """Decode all, reject what is not finite, and combine the others."""
+    def measure(
+        self, contributions: Sequence[BlockContribution], dtype: torch.dtype, reference: BlockContribution | None
+    ) -> torch.Tensor:
+        """Compute the Gram matrix of one block: of what weighs something, and the reference if the rule needs one."""
+        rows = self._rows(contributions, reference)
+        return gram_of([one.part.decode(dtype) for one in rows])
+
+    def combine(
+        self,
+        contributions: Sequence[BlockContribution],
+        dtype: torch.dtype,
+        reference: BlockContribution | None = None,
+    ) -> torch.Tensor | None:
+        """Decode all, reject what is not finite, and combine the others; or only what the judgement has left of all."""
+        if not self._rule.needs_gram:
+            return self._by_coordinate(contributions, dtype)
+        rows = self._rows(contributions, reference)
+        if self._rule.judges_model:
+            return self._scaled([(one.part.decode(dtype), one.scale) for one in rows if one.scale])
+        decoded = [one.part.decode(dtype) for one in rows]
+        own = [one for one in rows if not one.is_reference]
+        scales = self._judge.scales(gram_of(decoded), [one.worker for one in own], [one.weight for one in own])
+        return self._scaled([(values, scale) for values, scale in zip(decoded, scales.tolist(), strict=True) if scale])
+
+    def _rows(
+        self, contributions: Sequence[BlockContribution], reference: BlockContribution | None
+    ) -> list[BlockContribution]:
+        rows = [one for one in contributions if one.weight > 0]
+        return [*rows, reference] if self._rule.needs_reference and reference is not None else rows
+
+    def _scaled(self, kept: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor | None:
+        """Combine what has a scale; the others are not looked at."""
+        if not kept:
+            return None
+        scales = torch.tensor([scale for _, scale in kept], dtype=torch.float64)
+        return self._rule.combine(torch.stack([values for values, _ in kept]), scales)
+
+    def _by_coordinate(self, contributions: Sequence[BlockContribution], dtype: torch.dtype) -> torch.Tensor | None:
         decoded = [(one, one.part.decode(dtype)) for one in contributions if one.weight > 0]
         finite = [(one, values) for one, values in decoded if bool(torch.isfinite(values).all())]
         for one, _ in decoded if len(finite) < len(decoded) else ():
             if all(one is not other for other, _ in finite):
-                self._say(f"What rank {one.worker} pushes holds NaN or Inf: such blocks are rejected.")
+                self._judge.say(f"What rank {one.worker} pushes holds NaN or Inf: such blocks are rejected.")
         if not finite:
             return None
         if why := self._rule.check(len(finite)):
-            self._say(f"Updates are left out: {why}.")
+            self._judge.say(f"Updates are left out: {why}.")
             return None
         weights = [one.weight if self._rule.is_weighted else 1.0 for one, _ in finite]
         scales = torch.tensor(weights, dtype=torch.float64)
         return self._rule.combine(torch.stack([values for _, values in finite]), scales / scales.sum())
-
-    def _say(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            self._tell(text)
 
 
 def agreed_hyper(said: Sequence[tuple[Hyper, ...]]) -> tuple[Hyper, ...]:

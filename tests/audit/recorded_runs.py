@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from offbeat.robust import Rule
     from offbeat.sync import Policy
 
 JOB = "made up"
@@ -31,13 +32,23 @@ class Recorded:
     Args:
         folder: for its history.
         leaves: a worker that is cut off after so many of its steps, by rank.
+        rule: makes updates of what workers bring.
     """
 
-    def __init__(self, policy: Policy, folder: Path, *, world: int = 3, steps: int = 8, leaves: dict[int, int]) -> None:
-        self.plan, self.steps, self.leaves = Plan(sync=policy, fabric=ParameterServer()), steps, leaves
+    def __init__(
+        self,
+        policy: Policy,
+        folder: Path,
+        *,
+        world: int = 3,
+        steps: int = 8,
+        leaves: dict[int, int],
+        rule: Rule | None = None,
+    ) -> None:
+        self.plan, self.steps, self.leaves = Plan(sync=policy, fabric=ParameterServer(), rule=rule), steps, leaves
         self.records: list[Record] = [HistoryHeader(1, "coordinator", JOB, 0, 0.0, "now")]
         self.folder = folder
-        self.job = Together(policy, world, read_plan=Plan.from_toml, record=self.records.append)
+        self.job = Together(policy, world, read_plan=Plan.from_toml, record=self.records.append, rule=rule)
         # One after another, so that all begin with what rank 0 has.
         workers = [Worker(client, plan=self.plan.to_toml()) for client in self.job.clients]
         with ThreadPoolExecutor(world) as pool:

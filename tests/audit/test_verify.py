@@ -16,11 +16,13 @@ from offbeat.history import (
     LifeBegan,
     ParametersAfter,
     PolicyStep,
+    UpdateJudged,
     UpdateMade,
     actions_of,
     event_of,
     policy_step,
 )
+from offbeat.robust import ClippedMean, Krum
 from offbeat.sync import (
     ASP,
     BSP,
@@ -187,6 +189,86 @@ def test_each_contribution_counts_once(tmp_path: Path, policy: Policy, change: C
     assert first is not None
     assert first.what.endswith(".")
     assert (result.twice > 0) == (change is apply_twice)
+
+
+def judged_at(records: list[Any]) -> int:
+    return index_of(records, lambda record: isinstance(record, UpdateJudged))
+
+
+def never_judge(records: list[Any]) -> None:
+    del records[judged_at(records)]
+
+
+def judge_twice(records: list[Any]) -> None:
+    records.insert(judged_at(records), records[judged_at(records)])
+
+
+def judge_afterwards(records: list[Any]) -> None:
+    judged = records.pop(judged_at(records))
+    at = next(i for i, one in enumerate(records) if isinstance(one, UpdateMade) and one.version == judged.version)
+    records.insert(at + 1, judged)
+
+
+def judge_otherwise(records: list[Any]) -> None:
+    at = judged_at(records)
+    (worker, clock, scale), *others = records[at].scales
+    records[at] = msgspec.structs.replace(records[at], scales=((worker, clock, scale + 1), *others))
+
+
+def judge_another(records: list[Any]) -> None:
+    at = judged_at(records)
+    (worker, clock, scale), *others = records[at].scales
+    records[at] = msgspec.structs.replace(records[at], scales=((worker, clock + 1, scale), *others))
+
+
+def judge_what_is_not_decided(records: list[Any]) -> None:
+    at = judged_at(records)
+    records.insert(at, msgspec.structs.replace(records[at], version=1000))
+
+
+def make_as_if_nothing_was_judged(records: list[Any]) -> None:
+    at = index_of(records, lambda record: isinstance(record, UpdateMade))
+    used = tuple(msgspec.structs.replace(one, scale=None) for one in records[at].used)
+    records[at] = msgspec.structs.replace(records[at], used=used)
+
+
+def make_without_one_that_is_judged(records: list[Any]) -> None:
+    at = index_of(records, lambda record: isinstance(record, UpdateMade))
+    records[at] = msgspec.structs.replace(records[at], used=records[at].used[1:])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (never_judge, "Update 4 was made, but never judged"),
+        (judge_twice, "Update 4 is judged a second time."),
+        (judge_afterwards, "Update 4 is judged after it was made."),
+        (judge_otherwise, "has the scale"),
+        (judge_another, "Update 4 is judged, but is not of these contributions."),
+        (judge_what_is_not_decided, "Update 1000 is judged, but was never decided."),
+        (make_as_if_nothing_was_judged, "has the scale None in update 4, but was judged"),
+        (make_without_one_that_is_judged, "was made without contribution"),
+    ],
+    ids=lambda it: it if isinstance(it, str) else it.__name__,
+)
+def test_an_update_is_made_as_it_was_judged(tmp_path: Path, change: Callable[[list[Any]], None], says: str) -> None:
+    job = Recorded(BSP(), tmp_path, leaves={}, rule=Krum(0))
+    rewrite(job.coordinator, change)
+    assert any(says in one.what for one in verify(tmp_path).violations)
+
+
+@pytest.mark.parametrize("policy", [BSP(), KSync(2)], ids=repr)
+def test_a_history_of_judged_updates_holds_and_has_their_shares(tmp_path: Path, policy: Policy) -> None:
+    rule = ClippedMean() if isinstance(policy, KSync) else Krum(0)
+    job = Recorded(policy, tmp_path, leaves={}, rule=rule)
+    result = verify(tmp_path)
+    assert result.holds, result.violations[0]
+    assert result.judged == result.updates > 0
+    assert result.rejected == (2 * job.steps if policy == BSP() else 0)
+    shares = [one.share or 0.0 for one in contributions(tmp_path) if one.fate == "applied"]
+    if policy == BSP():
+        assert sorted(shares) == [0.0] * 2 * job.steps + [1.0] * job.steps
+    assert all(one.told for one in contributions(tmp_path) if one.fate == "applied"), "nobody is told"
 
 
 @pytest.mark.parametrize("policy", [BSP(), SSP(1), ASP()], ids=repr)

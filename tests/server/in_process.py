@@ -13,12 +13,14 @@ import msgspec
 from offbeat.errors import NetworkError, OffbeatError, PeerError, PlanError
 from offbeat.server.client.client import Client
 from offbeat.server.shard.shard import Shard
+from offbeat.server.shard.shard_parts import ShardParts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from offbeat.batching import BatchTuning, Keeps
     from offbeat.history import Record
+    from offbeat.robust import Rule
     from offbeat.sync import Policy
 
 
@@ -133,6 +135,7 @@ class Together:
         read_plan: what the shard makes of the workers' plans; `DecidingParts` of the other arguments if None.
         record: writes the shard's history.
         shards: how many there are; `shard` is the one that coordinates.
+        rule: makes updates of what workers bring; None for their mean.
     """
 
     def __init__(
@@ -143,11 +146,17 @@ class Together:
         read_plan: Callable[[str], Any] | None = None,
         record: Callable[[Record], None] = lambda record: None,
         shards: int = 1,
+        rule: Rule | None = None,
     ) -> None:
         self.loop = Loop()
         self.ended = threading.Event()
-        self.shard = Shard(read_plan or (lambda plan: Parts(policy, tuning)), self.ended.set, record=record)
-        self.others = [Shard(None) for _ in range(shards - 1)]
+        self.shard = Shard(
+            read_plan or (lambda plan: Parts(policy, tuning)),
+            self.ended.set,
+            record=record,
+            parts_of=lambda plan: ShardParts(rule),
+        )
+        self.others = [Shard(None, parts_of=lambda plan: ShardParts(rule)) for _ in range(shards - 1)]
         for other in self.others:
             self.loop.run(self._follow(other))
         self.clients = [Client(self.loop, rank=rank, world=world) for rank in range(world)]  # type: ignore[arg-type]

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from offbeat.server.blocks import Block
 from offbeat.server.client.model_state import ModelState
 from offbeat.server.shard import update_scheduler
-from offbeat.server.shard.update_scheduler import ApplyUpdate, CaptureBlock, UndoUpdate, UpdateScheduler
+from offbeat.server.shard.update_scheduler import (
+    ApplyUpdate,
+    CaptureBlock,
+    MeasureUpdate,
+    UndoUpdate,
+    UpdateScheduler,
+)
 from offbeat.sync import Apply
 
 if TYPE_CHECKING:
@@ -30,11 +36,17 @@ class Shard:
 
     Args:
         give: called with a worker, its entry, step, block, number and value.
-        tell: tells the coordinator that a contribution is whole here, or that nothing more is taken of a worker.
+        tell: tells the coordinator that a contribution is whole here, that nothing more is taken of a worker, or that
+            an update is to be judged.
+        judges: updates are.
     """
 
-    def __init__(self, blocks: list[int], give: Callable[..., None], tell: Callable[..., None]) -> None:
-        self.scheduler, self._give, self._tell = UpdateScheduler(blocks), give, tell
+    def __init__(
+        self, blocks: list[int], give: Callable[..., None], tell: Callable[..., None], *, judges: bool = False
+    ) -> None:
+        self.scheduler, self._give, self._tell = UpdateScheduler(blocks, judges=judges), give, tell
+        self.judges = judges
+        self.measured: dict[int, list[Push]] = {}
         self.values: dict[int, Value] = dict.fromkeys(blocks, ())
         self.decided: deque[tuple[Any, ...]] = deque()
         self.entries: dict[int, int] = {}
@@ -60,6 +72,9 @@ class Shard:
                 self.kept = None
         elif kind == "drop":
             self.scheduler.drop(what[0], coming=what[1])
+        elif kind == "judge":
+            assert self.scheduler.judge(*what)
+            assert not self.scheduler.judge(*what) or not self.values, "once"
         else:
             getattr(self.scheduler, kind)(*what)
         self.carry_out(None)
@@ -74,13 +89,20 @@ class Shard:
 
     def carry_out(self, block: int | None) -> None:
         for action in self.scheduler.due(block):
+            if isinstance(action, MeasureUpdate):
+                self.measure(action)
+                continue
             value = self.values[action.block]
             if isinstance(action, ApplyUpdate):
+                if self.judges:
+                    assert (action.entry, action.judgement) == (None, ("judged", action.version))
+                    assert self.measured[action.version] == [push for push, _ in action.parts]
                 if action.entry is not None:
                     action.entry.before = value
                 assert all(part == (push, action.block) for push, part in action.parts)
                 self.values[action.block] = (*value, (action.version, tuple(push for push, _ in action.parts)))
             elif isinstance(action, UndoUpdate):
+                assert not self.judges, "what is judged is never undone"
                 assert value[: len(action.before)] == action.before, "it goes back, not elsewhere"
                 self.values[action.block] = action.before
             elif isinstance(action, CaptureBlock):
@@ -93,6 +115,16 @@ class Shard:
         most = update_scheduler._MOST_ENTRIES * max(1, len(self.scheduler._next))
         if not self.scheduler._unkept:
             assert all(len(self.scheduler._undo_log.of(one)) <= most for one in self.values)
+
+    def measure(self, action: MeasureUpdate) -> None:
+        """Tell the coordinator what there is, and what was made before."""
+        assert action.blocks.keys() == self.values.keys()
+        pushes = [[push for push, _ in parts] for parts in action.blocks.values()]
+        before = [[version for version, _ in value] for value in self.values.values()]
+        assert all(one == pushes[0] for one in pushes)
+        assert all(one == before[0] for one in before)
+        self.measured[action.version] = pushes[0]
+        self._tell("measured", (action.version, pushes[0], before[0]))
 
 
 @dataclass
@@ -113,14 +145,17 @@ class Worker:
 class Job:
     """A coordinator that decides at random, with the books of `offbeat.coordinator`."""
 
-    def __init__(self, chance: random.Random) -> None:
+    def __init__(self, chance: random.Random, *, judges: bool = False) -> None:
         self.chance = chance
+        self.measured: dict[int, list[tuple[Any, ...]]] = {}
+        self.judged: list[int] = []
+        self.reports: list[tuple[Any, ...]] = []  # of shards, on their way
         self.in_order, self.together = chance.random() < 0.6, chance.random() < 0.5
         self.count, holders = chance.randint(1, 5), chance.randint(1, 3)
         self.holder = [chance.randrange(holders) for _ in range(self.count)]
         self.said: list[deque[tuple[Any, ...]]] = [deque() for _ in range(holders)]
         self.shards = [
-            Shard([b for b in range(self.count) if self.holder[b] == s], self.give, self.tells(s))
+            Shard([b for b in range(self.count) if self.holder[b] == s], self.give, self.tells(s), judges=judges)
             for s in range(holders)
         ]
         self.workers: dict[int, Worker] = {}
@@ -141,6 +176,9 @@ class Job:
 
     def tells(self, shard: int) -> Callable[..., None]:
         def tell(*said: Any) -> None:
+            if said[0] == "measured":  # also the coordinator's own come later
+                self.reports.append(said[1])
+                return
             if shard or said[0] == "whole":
                 self.said[shard].append(said)
             if not shard and self.said[shard]:  # it is the coordinator
@@ -250,6 +288,19 @@ class Job:
         if missing == 1:
             self.withdraw(pushes)
 
+    def judge(self, report: tuple[Any, ...]) -> None:
+        """Hear what a shard has measured: the same as all others, beside the same updates that were made before."""
+        version = report[0]
+        first, *others = measured = [*self.measured.get(version, []), report]
+        self.measured[version] = measured
+        if len(measured) < len(set(self.holder)):
+            return
+        assert all(other == first for other in others)
+        assert first[1] == sorted(push for push in self.updates[version - 1] if push not in self.withdrawn)
+        assert not self.open.intersection(first[1])
+        self.judged.append(version)
+        self.decide("judge", version, ("judged", version))
+
     def commit(self, push: Push) -> None:
         if push in self.announced:
             self.here.add(push)
@@ -318,7 +369,9 @@ class Job:
         late = [shard for shard in self.shards if shard.decided]
         talking = [s for s, said in enumerate(self.said) if said]
         taking = [w for w, it in self.workers.items() if it.inbox]
-        if deed < 0.15 and computing:
+        if self.reports and chance.random() < 0.3:
+            self.judge(self.reports.pop(chance.randrange(len(self.reports))))
+        elif deed < 0.15 and computing:
             self.announce(chance.choice(computing))
         elif deed < 0.45 and pushing:
             self.push(*chance.choice(pushing))
@@ -355,6 +408,9 @@ class Job:
                 while said:
                     self.hear(s)
                     busy = True
+            while self.reports:
+                self.judge(self.reports.pop())
+                busy = True
             for worker, it in self.workers.items():
                 for block in tuple(it.left):
                     self.push(worker, block)
@@ -370,13 +426,13 @@ class Job:
                         self.announce(worker)
                         busy = True
             self.see_kept()
-            if not busy:
+            if not busy and not self.reports:
                 return
         raise AssertionError("it does not come to an end")
 
 
-def play(chance: random.Random) -> Job:
-    job = Job(chance)
+def play(chance: random.Random, *, judges: bool = False) -> Job:
+    job = Job(chance, judges=judges)
     for _ in range(150):
         job.happen()
     job.end()
@@ -408,6 +464,22 @@ def test_no_half_of_a_contribution_is_anywhere(most: int, chance: random.Random)
         play(chance)
     finally:
         update_scheduler._MOST_ENTRIES = before
+
+
+@settings(max_examples=200, deadline=None)
+@given(chance=st.randoms(use_true_random=True))
+def test_what_is_judged_is_whole_everywhere_and_is_made_once(chance: random.Random) -> None:
+    job = play(chance, judges=True)
+    assert sorted(job.judged) == list(range(1, len(job.updates) + 1))
+
+
+def test_what_is_judged_meets_lost_workers_and_marks() -> None:
+    jobs = [play(random.Random(seed), judges=True) for seed in range(100)]
+    assert sum(len(job.withdrawn) for job in jobs) > 20
+    assert sum(len(job.judged) for job in jobs) > 300
+    assert sum(job.judged != sorted(job.judged) for job in jobs) > 3, "without order some overtake others"
+    assert sum(any(job.updates[v - 1] and not job.expected(v)[v] for v in job.judged) for job in jobs) > 3
+    assert sum(len(job.went_on) for job in jobs) > 200
 
 
 def test_what_is_played_has_what_it_is_about() -> None:

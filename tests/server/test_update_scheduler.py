@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from offbeat.server.shard.update_scheduler import ApplyUpdate, CaptureBlock, SendBlock, UndoUpdate, UpdateScheduler
+from offbeat.server.shard.update_scheduler import (
+    ApplyUpdate,
+    CaptureBlock,
+    MeasureUpdate,
+    SendBlock,
+    UndoUpdate,
+    UpdateScheduler,
+)
 from offbeat.sync import Apply
 
 if TYPE_CHECKING:
@@ -17,8 +24,8 @@ if TYPE_CHECKING:
 ABOUT = {(worker, clock): (worker, clock) for worker in range(4) for clock in range(40)}
 
 
-def scheduler(blocks: int = 2, workers: Iterable[int] = (0, 1)) -> UpdateScheduler:
-    one = UpdateScheduler(range(blocks))
+def scheduler(blocks: int = 2, workers: Iterable[int] = (0, 1), *, judges: bool = False) -> UpdateScheduler:
+    one = UpdateScheduler(range(blocks), judges=judges)
     for worker in workers:
         one.admit(worker, 0)
     return one
@@ -342,3 +349,75 @@ def test_what_one_had_begun_that_is_gone_and_not_only_out_is_forgotten() -> None
     one.arrive((0, 0), 0, "part 0")
     one.gone(0)
     assert (0, 0) in one._arrivals, "the word that it is lost is to come"
+
+
+# -- updates that are judged -------------------------------------------------------------------------------------------
+
+
+def held() -> UpdateScheduler:
+    """An update of two contributions that are here, whole, and one of them is committed."""
+    one = scheduler(judges=True)
+    one.apply(Apply(((0, 0), (1, 0))), ABOUT)
+    one.release(0, 1)
+    for worker, block in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        one.arrive((worker, 0), block, f"{worker}{block}")
+        assert list(one.due(block)) == [], "it may still be withdrawn"
+    assert one.commit((0, 0)) is False
+    return one
+
+
+BOTH = (((0, 0), "00"), ((1, 0), "10")), (((0, 0), "01"), ((1, 0), "11"))
+
+
+def test_an_update_is_measured_whole_and_made_when_it_is_judged() -> None:
+    one = held()
+    assert one.commit((1, 0)) is True
+    assert list(one.due()) == [MeasureUpdate(1, dict(enumerate(BOTH)))]
+    assert list(one.due()) == [], "once"
+    assert one.judge(1, "scales") is True
+    assert one.judge(1, "others") is False
+    assert list(one.due()) == [
+        ApplyUpdate(0, 1, BOTH[0], 1.0, judgement="scales"),
+        SendBlock(0, 0, 1),
+        ApplyUpdate(1, 1, BOTH[1], 1.0, judgement="scales"),
+        SendBlock(1, 0, 1),
+    ]
+    assert one.is_final(1)
+
+
+def test_what_is_withdrawn_is_not_measured() -> None:
+    one = held()
+    one.lose(1)
+    one.withdraw((1, 0))
+    assert list(one.due()) == [MeasureUpdate(1, {0: (((0, 0), "00"),), 1: (((0, 0), "01"),)})]
+
+
+def test_what_was_not_measured_is_not_judged() -> None:
+    one = held()
+    assert one.judge(1, "scales") is False
+    assert one.judge(2, "scales") is False
+    assert scheduler().judge(1, "scales") is False, "nothing is judged here"
+    assert scheduler(blocks=0, judges=True).judge(1, "scales") is True, "other shards have all blocks"
+
+
+def test_the_next_update_is_measured_beside_what_was_made_of_the_last() -> None:
+    one = held()
+    one.commit((1, 0))
+    one.apply(Apply(((0, 1),)), ABOUT)
+    for block in (0, 1):
+        one.arrive((0, 1), block, block)
+    one.commit((0, 1))
+    assert [action.version for action in one.due() if isinstance(action, MeasureUpdate)] == [1]
+    one.judge(1, "scales")
+    kinds = [type(action) for action in one.due()]
+    assert kinds == [ApplyUpdate, SendBlock, ApplyUpdate, SendBlock, MeasureUpdate]
+
+
+def test_a_mark_waits_for_what_is_held_before_it() -> None:
+    one = held()
+    one.mark()
+    one.commit((1, 0))
+    assert [type(action) for action in one.due()] == [MeasureUpdate]
+    one.judge(1, "scales")
+    kept = [action for action in one.due() if isinstance(action, CaptureBlock)]
+    assert kept == [CaptureBlock(0), CaptureBlock(1)]

@@ -14,7 +14,7 @@ from torch import nn
 import offbeat
 from offbeat import ASP, BSP, SSP, KSync, LocalSGD, ParameterServer, Plan, RoundRobin
 from offbeat.errors import PlanError
-from offbeat.robust import Krum, MeaMed, Mean, Median, Phocas, Rule, TrimmedMean
+from offbeat.robust import FABA, CentredClipping, FLTrust, Krum, MeaMed, Mean, Median, Phocas, Rule, TrimmedMean
 from tests.workers import run_workers
 
 WORLD, STEPS, LR = 5, 6, 0.2
@@ -122,7 +122,23 @@ def test_changes_and_the_first_k(sync: Any) -> None:
     ("make", "says"),
     [
         (lambda: Plan(rule=Median()), "nobody sees one by itself: use fabric=ParameterServer()"),
-        (lambda: Plan(fabric=ParameterServer(), rule=Krum(1)), "it compares whole contributions"),
+        (lambda: Plan(rule=Krum(1)), "nobody sees one by itself: use fabric=ParameterServer()"),
+        (lambda: Plan(sync=ASP(), fabric=ParameterServer(), rule=Krum(1)), "nobody to compare it with: use BSP()"),
+        (
+            lambda: Plan(fabric=ParameterServer(), rule=FLTrust()),
+            "Cannot combine by FLTrust(): it compares contributions with a reference on trusted data, which only a "
+            "validator can bring: use Median(), MultiKrum(...) or GeometricMedian(), which compare them with each "
+            "other - at `plan.rule`.",
+        ),
+        (
+            lambda: Plan(fabric=ParameterServer(), rule=FABA(1)).check_world(257),
+            "Cannot compare 257 contributions by FABA(faulty=1): 256 is the most. Use Median(), which looks at each "
+            "coordinate, or KSync(...) - at `plan.rule`.",
+        ),
+        (
+            lambda: Plan(fabric=ParameterServer(), rule=FABA(1), tuning=offbeat.BatchTuning()),
+            "it counts all workers alike",
+        ),
         (lambda: Plan(sync=ASP(), fabric=ParameterServer(), rule=Median()), "nobody to compare it with: use BSP()"),
         (lambda: Plan(sync=SSP(4), fabric=ParameterServer(), rule=Median()), "nobody to compare it with"),
         (lambda: Plan(sync=RoundRobin(), fabric=ParameterServer(), rule=Median()), "nobody to compare it with"),
@@ -146,7 +162,7 @@ def test_what_cannot_be_compared_is_refused(make: Any, says: str) -> None:
 
 
 def test_a_plan_with_a_rule_is_read_back() -> None:
-    for rule in (Median(), TrimmedMean(2), Phocas(1), None):
+    for rule in (Median(), TrimmedMean(2), Phocas(1), Krum(1), CentredClipping(), None):
         plan = Plan(fabric=ParameterServer(), rule=rule)
         assert Plan.from_toml(plan.to_toml()) == plan
     assert "rule" not in Plan().to_toml(), "older plans keep their digest"

@@ -8,6 +8,7 @@ import os
 from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 
 from offbeat.errors import PeerError
 from offbeat.protocol.optimizer_spec import outer_of
@@ -16,7 +17,10 @@ from offbeat.protocol.shards import (
     ApplyContributions,
     CommitUpdates,
     DropContribution,
+    MeasuredContribution,
     ReleaseFromShard,
+    ScaleContributions,
+    UpdateMeasured,
     WithdrawContribution,
     WorkerRemoved,
 )
@@ -24,26 +28,31 @@ from offbeat.protocol.training import PullBlock
 from offbeat.server.aggregator import BlockContribution, WeightedMean
 from offbeat.server.blocks import Block, ParameterSlice
 from offbeat.server.encoded_block import BlockCodec
+from offbeat.server.judge import Judge, pack_gram
 from offbeat.server.optimizer_checkpoint import Portion
 from offbeat.server.optimizers import check_spec
 from offbeat.server.pushed_block import DTYPES, EncodedReader
 from offbeat.server.robust_aggregator import RobustAggregator, agreed_hyper
-from offbeat.server.shard.parameter_store import BlockImage, ParameterStore
+from offbeat.server.shard.parameter_store import BlockImage, ParameterStore, reference_row
 from offbeat.server.shard.shard_parts import ShardParts
 from offbeat.server.shard.update_recorder import UpdateRecorder
-from offbeat.server.shard.update_scheduler import ApplyUpdate, CaptureBlock, SendBlock, UndoUpdate, UpdateScheduler
+from offbeat.server.shard.update_scheduler import (
+    ApplyUpdate,
+    CaptureBlock,
+    MeasureUpdate,
+    SendBlock,
+    UndoUpdate,
+    UpdateScheduler,
+)
 from offbeat.server.snapshot import describe_tensor
 from offbeat.sync import Apply
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    import torch
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from offbeat.history import Record
     from offbeat.protocol.messages import Decision
     from offbeat.protocol.training import ContributionInfo, ModelInfo
-    from offbeat.server.aggregator import Aggregator
     from offbeat.server.pushed_block import PushedBlock
     from offbeat.server.shard.snapshot_builder import SnapshotBuilder
     from offbeat.server.snapshot import SnapshotTensor
@@ -66,6 +75,7 @@ class ModelShard:
         held_bytes: size of the parameters of the models that are held beside it.
         record: writes the history.
         parts: of the plan, which shards carry out.
+        report: called with what is to be judged; the answer is a decision, which comes later.
 
     Raises:
         PeerError: if the model or its optimizer cannot be held.
@@ -82,6 +92,7 @@ class ModelShard:
         held_bytes: int = 0,
         record: Callable[[Record], None] = lambda record: None,
         parts: ShardParts = ShardParts(),  # noqa: B008 - it is frozen
+        report: Callable[[UpdateMeasured], None] = lambda message: None,
     ) -> None:
         check_spec(details.optimizer)
         blocks = _blocks(details, held_bytes)
@@ -90,11 +101,12 @@ class ModelShard:
         self.model, self._give = model, give
         self.sizes = {index: block.size_bytes for index, block in blocks.items()}
         rule, codec = parts.rule, parts.codec
-        self._is_robust = rule is not None
         self._codec = None if codec is None else BlockCodec(codec, list(blocks.values()), details.seed or 0)
-        aggregator: Aggregator = WeightedMean() if rule is None else RobustAggregator(rule, _log.warning)
-        self._store = ParameterStore(list(blocks.values()), details.optimizer, aggregator)
-        self._scheduler = UpdateScheduler(blocks, version)
+        self._robust = None if rule is None else RobustAggregator(rule, _log.warning)
+        self._store = ParameterStore(list(blocks.values()), details.optimizer, self._robust or WeightedMean())
+        judges, self._report = rule is not None and rule.judges_model, report
+        self._judge = Judge(rule, _log.warning) if rule is not None and judges else None
+        self._scheduler = UpdateScheduler(blocks, version, judges=judges)
         self._store.versions.update(dict.fromkeys(blocks, version))
         self._snapshot_builder = snapshot_builder
         self._recorder = UpdateRecorder(model, len(blocks), record)
@@ -207,10 +219,14 @@ class ModelShard:
             case AdmitWorker(worker=worker, clock=clock):
                 self._scheduler.admit(worker, clock, stayed=stays)
             case ApplyContributions(pushes=pushes, hyper=hyper, rate=rate, in_order=in_order):
-                about = [msgspec.structs.replace(one, hyper=hyper) for one in decision.about]
-                told = dict(zip(pushes, zip(pushes, about, strict=True), strict=True))
+                about = [one if one.hyper else msgspec.structs.replace(one, hyper=hyper) for one in decision.about]
+                are_references = [worker in decision.references for worker, _ in pushes]
+                told = dict(zip(pushes, zip(pushes, about, are_references, strict=True), strict=True))
                 again = {push: frozenset(one.again) for push, one in zip(pushes, about, strict=True) if one.again}
                 self._scheduler.apply(Apply(pushes, rate, in_order), told, again)
+            case ScaleContributions(version=version):
+                if not self._scheduler.judge(version, decision):
+                    raise PeerError(f"Cannot make update {version} of model {self.model}: it does not wait for that.")
             case DropContribution(worker=worker, clock=clock, coming=coming):
                 self._scheduler.drop((worker, clock), coming=coming)
             case ReleaseFromShard(worker=worker, step=step):
@@ -233,6 +249,8 @@ class ModelShard:
                     if entry is not None:
                         entry.before = self._image(action.block)
                     self._update(action)
+                case MeasureUpdate():
+                    self._report(self._measure(action))
                 case UndoUpdate(before=before):
                     self._store.restore(action.block, before)
                     self._frozen[action.block] = (before.version, before.values)
@@ -249,15 +267,57 @@ class ModelShard:
         """The image of the block as it is now; its values are those that were given, if they were."""
         return self._store.image(block, self._freeze(block)[1])
 
+    def judge(self, rows: Sequence[MeasuredContribution], gram: Sequence[float]) -> Sequence[float]:
+        """Judge an update by the whole Gram matrix, for the coordinator.
+
+        Args:
+            gram: row by row, with the reference last, if there is one.
+
+        Returns:
+            The scales, as many as the matrix has rows.
+
+        Raises:
+            PeerError: if nothing is to be judged.
+        """
+        if self._judge is None:
+            raise PeerError(f"Cannot judge an update of model {self.model}: its plan has no rule that does.")
+        matrix = torch.tensor(gram, dtype=torch.float64)
+        count = len(rows) if len(rows) ** 2 == len(gram) else len(rows) + 1
+        workers, weights = [row.worker for row in rows], [row.weight for row in rows]
+        scales: list[float] = self._judge.scales(matrix.view(count, count), workers, weights).tolist()
+        return scales
+
+    def _measure(self, measure: MeasureUpdate) -> UpdateMeasured:
+        """Measure this shard's part of an update, block after block."""
+        assert self._robust is not None
+        gram, rows, version = None, list[MeasuredContribution](), 0
+        for block, brought in measure.blocks.items():
+            parts = [_contribution(*one) for one in brought]
+            rows = [
+                MeasuredContribution(push[0], push[1], about.weight)
+                for (push, about, is_reference), _ in brought
+                if about.weight > 0 and not is_reference
+            ]
+            reference = self._store.reference(block, parts)
+            row, version = (None, 0) if reference is None else (reference_row(reference), reference.version)
+            own = [one for one in parts if not one.is_reference]
+            of_block = self._robust.measure(own, self._store.values[block].dtype, row)
+            gram = of_block if gram is None else gram.add_(of_block)
+        assert gram is not None
+        return UpdateMeasured(self.model, measure.version, tuple(rows), pack_gram(gram), version)
+
     def _update(self, make: ApplyUpdate) -> None:
-        self._recorder.made(make.version, make.block, make.rate, [told for told, _ in make.parts])
-        about: list[ContributionInfo] = [about for (_, about), _ in make.parts if about.weight > 0]
-        parts = [BlockContribution(push[0], about.weight, part) for (push, about), part in make.parts]
+        judgement: ScaleContributions | None = make.judgement
+        scales = None if judgement is None else {(w, clock): scale for w, clock, scale in judgement.scales}
+        parts = [_contribution(*one, scales) for one in make.parts]
+        pushes = [push for (push, *_), _ in make.parts]
+        self._recorder.made(make.version, make.block, make.rate, zip(pushes, parts, strict=True))
+        about = [about for (_, about, is_reference), _ in make.parts if about.weight > 0 and not is_reference]
         hyper = () if not about else about[0].hyper
-        if about and self._is_robust:
+        if about and self._robust is not None:
             hyper = agreed_hyper([one.hyper for one in about])
         if about and about[0].change:
-            self._store.move(make.block, parts, outer=outer_of(hyper), rate=make.rate)
+            self._store.move(make.block, parts, outer=outer_of(hyper), rate=make.rate, judgement=judgement)
             return
         names = self.details.names
         unused = frozenset.intersection(*(frozenset(one.unused) for one in about)) if about else frozenset()
@@ -267,6 +327,7 @@ class ModelShard:
             hyper=hyper,
             rate=make.rate,
             unused={names[i] for i in unused if 0 <= i < len(names)},
+            judgement=judgement,
         )
 
     def _freeze(self, block: int) -> tuple[int, torch.Tensor]:
@@ -278,6 +339,15 @@ class ModelShard:
             version, values = self._store.versions[block], self._store.values[block].clone()
             self._frozen[block] = (version, values)
         return version, values
+
+
+def _contribution(
+    told: tuple[Push, ContributionInfo, bool], part: PushedBlock, scales: Mapping[Push, float] | None = None
+) -> BlockContribution:
+    """One block of a contribution, with the scale that it was given, if it was judged."""
+    push, about, is_reference = told
+    scale = None if scales is None else scales.get(push, 0.0)
+    return BlockContribution(push[0], about.weight, part, scale, is_reference)
 
 
 def _blocks(details: ModelInfo, held_bytes: int) -> dict[int, Block]:

@@ -49,6 +49,7 @@ from offbeat.protocol.shards import (
     SaveLastSnapshot,
     SnapshotMark,
     SnapshotSaved,
+    UpdateMeasured,
     WorkerDrained,
     WorkerRemoved,
 )
@@ -137,7 +138,16 @@ class Shard:
         self._waiting: dict[tuple[int, int], tuple[Peer, ModelInfo, int]] = {}
         self._coordinator_link: PeerLink | None = None  # to the shard that coordinates, if that is another
         self.life = secrets.randbits(39) + 1 if read_plan is not None else 0
-        self._coordinator = None if read_plan is None else Coordinator(read_plan, self.life, check_hyper=check_hyper)
+        self._coordinator = (
+            None
+            if read_plan is None
+            else Coordinator(
+                read_plan,
+                self.life,
+                check_hyper=check_hyper,
+                judge=lambda model, rows, gram: self.model_shard(model).judge(rows, gram),
+            )
+        )
         self._coordinator_host = None if self._coordinator is None else CoordinatorHost(self._coordinator, self, record)
         self._snapshot_barrier = SnapshotBarrier(
             snapshots,
@@ -352,6 +362,7 @@ class Shard:
             held_bytes=sum(other.size_bytes for other in self._model_shards.values()),
             record=self._record,
             parts=self._parts_of(details.plan),
+            report=self._report_soon,
         )
         self._record(ShardServes(model, self.life, version, len(model_shard.blocks)))
         return model_shard
@@ -445,7 +456,7 @@ class Shard:
                 self._snapshot_barrier.ask_for_last()
             case SnapshotSaved(number=number, well=well, cost_s=cost_s):
                 self._snapshot_barrier.saved(number, well, cost_s)
-            case ModelFilled() | PushNearlyDone() | PushDone() | WorkerDrained():
+            case ModelFilled() | PushNearlyDone() | PushDone() | UpdateMeasured() | WorkerDrained():
                 self._post_event(ShardSaid(now_s(), message))
             case TellStatus() if self._peers.get(peer.rank) is not peer:
                 pass  # it is not in yet, or not any more
@@ -697,7 +708,11 @@ class Shard:
         for peer, message, values in sorted(to_give, key=lambda one: one[0].place_of(one[1].model, one[1].block)):
             peer.say(message, bytes_of(values))
 
-    def _report(self, message: ModelFilled | PushNearlyDone | PushDone) -> None:
+    def _report_soon(self, message: UpdateMeasured) -> None:
+        """Tell the coordinator how far this shard is, once it has done all that is due."""
+        asyncio.get_running_loop().call_soon(lambda: None if self.is_over else self._report(message))
+
+    def _report(self, message: ModelFilled | PushNearlyDone | PushDone | UpdateMeasured) -> None:
         """Tell the coordinator how far this shard is."""
         if self._coordinator is None:
             self._tell_coordinator(message)

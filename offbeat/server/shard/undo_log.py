@@ -27,8 +27,10 @@ class LoggedUpdate:
         left: blocks in which it has not been made.
         open: its contributions that may still be withdrawn.
         withdrawn: those that were.
-        is_held: it was taken out again, and is made once nothing in it is open.
+        is_held: it was taken out again, or is to be judged, and is made once nothing in it is open.
         again: of each contribution, blocks that come once more, and count only then.
+        is_measured: all of it was handed out to be judged.
+        judgement: what was decided about it then.
     """
 
     version: int
@@ -39,6 +41,8 @@ class LoggedUpdate:
     withdrawn: set[Push] = field(default_factory=set)
     is_held: bool = False
     again: Mapping[Push, Collection[int]] = field(default_factory=dict)
+    is_measured: bool = False
+    judgement: Any = None
 
     @property
     def pushes(self) -> list[Push]:

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from offbeat.history import Record
-    from offbeat.protocol.training import ContributionInfo
+    from offbeat.server.aggregator import BlockContribution
 
 
 @dataclass
 class _Update:
-    """The contributions of an update in each block, with their weights."""
+    """The contributions of an update in each block, with their weights and scales."""
 
     rate: float
-    blocks: dict[int, dict[Push, float]] = field(default_factory=dict)
+    blocks: dict[int, dict[Push, tuple[float, float | None]]] = field(default_factory=dict)
 
 
 class UpdateRecorder:
@@ -37,10 +37,10 @@ class UpdateRecorder:
         self._model, self._blocks, self._record = model, blocks, record
         self._open: dict[int, _Update] = {}  # by version
 
-    def made(self, version: int, block: int, rate: float, parts: Iterable[tuple[Push, ContributionInfo]]) -> None:
+    def made(self, version: int, block: int, rate: float, parts: Iterable[tuple[Push, BlockContribution]]) -> None:
         """An update was made in a block, of these contributions; if it was before, that has been undone."""
         update = self._open.setdefault(version, _Update(rate))
-        update.blocks[block] = {push: about.weight for push, about in parts}
+        update.blocks[block] = {push: (part.weight, part.scale) for push, part in parts}
 
     def close(self, is_final: Callable[[int], bool]) -> None:
         """Record the updates that stay as they are.
@@ -50,9 +50,9 @@ class UpdateRecorder:
         """
         done = [v for v, update in self._open.items() if len(update.blocks) == self._blocks and is_final(v)]
         for version in done:
-            update, times, weights = self._open.pop(version), Counter[Push](), dict[Push, float]()
+            update, times, said = self._open.pop(version), Counter[Push](), dict[Push, tuple[float, float | None]]()
             for used in update.blocks.values():
                 times.update(used.keys())
-                weights |= used
-            uses = tuple(UsedContribution(*push, weights[push], times[push]) for push in sorted(times))
+                said |= used
+            uses = tuple(UsedContribution(*push, said[push][0], times[push], said[push][1]) for push in sorted(times))
             self._record(UpdateMade(self._model, version, len(update.blocks), update.rate, uses))

@@ -21,6 +21,10 @@ Rules:
 * No more than a few updates for each worker are kept to be undone. If that is not enough, because a contribution takes
   very long to arrive, its update is taken out again, together with those that have to come after it, and is made once
   it is whole.
+* Where updates are judged, each is held until all its contributions are committed or withdrawn, and if it is `in_order`
+  until all earlier ones have been made. Then it is handed out, whole, to be measured, and is made in all blocks once it
+  has been judged. So none is ever undone; and since commits, judgements and marks come to all shards in one order, all
+  measure the same contributions, beside the same updates that were made before.
 * A mark is put behind the updates so far. No block is updated beyond it before it has been updated up to it, whatever
   the order of updates; once nothing in those is open, it is kept as it was there. So what is kept of all blocks is one
   version of the parameters, without half of anything. A mark with a contribution that is withdrawn is given up.
@@ -66,6 +70,7 @@ class ApplyUpdate:
             What arrived is not to be changed.
         rate: of the `Apply`.
         entry: where what the block was before is to be put; None if nobody will want it.
+        judgement: what was decided about the update; None if updates are not judged.
     """
 
     block: int
@@ -73,6 +78,20 @@ class ApplyUpdate:
     parts: tuple[tuple[Any, Any], ...]
     rate: float
     entry: UndoEntry | None = field(default=None, compare=False, repr=False)
+    judgement: Any = None
+
+
+@dataclass(frozen=True)
+class MeasureUpdate:
+    """Measure an update whose contributions are here, whole; it waits to be judged.
+
+    Args:
+        version: of the parameters after it.
+        blocks: parts of each, as of `ApplyUpdate`.
+    """
+
+    version: int
+    blocks: Mapping[int, tuple[tuple[Any, Any], ...]]
 
 
 @dataclass(frozen=True)
@@ -144,9 +163,11 @@ class UpdateScheduler:
     Args:
         blocks: indices of the blocks it holds.
         version: updates before this one began.
+        judges: each update is judged before it is made.
     """
 
-    def __init__(self, blocks: Iterable[int], version: int = 0) -> None:
+    def __init__(self, blocks: Iterable[int], version: int = 0, *, judges: bool = False) -> None:
+        self._judges = judges
         self._blocks = dict.fromkeys(blocks)  # in order, and found at once
         self._next: dict[int, int] = {}  # worker: number of the contribution it may push
         self._arrivals: dict[Push, IncomingContribution] = {}
@@ -216,7 +237,30 @@ class UpdateScheduler:
             if not self._arrivals.setdefault(push, IncomingContribution()).is_whole:
                 is_open.add(push)
             self._applied[push[0]] = push[1]
-        self._updates.append(LoggedUpdate(self.version, apply, about, set(self._blocks), is_open, again=again or {}))
+        self._updates.append(
+            LoggedUpdate(
+                self.version,
+                apply,
+                about,
+                set(self._blocks),
+                is_open,
+                is_held=self._judges,
+                again=again or {},
+                is_measured=not self._judges,
+            )
+        )
+
+    def judge(self, version: int, judgement: Any) -> bool:
+        """An update that was measured may be made; whether there is one of this version to be judged.
+
+        Args:
+            judgement: what is to be handed on about it.
+        """
+        update = next((one for one in self._updates if one.version == version), None)
+        if update is None or not update.is_measured or update.judgement is not None or not self._judges:
+            return not self._blocks
+        update.judgement = judgement
+        return True
 
     def commit(self, push: Push) -> bool:
         """The contribution is whole at all shards; whether anything may be due now."""
@@ -309,7 +353,9 @@ class UpdateScheduler:
             if push[0] == worker and is_begun and self._update_of(push) is None:
                 del self._arrivals[push]
 
-    def due(self, block: int | None = None) -> Iterator[UndoUpdate | ApplyUpdate | CaptureBlock | SendBlock]:
+    def due(
+        self, block: int | None = None
+    ) -> Iterator[UndoUpdate | ApplyUpdate | MeasureUpdate | CaptureBlock | SendBlock]:
         """Yield what can be done now, in order; it counts as done when it is yielded.
 
         Args:
@@ -321,7 +367,25 @@ class UpdateScheduler:
             self._take_out(update)
             for one in self._blocks:
                 yield from self._due(one)
+        if self._judges and self._blocks:
+            yield from self._measures()
         self._close()
+
+    def _measures(self) -> Iterator[MeasureUpdate]:
+        first = True  # all earlier updates have been made
+        for update in self._updates:
+            pushes = update.pushes
+            if (
+                not (update.is_measured or update.open)
+                and (first or not update.apply.in_order)
+                and all(self._has(block, push, update) for block in self._blocks for push in pushes)
+            ):
+                update.is_measured = True
+                yield MeasureUpdate(update.version, {block: self._parts(block, update) for block in self._blocks})
+            first = first and not update.left
+
+    def _parts(self, block: int, update: LoggedUpdate) -> tuple[tuple[Any, Any], ...]:
+        return tuple((update.about[push], self._arrivals[push].blocks[block]) for push in update.pushes)
 
     def _due(self, block: int) -> Iterator[UndoUpdate | ApplyUpdate | CaptureBlock | SendBlock]:
         yield from self._redo(block)
@@ -347,6 +411,7 @@ class UpdateScheduler:
                 if block in self._unkept and (self._is_behind(block) or len(self._undo_log.of(block)) >= self._most):
                     return
             pushes, is_held = update.pushes, update.is_held and bool(update.open)
+            is_held |= self._judges and update.judgement is None
             if (
                 (first or not update.apply.in_order)
                 and not is_held
@@ -368,7 +433,7 @@ class UpdateScheduler:
     def _make(self, block: int, update: LoggedUpdate, parts: Mapping[Push, Any]) -> ApplyUpdate:
         entry = self._undo_log.write(block, update, parts)
         brought = tuple((update.about[push], part) for push, part in parts.items())
-        return ApplyUpdate(block, update.version, brought, update.apply.rate, entry)
+        return ApplyUpdate(block, update.version, brought, update.apply.rate, entry, update.judgement)
 
     def _keep(self, block: int) -> Iterator[CaptureBlock]:
         """Capture the block if it has been updated up to the mark, and nothing in that is open."""

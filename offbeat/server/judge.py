@@ -1,0 +1,78 @@
+"""The judge of contributions: what a rule makes of their Gram matrix, be it of one block or of a whole update."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from offbeat.robust import Rule
+
+
+def pack_gram(gram: torch.Tensor) -> bytes:
+    """Write a part of a Gram matrix [n, n] as it travels; of what is not finite only that is left, on the diagonal."""
+    finite = gram.diagonal().isfinite()
+    whole = torch.where(finite[:, None] & finite, gram, 0.0)
+    whole.diagonal()[~finite] = torch.inf
+    return struct.pack(f"<{whole.numel()}d", *whole.view(-1).tolist())
+
+
+class Judge:
+    """Decides by what each contribution is multiplied, and says once what it has to leave out.
+
+    Args:
+        rule: that decides.
+        tell: says what people should know.
+    """
+
+    def __init__(self, rule: Rule, tell: Callable[[str], None]) -> None:
+        self._rule, self._tell = rule, tell
+        self._told: set[str] = set()
+
+    def scales(self, gram: torch.Tensor, workers: Sequence[int], weights: Sequence[float]) -> torch.Tensor:
+        """Judge the contributions of one update.
+
+        What holds NaN or Inf, or is so long that the square of its norm does not fit, is rejected: it has no finite
+        place on the diagonal. All is rejected if too few are left, or there is no reference where one is needed.
+
+        Args:
+            gram: [n, n] float64, with the reference as one more row and column at the end, if there is one.
+            workers: that brought each.
+            weights: of each, above 0.
+
+        Returns:
+            The scales, as many as `gram` has rows; 0 for what is rejected.
+        """
+        rule, count = self._rule, len(workers)
+        none = torch.zeros(len(gram), dtype=torch.float64)
+        finite = gram.diagonal().isfinite()
+        for worker in (worker for worker, is_finite in zip(workers, finite.tolist(), strict=False) if not is_finite):
+            self.say(f"What rank {worker} pushes holds NaN or Inf, and is rejected.")
+        kept = finite[:count].nonzero().view(-1)
+        if not len(kept):
+            return none
+        if why := rule.check(len(kept)):
+            self.say(f"Updates are left out: {why}.")
+            return none
+        if rule.needs_reference:
+            if len(gram) == count or not bool(finite[-1]):
+                which = "holds NaN or Inf" if len(gram) > count else "has not come yet"
+                self.say(f"Updates are left out: the reference that {rule!r} needs {which}.")
+                return none
+            kept = torch.cat((kept, torch.tensor([count])))
+        given = [weights[i] if rule.is_weighted else 1.0 for i in kept.tolist() if i < count]
+        judged = rule.judge(gram[kept][:, kept], torch.tensor(given, dtype=torch.float64))
+        if not bool(judged.isfinite().all()):
+            self.say(f"Updates are left out: {rule!r} makes no numbers of contributions as long as these.")
+            return none
+        return none.index_copy(0, kept[: len(judged)], judged)
+
+    def say(self, text: str) -> None:
+        """Tell people something, once."""
+        if text not in self._told:
+            self._told.add(text)
+            self._tell(text)
