@@ -130,11 +130,15 @@ def _history(settings: ShardSettings, stop: asyncio.Event) -> Iterator[Callable[
 
 
 def _rule_of(plan: str) -> Rule | None:
-    """Read the robust rule of a plan; one that cannot be read is refused by the shard that coordinates."""
+    """Read the robust rule of a plan, or that by which it judges beside a validator.
+
+    A plan that cannot be read is refused by the shard that coordinates.
+    """
     from offbeat.plan import Plan
 
     try:
-        return Plan.from_toml(plan).rule
+        read = Plan.from_toml(plan)
+        return read.validator or read.rule
     except PlanError:
         return None
 

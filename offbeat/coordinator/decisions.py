@@ -124,12 +124,15 @@ class Decisions:
         pushes = action.pushes
         brought = [one.announced.pop(push) for push in pushes]
         hyper = next((about.hyper for about in brought if about.weight), brought[0].hyper)
+        if self._job.needs_validator:
+            hyper = one.hyper_for(change=brought[0].change)
+        references = tuple(sorted({worker for worker, _ in pushes} & self._job.validators))
         about = tuple(msgspec.structs.replace(about, hyper=()) for about in brought)
         one.granted.difference_update(pushes)
         one.applied.update(pushes)
         one.open.update({p: a.weight for p, a in zip(pushes, about, strict=True) if p not in one.here})
         one.here.difference_update(pushes)
-        self._job.out.decide(ApplyContributions(model, pushes, about, hyper, action.rate, action.in_order))
+        self._job.out.decide(ApplyContributions(model, pushes, about, hyper, action.rate, action.in_order, references))
         for push in pushes:
             self._leases.applied(model, push)
         self._has_applied = True

@@ -117,7 +117,9 @@ class ApplyContributions(msgspec.Struct, tag=True, frozen=True):
 
     Args:
         about: each contribution, without its hyper-parameters.
-        hyper: those of the first one that has samples; they are the whole update's.
+        hyper: those of the first one that has samples, or of the validator; they are the whole update's. Empty where
+            no validator has said any yet.
+        references: ranks of those whose contribution is a validator's: what others are judged by, and not applied.
     """
 
     model: Model
@@ -126,6 +128,7 @@ class ApplyContributions(msgspec.Struct, tag=True, frozen=True):
     hyper: tuple[Hyper, ...]
     rate: float
     in_order: bool
+    references: tuple[Count, ...] = ()
 
 
 class DropContribution(msgspec.Struct, tag=True, frozen=True):

@@ -340,6 +340,10 @@ class SnapshotAck(msgspec.Struct, tag=True, frozen=True):
     clock: Count
 
 
+class TrainingOver(msgspec.Struct, tag=True, frozen=True):
+    """Shard to validator: the last worker has said good-bye, and with it the job is over."""
+
+
 class Notice(msgspec.Struct, tag=True, frozen=True):
     """A notice for people."""
 

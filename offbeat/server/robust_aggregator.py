@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat.protocol.training import DensePayload
+from offbeat.robust import gram_of
+from offbeat.server.aggregator import BlockContribution
+from offbeat.server.pushed_block import PushedBlock
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Sequence, Set
 
     from offbeat.protocol.optimizer_spec import Hyper
     from offbeat.robust import Rule
-    from offbeat.server.aggregator import BlockContribution
 
 
 class RobustAggregator:
@@ -50,6 +54,39 @@ class RobustAggregator:
         if text not in self._told:
             self._told.add(text)
             self._tell(text)
+
+
+class ReferenceJudge:
+    """Judges the contributions to each block beside the latest reference of that block; without one nothing counts.
+
+    Args:
+        rule: that needs a reference.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self._latest: dict[int, torch.Tensor] = {}  # by block
+
+    def judged(
+        self, block: int, parts: Sequence[BlockContribution], references: Set[int], dtype: torch.dtype
+    ) -> list[BlockContribution]:
+        """Make one contribution of what the rule leaves of the workers'; none if nothing can be judged.
+
+        Args:
+            references: ranks of validators; the mean of what they bring is the reference.
+        """
+        finite = [(one.worker, one.part.decode(dtype)) for one in parts if one.weight > 0]
+        finite = [(worker, values) for worker, values in finite if bool(torch.isfinite(values).all())]
+        if trusted := [values for worker, values in finite if worker in references]:
+            self._latest[block] = torch.stack(trusted).mean(0)
+        stack = [values for worker, values in finite if worker not in references]
+        if not stack or block not in self._latest:
+            return []
+        whole = torch.stack([*stack, self._latest[block]])
+        scales = self._rule.judge(gram_of(whole), torch.ones(len(stack), dtype=torch.float64))
+        if not bool((scales != 0).any()):
+            return []
+        return [BlockContribution(-1, 1.0, PushedBlock(DensePayload(), self._rule.combine(whole, scales)))]
 
 
 def agreed_hyper(said: Sequence[tuple[Hyper, ...]]) -> tuple[Hyper, ...]:

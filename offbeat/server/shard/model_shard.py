@@ -26,7 +26,7 @@ from offbeat.server.blocks import Block, ParameterSlice
 from offbeat.server.optimizer_checkpoint import Portion
 from offbeat.server.optimizers import check_spec
 from offbeat.server.pushed_block import DTYPES
-from offbeat.server.robust_aggregator import RobustAggregator, agreed_hyper
+from offbeat.server.robust_aggregator import ReferenceJudge, RobustAggregator, agreed_hyper
 from offbeat.server.shard.parameter_store import BlockImage, ParameterStore
 from offbeat.server.shard.update_recorder import UpdateRecorder
 from offbeat.server.shard.update_scheduler import ApplyUpdate, CaptureBlock, SendBlock, UndoUpdate, UpdateScheduler
@@ -66,6 +66,9 @@ class ModelShard:
         record: writes the history.
         rule: makes an update of contributions some of which may lie; None for their mean.
 
+    Attributes:
+        is_judged: contributions are judged beside a validator's.
+
     Raises:
         PeerError: if the model or its optimizer cannot be held.
     """
@@ -88,8 +91,11 @@ class ModelShard:
         self.unfilled = set(blocks)
         self.model, self._give = model, give
         self.sizes = {index: block.size_bytes for index, block in blocks.items()}
-        self._is_robust = rule is not None
-        aggregator: Aggregator = WeightedMean() if rule is None else RobustAggregator(rule, _log.warning)
+        self.is_judged = rule is not None and rule.needs_reference
+        self._is_robust = rule is not None and not self.is_judged
+        self._judge = ReferenceJudge(rule) if rule is not None and self.is_judged else None
+        self._references: set[int] = set()  # ranks of validators
+        aggregator: Aggregator = RobustAggregator(rule, _log.warning) if rule and self._is_robust else WeightedMean()
         self._store = ParameterStore(list(blocks.values()), details.optimizer, aggregator)
         self._scheduler = UpdateScheduler(blocks, version)
         self._store.versions.update(dict.fromkeys(blocks, version))
@@ -200,6 +206,7 @@ class ModelShard:
             case AdmitWorker(worker=worker, clock=clock):
                 self._scheduler.admit(worker, clock, stayed=stays)
             case ApplyContributions(pushes=pushes, hyper=hyper, rate=rate, in_order=in_order):
+                self._references.update(decision.references)
                 about = [msgspec.structs.replace(one, hyper=hyper) for one in decision.about]
                 told = dict(zip(pushes, zip(pushes, about, strict=True), strict=True))
                 again = {push: frozenset(one.again) for push, one in zip(pushes, about, strict=True) if one.again}
@@ -246,6 +253,8 @@ class ModelShard:
         self._recorder.made(make.version, make.block, make.rate, [told for told, _ in make.parts])
         about: list[ContributionInfo] = [about for (_, about), _ in make.parts if about.weight > 0]
         parts = [BlockContribution(push[0], about.weight, part) for (push, about), part in make.parts]
+        if self._judge is not None:
+            parts = self._judge.judged(make.block, parts, self._references, self.values(make.block).dtype)
         hyper = () if not about else about[0].hyper
         if about and self._is_robust:
             hyper = agreed_hyper([one.hyper for one in about])
