@@ -87,8 +87,12 @@ class JobRecord:
             raise PeerError(f"Rank {worker} does not take part in model {model}.")
         return one
 
-    def tell(self, text: str, but: int | None = None) -> None:
-        """Tell people, at the server and at all workers `but` one."""
+    def tell(self, text: str, but: int | None = None, *, waits: bool | None = None) -> None:
+        """Tell people, at the server and at all workers `but` one.
+
+        Args:
+            waits: as of `Notice`.
+        """
         self.out.log(text)
         for worker in sorted(self.workers - {but}):
-            self.out.send(worker, Notice(text))
+            self.out.send(worker, Notice(text, waits))

@@ -12,7 +12,7 @@ from offbeat.errors import PeerError, PlanError
 from offbeat.history import LifeBegan
 from offbeat.protocol.rank_reservation import MOST_RANKS, RanksReserved
 from offbeat.protocol.shards import AdmitWorker
-from offbeat.protocol.training import ModelOpened
+from offbeat.protocol.training import ModelOpened, Notice
 from offbeat.sync import State
 
 if TYPE_CHECKING:
@@ -190,6 +190,8 @@ class Membership:
                 asked=self._questions.next_number,
             )
             self._start(model)
+        if one.is_paused and not event.is_validator:
+            job.out.send(worker, Notice(_PAUSED, waits=True))  # the others have been told
         self._tell_pause(one)
 
     def _check_role(self, one: ModelRecord, worker: int, *, is_validator: bool) -> None:
@@ -282,15 +284,13 @@ class Membership:
 
     def _tell_pause(self, one: ModelRecord) -> None:
         """Say once that nothing is decided because no validator takes part, and that it is again."""
-        if one.is_paused == one.runner.is_paused:
+        is_paused = one.runner.is_paused and bool(self._job.asked)
+        if one.is_paused == is_paused:
             return
-        one.is_paused = one.runner.is_paused
-        if one.is_paused:
-            self._note(one, _PAUSED)
-            return
-        one.note = one.note.replace(_PAUSED, "").strip()
-        if one.runner.started:
-            self._job.tell("A validator takes part again: training goes on.")
+        one.is_paused = is_paused
+        one.note = f"{one.note} {_PAUSED}".strip() if is_paused else one.note.replace(_PAUSED, "").strip()
+        if self._job.asked:
+            self._job.tell(_PAUSED if is_paused else "A validator takes part: training goes on.", waits=is_paused)
 
     def _note(self, one: ModelRecord, text: str) -> None:
         one.note = f"{one.note} {text}".strip()

@@ -345,6 +345,12 @@ class TrainingOver(msgspec.Struct, tag=True, frozen=True):
 
 
 class Notice(msgspec.Struct, tag=True, frozen=True):
-    """A notice for people."""
+    """A notice for people.
+
+    Args:
+        waits: whether it says what all wait for from now on, or that they do not any more; None if it is about
+            something else.
+    """
 
     text: Text
+    waits: bool | None = None

@@ -39,6 +39,7 @@ def train(folder: str, plan: Plan, steps: int, liars: int) -> tuple[float, list[
     said, rank = listen(), int(os.environ["RANK"])
     serve(Path(folder), validator_token=SECRET)
     if rank >= WORLD:
+        del os.environ["OFFBEAT_STORE"], os.environ["OFFBEAT_STORE_PREFIX"]
         os.environ.update(OFFBEAT_ROLE="validator", OFFBEAT_VALIDATOR_TOKEN=SECRET)
     net = model()
     try:

@@ -118,6 +118,7 @@ class Client:
             seed=seed,
         )
         self._error: OffbeatError | EndOfTraining | None = None
+        self._reason = ""  # why all wait at the server
 
     def accept(self, link: PeerLink) -> ShardReceiver:
         """Take a link into use, in order of shards; returns what it hands frames to."""
@@ -288,8 +289,8 @@ class Client:
         return self._begin(request, self._swap, part, whole)
 
     def trouble(self) -> str:
-        """Say what is wrong with the server, in sentences; "" if nothing is known to be."""
-        return self._connections.trouble()
+        """Say what is wrong with the server, or what all wait for there, in sentences; "" if nothing is known to be."""
+        return self._connections.trouble() or self._reason
 
     def abort(self) -> None:
         """Leave without a word: the others are to miss this worker at once."""
@@ -386,6 +387,7 @@ class Client:
 
     def stranded(self, error: OffbeatError) -> None:
         """Handle the loss of all links."""
+        self._reason = ""
         self.transfers.stranded()
         self._requests.stranded()
         if self._plans is not None:
@@ -446,7 +448,8 @@ class Client:
                 self._models.adopt(message)
                 if self._plans is not None:
                     self._plans.adopt(plan, text, sync_point)
-            case Notice(text=text):
+            case Notice(text=text, waits=waits):
+                self._reason = text if waits else "" if waits is False else self._reason
                 self._tell(text)
             case TrainingOver():
                 self._end_training()

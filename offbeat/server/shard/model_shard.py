@@ -250,7 +250,9 @@ class ModelShard:
         return self._store.image(block, self._freeze(block)[1])
 
     def _update(self, make: ApplyUpdate) -> None:
-        self._recorder.made(make.version, make.block, make.rate, [told for told, _ in make.parts])
+        told = [told for told, _ in make.parts]  # of what is no reference as it counts, which that does not
+        told = [(p, a if p[0] not in self._references else msgspec.structs.replace(a, weight=0.0)) for p, a in told]
+        self._recorder.made(make.version, make.block, make.rate, told)
         about: list[ContributionInfo] = [about for (_, about), _ in make.parts if about.weight > 0]
         parts = [BlockContribution(push[0], about.weight, part) for (push, about), part in make.parts]
         if self._judge is not None:
