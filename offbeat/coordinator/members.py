@@ -108,6 +108,8 @@ class Membership:
         """All have left a model before there were any parameters."""
         one = self._job.models.pop(model)
         self._filled_early[model] = one.shards - one.to_fill  # other shards keep what they have been given
+        if not self._job.models:
+            self._swaps.forget()  # whoever comes next may have another
         self._job.out.set_timer(PolicyTimer(model), None)
 
     def filled(self, model: int) -> None:

@@ -72,6 +72,10 @@ class PlanSwaps:
             self.present, self.count = self._read_plan(plan), count
         return self.present
 
+    def forget(self) -> None:
+        """All have left before anything had begun."""
+        self.present, self.count = None, 0
+
     def swap(
         self,
         part: str,
