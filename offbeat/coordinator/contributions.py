@@ -104,7 +104,7 @@ class Contributions:
         self._decisions.carry_out(message.model, one.runner.bring(ready, change=about.change, ends=about.ends))
 
     def _trusted(self, one: ModelRecord, worker: int, about: ContributionInfo) -> tuple[ContributionInfo, float]:
-        """What counts of what a worker says where there are validators, and what the contribution weighs in a round.
+        """Keep of a worker's words what counts where there are validators; and what it weighs in a round.
 
         A validator's weighs nothing there, since it moves nothing, and that of a worker no more than a validator's.
         """

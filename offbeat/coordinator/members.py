@@ -100,8 +100,10 @@ class Membership:
                 self._leases.lose(worker)
         plan = self._swaps.begin(details.plan, details.swaps)
         job.needs_validator = plan.validator is not None
-        job.validators.update(progress.validators)
-        job.models[event.model] = revived(plan.sync, details, event.version, progress, job.time_s, event.gone)
+        job.validators.update(progress.validators or ())
+        job.models[event.model] = revived(
+            plan.sync, details, event.version, progress, job.time_s, event.gone, job.validators
+        )
         self._write_down(event.model)
 
     def forget(self, model: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from offbeat.coordinator.hyperparameters import HyperparameterCheck
 from offbeat.coordinator.policy_runner import ContributionCounts, PolicyRunner
 from offbeat.coordinator.progress import TrainingProgress
@@ -132,7 +134,7 @@ class ModelRecord:
             records={w: (r.applied, r.dropped, r.lost, r.samples) for w, r in self.runner.records.items()},
             note=self.note,
             data=data,
-            validators=tuple(sorted(self.runner.validators or ())),
+            validators=tuple(sorted(self.runner.validators or ())) or msgspec.UNSET,
         )
 
     def book_losses(self, worker: int, back: Reconnect, decided: int) -> LostUpdates | None:
@@ -178,9 +180,10 @@ def revived(
     progress: TrainingProgress,
     now_s: Callable[[], float],
     gone: Set[int],
+    validators: Set[int] = frozenset(),
 ) -> ModelRecord:
     """The model of a snapshot, without workers yet; those that are `gone` since are not waited for."""
-    present = set(progress.present) - set(progress.validators)
+    present = set(progress.present) - validators
     expected = present - gone
     runner = PolicyRunner(policy, len(expected), now_s)
     runner.leave_out(present - expected)

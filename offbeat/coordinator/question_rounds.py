@@ -87,7 +87,7 @@ class QuestionRounds:
             self._job.out.send(worker, msgspec.structs.replace(answer, number=number))
 
     def _with_validators(self, asked: dict[int, AskAllWorkers]) -> dict[int, AskAllWorkers] | None:
-        """What was asked, with what validators say to it; None if that is waited for."""
+        """Add what validators say to what all workers asked; None if that is waited for."""
         if not self._job.needs_validator or all(ask.question != LOADING for ask in asked.values()):
             return asked
         return {**asked, **self._brought} if self._brought else None

@@ -76,7 +76,7 @@ def by_certificate(certificates: Path) -> Iterator[Server]:
     server.close()
 
 
-def files(folder: Path, name: str) -> dict[str, Path]:
+def files(folder: Path, name: str) -> dict[str, Any]:
     return {
         "certificate": folder / f"{name}.pem",
         "key": folder / f"{name}.key",
@@ -86,7 +86,7 @@ def files(folder: Path, name: str) -> dict[str, Path]:
 
 def test_a_validator_knows_another_token(by_token: Server) -> None:
     assert by_token.refusal(WORKER, role="validator", rank=4) == (
-        "it refused: rank 4 is no validator: it does not show OFFBEAT_VALIDATOR_TOKEN."
+        "it refused: rank 4 is no validator: it does not show the token of validators."
     )
     wrong = Token(SECRET.encode(), b"some other secret of validators")
     assert "rank 4 is no validator" in by_token.refusal(wrong, role="validator", rank=4)
@@ -97,7 +97,7 @@ def test_a_validator_knows_another_token(by_token: Server) -> None:
 
 
 def test_a_server_without_such_a_token_has_no_validators(job: Job) -> None:
-    with pytest.raises(PeerError, match=re.escape("OFFBEAT_VALIDATOR_TOKEN, and this server was started without")):
+    with pytest.raises(PeerError, match=re.escape("the token of validators, and this server was started without")):
         job.dial(lambda link: Heard(), 4, role="validator", credentials=VALIDATOR)
     job.goes_on()
 
@@ -154,7 +154,7 @@ def test_first_values_are_a_validators(by_token: Server) -> None:
     other = by_token.dial(VALIDATOR, heard=validator, rank=7, role="validator")
     by_token.loop.call(other.send, pack(OpenModel(0)), pack(details(plan=plan)))
     for heard, wanted in ((worker, False), (validator, True)):
-        wait_for(lambda h=heard: any(isinstance(one, ModelOpened) for one in h.messages), "it is not opened")
+        wait_for(heard.messages.__len__, "it is not opened")
         assert [one.wants_values for one in heard.messages if isinstance(one, ModelOpened)] == [wanted]
     by_token.loop.call(link.send, pack(InitBlock(0, 0)), bytes(56))
     assert worker.over.wait(10)
