@@ -76,6 +76,9 @@ from offbeat.robust import (
     Phocas,
     Rule,
     TrimmedMean,
+    ZenoPlusPlus,
+    ZenoPS,
+    ZenoPSAsync,
 )
 from offbeat.scheduling import FIFO, Credit, MergedGradient, Priority, Prophet, ReduceScatterGather, Scheduler
 from offbeat.switch.strategy import compile_policy
@@ -129,6 +132,8 @@ class Plan:
             says why they are with a scheduler, too. With a server, in what order they are pushed while backward
             computes; parameters come back during the next forward pass.
         rule: what a server makes of the contributions of an update, some of which may lie; None for their mean.
+        validator: the rule by which a server judges contributions beside those of validators, which compute on data
+            that is trusted (`offbeat run --validator`) and never move the model themselves; None for no validators.
 
     Raises:
         PlanError: if the parts cannot work together; the plan is checked when it is made.
@@ -144,6 +149,7 @@ class Plan:
     controller: Controller | None = None
     scheduling: Scheduler | None = None
     rule: Rule | None = None
+    validator: Rule | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -231,6 +237,48 @@ class Plan:
             self._check_scheduling(self.scheduling)
         if self.rule is not None:
             self._check_rule(self.rule)
+        if self.validator is not None:
+            self._check_validator(self.validator)
+
+    def _check_validator(self, rule: Rule) -> None:
+        if isinstance(rule, type) or not isinstance(rule, Rule) or not rule.needs_reference:
+            raise PlanError(
+                f"Cannot judge by {rule!r} beside a validator: use one of {', '.join(sorted(_KINDS['validator']))}, "
+                "made with (...), or None; for rules without a reference there is rule= - at `plan.validator`."
+            )
+        waits = isinstance(self.sync, BSP | LocalSGD)
+        lacking = (
+            (
+                self.rule is None,
+                f"contributions are already combined by {self.rule!r}: use one of them, and None for the other",
+            ),
+            (
+                isinstance(self.fabric, Served) and not self.fabric.collocated,
+                f"on {self.fabric!r} no server that workers have no hold on sees contributions: use "
+                "fabric=ParameterServer()",
+            ),
+            (
+                waits or isinstance(self.sync, ASP),
+                f"with {self.sync!r} it is not said which reference belongs to which update: use BSP(), LocalSGD(...) "
+                "or ASP()",
+            ),
+            (
+                waits or not isinstance(rule, ZenoPS),
+                f"it is for updates of several workers, and with {self.sync!r} each is of one: use ZenoPSAsync(), "
+                "ZenoPlusPlus() or FLTrust(), or BSP()",
+            ),
+            (
+                not waits or not isinstance(rule, ZenoPSAsync),
+                f"it adds up single updates, and with {self.sync!r} they are of all workers: use ZenoPS(), or ASP()",
+            ),
+            (
+                self.tuning is None,
+                f"with {self.tuning!r} workers' batches differ from the validator's, and honest ones would be "
+                "rejected: use tuning=None",
+            ),
+        )
+        if why := next((text for is_met, text in lacking if not is_met), None):
+            raise PlanError(f"Cannot judge by {rule!r}: {why} - at `plan.validator`.")
 
     def _check_rule(self, rule: Rule) -> None:
         if isinstance(rule, type) or not isinstance(rule, Rule):
@@ -793,7 +841,8 @@ def _value(value: Any, cls: type, key: str, path: str, told: str) -> Any:
         return tuple(_part(one, key, _KINDS[room], f"{path}.{key}[{i}]", f"plan.{room}") for i, one in parts)
     for one in (hint, *typing.get_args(hint)):
         if one in _ROOMS:
-            return _part(value, key, _KINDS[_ROOMS[one]], f"{path}.{key}", f"plan.{_ROOMS[one]}")
+            room = key if key in _KINDS else _ROOMS[one]
+            return _part(value, key, _KINDS[room], f"{path}.{key}", f"plan.{room}")
         if isinstance(one, type) and dataclasses.is_dataclass(one):
             return _part(value, key, {one.__name__: one}, f"{path}.{key}", f"{told}.{key}")
     try:
@@ -877,5 +926,11 @@ _KINDS: dict[str, dict[str, Any]] = {
         "Priority": Priority,
         "Prophet": Prophet,
         "ReduceScatterGather": ReduceScatterGather,
+    },
+    "validator": {
+        "FLTrust": FLTrust,
+        "ZenoPS": ZenoPS,
+        "ZenoPSAsync": ZenoPSAsync,
+        "ZenoPlusPlus": ZenoPlusPlus,
     },
 }

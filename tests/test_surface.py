@@ -70,6 +70,7 @@ RUN = {
     "has_data",
     "has_joined",
     "is_first",
+    "is_validator",
     "load_rng_state",
     "load_state_dict",
     "log",

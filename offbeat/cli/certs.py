@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offbeat.errors import NetworkError
+from offbeat.wire.credentials import CertifiedRole
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -30,20 +31,30 @@ def certs(
     host: Annotated[
         list[str] | None, typer.Option(help="Name or address of a server; several times for several.")
     ] = None,
+    validator: Annotated[
+        bool, typer.Option("--validator", help="One of a validator, too, which no worker can pass for.")
+    ] = False,
+    worker: Annotated[
+        list[int] | None,
+        typer.Option(help="One of the worker of this rank, too, and of no other; several times for several.", min=0),
+    ] = None,
 ) -> None:
     """Make a development authority, and certificates of servers and of workers.
 
-    Servers can be reached as localhost, and as each HOST. Whoever has authority.key can admit anybody.
+    Servers can be reached as localhost, and as each HOST. Whoever has authority.key can admit anybody. Where FOLDER has
+    an authority, --validator and --worker add certificates of it.
     """
-    for name in make(folder, (*LOCAL, *(host or ()))):
+    roles = [*([CertifiedRole("validator")] if validator else []), *(CertifiedRole("worker", r) for r in worker or ())]
+    for name in make(folder, (*LOCAL, *(host or ())), roles):
         typer.echo(str(folder / name))
 
 
-def make(folder: Path, hosts: Sequence[str] = LOCAL) -> list[str]:
+def make(folder: Path, hosts: Sequence[str] = LOCAL, roles: Sequence[CertifiedRole] = ()) -> list[str]:
     """Write authority, server and worker, each a certificate (.pem) and a key (.key, for its owner's eyes only).
 
     Args:
         hosts: names and addresses under which the servers are dialled.
+        roles: of further certificates; where there is an authority, only these are written.
 
     Returns:
         The names of the files.
@@ -58,16 +69,49 @@ def make(folder: Path, hosts: Sequence[str] = LOCAL) -> list[str]:
         raise NetworkError(
             "Cannot make certificates: cryptography is not installed. pip install 'offbeat[certs]'"
         ) from error
+    leaf = x509.BasicConstraints(ca=False, path_length=None)
+    client = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])
+
+    def issue(role: CertifiedRole, by: _Pair) -> _Pair:
+        named = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(str(role))])
+        return _issue(f"offbeat {_file_of(role)}", by, [leaf, client, named])
+
+    if roles and (folder / "authority.key").exists():
+        there = _read_authority(folder)
+        return _write_pairs(folder, {_file_of(role): issue(role, there) for role in roles})
     authority = _issue("offbeat development authority", None, [x509.BasicConstraints(ca=True, path_length=0)])
     names = x509.SubjectAlternativeName([_name(host) for host in dict.fromkeys(hosts)])
     # A server may dial other servers, too; with a worker's certificate nobody can pass for a server.
     both = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
-    leaf = x509.BasicConstraints(ca=False, path_length=None)
     files = {
         "authority": authority,
         "server": _issue("offbeat server", authority, [leaf, both, names]),
-        "worker": _issue("offbeat worker", authority, [leaf, x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])]),
+        **{_file_of(role): issue(role, authority) for role in (CertifiedRole("worker"), *roles)},
     }
+    return _write_pairs(folder, files)
+
+
+def _file_of(role: CertifiedRole) -> str:
+    return role.role if role.rank is None else f"{role.role}-{role.rank}"
+
+
+def _read_authority(folder: Path) -> _Pair:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    try:
+        certificate = x509.load_pem_x509_certificate((folder / "authority.pem").read_bytes())
+        key = load_pem_private_key((folder / "authority.key").read_bytes(), password=None)
+    except (OSError, ValueError, TypeError) as error:
+        raise NetworkError(f"Cannot use the authority in {folder}: {error}. Choose another folder.") from error
+    if not isinstance(key, EllipticCurvePrivateKey):
+        raise NetworkError(f"Cannot use the authority in {folder}: it is none of offbeat's. Choose another folder.")
+    return _Pair(certificate, key)
+
+
+def _write_pairs(folder: Path, files: Mapping[str, _Pair]) -> list[str]:
+    """Write certificate and key of each; the names of the files."""
     contents = {f"{name}.pem": pair.certificate_pem for name, pair in files.items()}
     contents |= {f"{name}.key": pair.key_pem for name, pair in files.items()}
     _write(folder, contents)

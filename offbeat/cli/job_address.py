@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from offbeat.wire.messages import Role
     from offbeat.wire.session import Receiver
 
+# The file in a run folder with the secret that validators know and workers do not.
+VALIDATOR_TOKEN = "validator.token"
 # For how long to dial: a job that is looked at is there.
 _DIAL = timedelta(seconds=3)
 
@@ -60,6 +62,7 @@ class JobAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         address: "host:port" of the first shard, or of the hub.
+        validator_token: that workers do not know; "" if it is not known here either.
         folder: of the run, "" if unknown.
         servers: of all shards, the first one first; () if unknown.
     """
@@ -67,6 +70,7 @@ class JobAddress(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     job: str
     token: str = ""
+    validator_token: str = ""
     certificate: str = ""
     key: str = ""
     authority: str = ""
@@ -85,6 +89,7 @@ class JobAddress(msgspec.Struct, frozen=True, kw_only=True):
         return ShardSettings(
             job=self.job,
             token=self.token,
+            validator_token=self.validator_token,
             certificate=self.certificate,
             key=self.key,
             authority=self.authority,
@@ -108,7 +113,10 @@ def read_target(folder: Path) -> JobAddress:
         target = msgspec.json.decode(path.read_bytes(), type=JobAddress)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise NetworkError(f"Cannot read {path}: {error}. Give host:port of the job's first shard instead.") from error
-    return msgspec.structs.replace(target, folder=str(folder))
+    # What workers leave does not say it.
+    secret = folder / VALIDATOR_TOKEN
+    known = read_token(secret) if secret.is_file() else os.environ.get("OFFBEAT_VALIDATOR_TOKEN", "")
+    return msgspec.structs.replace(target, folder=str(folder), validator_token=known if target.token else "")
 
 
 def _folder_of(where: str) -> Path:
@@ -197,6 +205,7 @@ def _from_environment(address: str) -> JobAddress:
         address=address,
         job=known.job,
         token=known.token,
+        validator_token=known.validator_token,
         certificate=known.certificate,
         key=known.key,
         authority=known.authority,

@@ -1,4 +1,4 @@
-"""Workers that join a job while it trains: where it is, and who they are to be there."""
+"""Workers that join a job while it trains, and validators: where it is, and who they are to be there."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from offbeat.plan import Plan
 
 _PATIENCE_S = 10.0
+_START_S = 60.0  # for a job that is to be validated to begin
 _LOOK_S = 0.1
 _MOST_RANKS = 4096
 
@@ -53,6 +54,7 @@ class JoinTarget:
         history: folder in which it records one; None if it does not, or where it is is not known.
         folder: its run folder; None if it is not known.
         found: what was found there, in words.
+        validates: those who come are validators.
     """
 
     environment: dict[str, str]
@@ -61,29 +63,34 @@ class JoinTarget:
     history: Path | None = None
     folder: Path | None = None
     found: str = ""
+    validates: bool = False
 
     def told(self, workers: int) -> str:
         """Say which job was found, and which workers are about to join it."""
         ranks = [str(self.first_rank + place) for place in range(workers)]
         one = workers == 1
-        return f"Reached the job: {self.found}. Starting rank {', '.join(ranks)}, which join{'s' if one else ''} it."
+        does = ("validates" if one else "validate") + " for" if self.validates else "joins" if one else "join"
+        return f"Reached the job: {self.found}. Starting rank {', '.join(ranks)}, which {does} it."
 
     def has_ended(self) -> bool:
         """Whether all workers it began with are done, as far as that is known."""
         return self.folder is not None and has_ended(self.folder / "metrics.jsonl")
 
 
-def look_for(where: str, workers: int) -> JoinTarget:
+def look_for(where: str, workers: int, *, validates: bool = False) -> JoinTarget:
     """The job in a run folder, or at host:port with the credentials of the environment.
 
     Args:
         workers: how many are to join; each gets a rank of its own.
+        validates: they are validators, without which it does not begin: so it is waited for.
 
     Raises:
         NetworkError: if there is none, it does not train yet, or its folder cannot be written to.
         PeerError: if there are other credentials.
-        PlanError: if its plan cannot be read.
+        PlanError: if its plan cannot be read, or it has no validator, and those who come are.
     """
+    if validates:
+        _wait_for_server(Path(where))
     from offbeat.plan import Plan
 
     folder = Path(where)
@@ -103,13 +110,17 @@ def look_for(where: str, workers: int) -> JoinTarget:
     try:
         with StatusClient(target, timedelta() if done else None) as onlooker:
             model_statuses = onlooker.look(_PATIENCE_S)
+            deadline_s = time.monotonic() + _START_S
+            while validates and not model_statuses and time.monotonic() < deadline_s:
+                time.sleep(_LOOK_S)  # its workers are starting
+                model_statuses = onlooker.look(_PATIENCE_S)
     except JobEnded:
         model_statuses = ()
     except NetworkError as error:
         if not done:
             raise
         raise _over(target.folder) from error
-    if not model_statuses or not all(model_status.started for model_status in model_statuses):
+    if not model_statuses or not (validates or all(model_status.started for model_status in model_statuses)):
         raise NetworkError(
             f"Cannot join the job at {where}: it does not train now. Try again while its workers do; `offbeat top` "
             "shows them."
@@ -137,12 +148,19 @@ def look_for(where: str, workers: int) -> JoinTarget:
         plan = Plan.from_toml(model_statuses[0].plan)
     except PlanError as error:
         raise PlanError(f"Cannot read the plan of the job at {where}: {error} Give it with --plan.") from error
+    if validates:
+        if plan.validator is None:
+            raise PlanError(
+                f"Cannot validate for the job at {where}: its plan has no validator. Start it with one that has, such "
+                "as Plan(validator=ZenoPS(), ...) - at `plan.validator`."
+            )
+        environment |= {"OFFBEAT_ROLE": "validator", "OFFBEAT_VALIDATOR_TOKEN": target.validator_token}
     training, updates = len(model_statuses[0].present), model_statuses[0].version
     found = (
         f"{model_statuses[0].policy}, {training} worker{'' if training == 1 else 's'} train, {updates:,} updates so far"
     )
     run_folder = Path(target.folder) if target.folder else None
-    return JoinTarget(environment, first_rank, plan, _history(folder), run_folder, found)
+    return JoinTarget(environment, first_rank, plan, _history(folder), run_folder, found, validates)
 
 
 def _reserve_ranks(where: str, target: JobAddress, workers: int, *, least: int) -> int:
@@ -174,6 +192,14 @@ def _first_free(folder: Path | None) -> int:
     """The rank behind all that newcomers in this folder have taken."""
     taken = [] if folder is None else [path.name.removeprefix("rank-") for path in folder.glob("rank-*")]
     return max([-1, *(int(rank) for rank in taken if rank.isdecimal() and int(rank) < _MOST_RANKS)]) + 1
+
+
+def _wait_for_server(folder: Path) -> None:
+    """Wait until the workers of a job that is being started have said in its folder where its server is."""
+    deadline_s = time.monotonic() + _START_S
+    is_address = ":" in str(folder) and not folder.exists()
+    while not is_address and not (folder / "server.json").exists() and time.monotonic() < deadline_s:
+        time.sleep(_LOOK_S)
 
 
 def _over(folder: Path | str) -> NetworkError:

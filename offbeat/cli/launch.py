@@ -27,11 +27,13 @@ from typing import IO, TYPE_CHECKING
 
 from rich.console import Console
 
+from offbeat.cli.job_address import VALIDATOR_TOKEN
 from offbeat.cli.shards import LocalShards
 from offbeat.cli.threads import share_of_cores, workers_here
 from offbeat.cli.worker_main import REFUSED, VICTIM
 from offbeat.exit_codes import LEFT, UNPREPARED, how_it_ended
 from offbeat.report.records import OF_JOB, EventRecord, append
+from offbeat.safe_write import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,11 +59,12 @@ class LaunchSpec:
         servers: shards of a parameter server to start beside the workers.
         timeout_s: waits longer than this are explained.
         run_dir: absolute folder for metrics.
-        joining: the job that they join, if it trains already.
+        joining: the job that they join, if it trains already, or that they validate for.
         history: folder for histories; None for none, or that of the environment.
         hash_every: steps between two digests of the parameters.
         store: the file in which the workers meet; None for one that ends with them.
         check_freshness: whether parameters that are read too early are looked for.
+        has_validator: whether contributions are judged beside a validator's.
     """
 
     script: Path
@@ -76,6 +79,7 @@ class LaunchSpec:
     hash_every: int = 1
     store: Path | None = None
     check_freshness: bool = False
+    has_validator: bool = False
 
 
 class Worker:
@@ -155,6 +159,7 @@ class Launch:
         if self._interrupted is not None:
             return
         env = {**os.environ, **self._common_environment(private), **below, **found}
+        env.pop("OFFBEAT_VALIDATOR_TOKEN", None)  # no worker is to know it
         first = 0
         if self._job.joining is not None:
             env |= self._job.joining.environment
@@ -219,11 +224,16 @@ class Launch:
 
         # Who has a token has it for all that the workers reach, such as a switch.
         job, token = secrets.token_hex(8), os.environ.get("OFFBEAT_TOKEN") or secrets.token_hex(32)
+        validator_token = os.environ.get("OFFBEAT_VALIDATOR_TOKEN", "")
+        if self._job.has_validator and not validator_token:
+            validator_token = secrets.token_hex(32)
+            write_whole(self._job.run_dir / VALIDATOR_TOKEN, validator_token.encode(), mode=0o600)
         addresses: list[str] = []
         for number in range(self._job.servers):
             settings = ShardSettings(
                 job=job,
                 token=token,
+                validator_token=validator_token,
                 coordinator=addresses[0] if addresses else "",
                 timeout_s=self._job.timeout_s,
                 snapshots=str(self._job.run_dir / "server" / f"shard-{number}"),

@@ -20,7 +20,7 @@ def read_part(room: str, text: str) -> Any:
     """The part that `text` describes.
 
     Args:
-        room: "sync", "codec", "fabric", "controller" or "scheduling".
+        room: "sync", "codec", "fabric", "controller", "scheduling", "rule" or "validator".
         text: such as "SSP(4)", or just "ASP".
 
     Raises:
@@ -59,6 +59,8 @@ _EXAMPLES = {
     "fabric": "'ParameterServer()'",
     "controller": "'WaitThreshold(above=0.4)'",
     "scheduling": "'Prophet()'",
+    "rule": "'TrimmedMean(2)'",
+    "validator": "'ZenoPS()'",
 }
 
 

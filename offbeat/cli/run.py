@@ -76,6 +76,22 @@ def run(
             show_default=False,
         ),
     ] = "",
+    validator: Annotated[
+        bool,
+        typer.Option(
+            "--validator",
+            help="Run SCRIPT, on data that is trusted, as a validator of the job at --job, whose plan has one: what "
+            "its workers contribute is judged beside it, and it moves the model never itself.",
+        ),
+    ] = False,
+    job_place: Annotated[
+        str,
+        typer.Option(
+            "--job",
+            help="With --validator: the job's run folder, or host:port of the first shard of its server.",
+            show_default=False,
+        ),
+    ] = "",
     timeout: Annotated[
         float, typer.Option(callback=check_timeout, help="Explain every wait longer than this many seconds.")
     ] = 5.0,
@@ -116,10 +132,14 @@ def run(
     given = {"sync": sync, "codec": codec, "fabric": fabric, "controller": controller, "scheduling": scheduling}
     parts = {room: read_part(room, text) for room, text in given.items() if text}
     joining = None
-    if join:
+    if validator != bool(job_place) or (validator and join):
+        raise PlanError("Cannot validate without a job: give --validator and --job together, and no --join.")
+    if join or validator:
         if servers:
             raise PlanError("Cannot start servers for a job that is joined: it has its own. Leave out --servers.")
-        joining = look_for(join, workers)
+        if validator and getattr(context.get_parameter_source("workers"), "name", "") == "DEFAULT":
+            workers = 1
+        joining = look_for(join or job_place, workers, validates=validator)
     if plan is not None:
         chosen = read_plan(plan, **parts)
     else:
@@ -143,6 +163,7 @@ def run(
         hash_every=hash_every,
         store=_store(folder.resolve()) if chosen.has_elastic_group and joining is None else None,
         check_freshness=check_freshness,
+        has_validator=chosen.validator is not None,
     )
     console = Console(highlight=False, soft_wrap=True)
     metrics = folder / "metrics.jsonl"

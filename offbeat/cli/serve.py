@@ -54,7 +54,8 @@ def serve(
     """Hold a part of the parameters for one job; end when its last worker has gone.
 
     Workers find it with `ParameterServer(addresses=("host:port",))` or OFFBEAT_SERVERS=host:port,host:port, the first
-    shard first, and with the same OFFBEAT_JOB and OFFBEAT_TOKEN.
+    shard first, and with the same OFFBEAT_JOB and OFFBEAT_TOKEN. Validators show OFFBEAT_VALIDATOR_TOKEN as well,
+    another secret, which this server is given and workers are not; or a certificate of `offbeat certs --validator`.
     """
     from offbeat.cli.shard_main import prepare_process
     from offbeat.cli.shard_main import serve as serve_job
@@ -67,6 +68,7 @@ def serve(
         port=port,
         coordinator=coordinator,
         token=secret_of(token_file),
+        validator_token=os.environ.get("OFFBEAT_VALIDATOR_TOKEN", ""),
         certificate=str(certificate or ""),
         key=str(key or ""),
         authority=str(authority or ""),

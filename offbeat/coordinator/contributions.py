@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
     from offbeat.coordinator.question_rounds import QuestionRounds
     from offbeat.protocol.optimizer_spec import Hyper, OptimizerSpec
     from offbeat.protocol.shards import PushDone, PushNearlyDone
-    from offbeat.protocol.training import Announce, PullDone
+    from offbeat.protocol.training import Announce, ContributionInfo, PullDone
     from offbeat.sync import Member, Push
+
+_LIKE_BATCH = 0.1  # the part by which batches may differ before that is said
 
 
 class Contributions:
@@ -86,15 +89,50 @@ class Contributions:
         if not is_valid and about.weight:
             self._tell_void(one, push, about.weight)
             about = msgspec.structs.replace(about, weight=0.0)
+        weight = about.weight
+        if job.needs_validator:
+            about, weight = self._trusted(one, worker, about)
         one.announced[push] = about
         one.record(worker).step = about.step
-        if not about.change and (differs := one.schedules.hear(worker, about.step, about.hyper)):
+        goes_by = "those of the validator" if job.needs_validator else "those of its first contribution"
+        if not about.change and (differs := one.schedules.hear(worker, about.step, about.hyper, goes_by)):
             job.out.record(NoticeGiven(message.model, one.runner.state.version, worker, differs))
             job.tell(differs, worker)
             job.out.send(worker, Notice(differs))
         one.clocks[worker] = clock
-        ready = Ready(worker, clock, job.now_s, about.weight)
+        ready = Ready(worker, clock, job.now_s, weight)
         self._decisions.carry_out(message.model, one.runner.bring(ready, change=about.change, ends=about.ends))
+
+    def _trusted(self, one: ModelRecord, worker: int, about: ContributionInfo) -> tuple[ContributionInfo, float]:
+        """Keep of a worker's words what counts where there are validators; and what it weighs in a round.
+
+        A validator's weighs nothing there, since it moves nothing, and that of a worker no more than a validator's.
+        """
+        one.batches[worker] = max(about.weight, one.batches.get(worker, 0.0))
+        if worker not in self._job.validators:
+            about = msgspec.structs.replace(about, weight=min(about.weight, one.most_weight))
+            return about, about.weight
+        one.trusted_hyper = one.trusted_hyper if about.change else about.hyper
+        one.most_weight = about.weight or one.most_weight
+        self._compare_batches(one, worker)
+        return about, 0.0
+
+    def _compare_batches(self, one: ModelRecord, validator: int) -> None:
+        """Say once of a validator that its contributions are of more or fewer samples than the workers' are."""
+        workers, job = one.runner.trainers, self._job
+        if validator in one.told_batches or not workers or not workers <= one.batches.keys():
+            return
+        theirs, mine = median(one.batches[worker] for worker in workers), one.batches[validator]
+        if abs(mine - theirs) <= _LIKE_BATCH * theirs:
+            return
+        one.told_batches.add(validator)
+        text = (
+            f"Rank {validator}, a validator, contributes {mine:g} samples at a time, and workers {theirs:g}: a "
+            "reference that is less or more noisy than honest contributions rejects many of them. Give its loader the "
+            "workers' batch size."
+        )
+        job.out.log(text)
+        job.out.send(validator, Notice(text))
 
     def nearly(self, message: PushNearlyDone) -> None:
         """Handle that nearly all of a shard's blocks of a contribution have arrived."""

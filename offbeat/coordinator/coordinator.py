@@ -273,6 +273,12 @@ class Coordinator:
         def tell(text: str, refusal: str) -> None:
             job.out.reply(event.asker, SwapResult(message.number, text, refusal))
 
+        if job.needs_validator and not event.is_trusted:
+            tell("", f"Cannot swap the plan for {event.by}: in this job only who shows a validator's credential may.")
+            return
+        if any(one.runner.started and one.runner.is_paused for one in job.models.values()):
+            tell("", "Cannot swap the plan while no validator takes part. Start one, and try again.")
+            return
         self._swaps.swap(
             message.part,
             tell,

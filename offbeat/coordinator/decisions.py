@@ -124,13 +124,17 @@ class Decisions:
         pushes = action.pushes
         brought = [one.announced.pop(push) for push in pushes]
         hyper = next((about.hyper for about in brought if about.weight), brought[0].hyper)
+        if self._job.needs_validator:  # whatever workers say
+            hyper = one.hyper_for(change=brought[0].change)
+            brought = [msgspec.structs.replace(about, hyper=hyper) for about in brought]
+        references = tuple(sorted({worker for worker, _ in pushes} & self._job.validators))
         # Who brings other hyper-parameters is heard where a rule goes by what most say.
         about = tuple(msgspec.structs.replace(about, hyper=()) if about.hyper == hyper else about for about in brought)
         one.granted.difference_update(pushes)
         one.applied.update(pushes)
         one.open.update({p: a.weight for p, a in zip(pushes, about, strict=True) if p not in one.here})
         one.here.difference_update(pushes)
-        self._job.out.decide(ApplyContributions(model, pushes, about, hyper, action.rate, action.in_order))
+        self._job.out.decide(ApplyContributions(model, pushes, about, hyper, action.rate, action.in_order, references))
         for push in pushes:
             self._leases.applied(model, push)
         self._has_applied = True

@@ -83,12 +83,14 @@ class WorkerOpened(CoordinatorEvent):
 
     Args:
         entry: of its `OpenModel`.
+        is_validator: it has shown that it is one.
     """
 
     worker: int
     model: int
     details: ModelInfo
     entry: int = 0
+    is_validator: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,11 +115,13 @@ class SwapAsked(CoordinatorEvent):
     Args:
         asker: what the answer is to be sent to.
         by: who that is, in words.
+        is_trusted: it has shown what validators have to.
     """
 
     asker: Hashable
     message: SwapPlan
     by: str = ""
+    is_trusted: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,19 @@ class HyperparameterCheck:
         self._first: dict[int, tuple[int, tuple[Mapping[str, Any], ...]]] = {}  # by step: who came first, and with what
         self._named: set[int] = set()
 
-    def hear(self, worker: int, step: int, hyper: tuple[Mapping[str, Any], ...]) -> str:
+    def hear(
+        self,
+        worker: int,
+        step: int,
+        hyper: tuple[Mapping[str, Any], ...],
+        goes_by: str = "those of its first contribution",
+    ) -> str:
         """A worker brings a gradient; what is to be said of it, as a sentence, or "".
 
         Args:
             step: of its script.
             hyper: the optimizer's hyper-parameters, by group.
+            goes_by: whose are used, in words.
         """
         if step < self._last.get(worker, 0):  # its script has gone back
             self.forget()
@@ -45,8 +52,7 @@ class HyperparameterCheck:
         self._named.add(worker)
         return (
             f"Rank {worker} uses other hyper-parameters in its step {step} than rank {other}: "
-            f"{_differences(hyper, theirs)}. Each update goes by those of its first contribution; give all workers the "
-            "same schedule."
+            f"{_differences(hyper, theirs)}. Each update goes by {goes_by}; give all workers the same schedule."
         )
 
     def forget(self) -> None:

@@ -28,6 +28,8 @@ class JobRecord:
         workers: that are connected.
         statuses: what workers say of themselves.
         evicted: by model and worker: why.
+        needs_validator: contributions are judged beside a validator's.
+        validators: ranks of those that came as one, also if they are gone.
     """
 
     life: int = 0
@@ -39,6 +41,8 @@ class JobRecord:
     workers: set[int] = field(default_factory=set)
     statuses: dict[int, TrainingStatus] = field(default_factory=dict)
     evicted: dict[tuple[int, int], str] = field(default_factory=dict)
+    needs_validator: bool = False
+    validators: set[int] = field(default_factory=set)
 
     def time_s(self) -> float:
         """Time of the event at hand."""
@@ -53,6 +57,11 @@ class JobRecord:
     def started(self) -> bool:
         """Whether something is decided about every model."""
         return bool(self.models) and all(one.runner.started for one in self.models.values())
+
+    @property
+    def asked(self) -> set[int]:
+        """The workers that are connected, without validators: who is asked what all are."""
+        return self.workers - self.validators
 
     @property
     def ranks(self) -> frozenset[int]:
@@ -78,8 +87,12 @@ class JobRecord:
             raise PeerError(f"Rank {worker} does not take part in model {model}.")
         return one
 
-    def tell(self, text: str, but: int | None = None) -> None:
-        """Tell people, at the server and at all workers `but` one."""
+    def tell(self, text: str, but: int | None = None, *, waits: bool | None = None) -> None:
+        """Tell people, at the server and at all workers `but` one.
+
+        Args:
+            waits: as of `Notice`.
+        """
         self.out.log(text)
         for worker in sorted(self.workers - {but}):
-            self.out.send(worker, Notice(text))
+            self.out.send(worker, Notice(text, waits))

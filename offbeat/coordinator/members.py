@@ -12,7 +12,7 @@ from offbeat.errors import PeerError, PlanError
 from offbeat.history import LifeBegan
 from offbeat.protocol.rank_reservation import MOST_RANKS, RanksReserved
 from offbeat.protocol.shards import AdmitWorker
-from offbeat.protocol.training import ModelOpened
+from offbeat.protocol.training import ModelOpened, Notice
 from offbeat.sync import State
 
 if TYPE_CHECKING:
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from offbeat.coordinator.question_rounds import QuestionRounds
     from offbeat.coordinator.questions import CollectiveQuestions
     from offbeat.protocol.training import LeaveAfter, Reconnect
+
+_PAUSED = (
+    "No validator takes part, so that nothing can be judged, and workers wait. Start one: offbeat run --validator "
+    "--job PLACE SCRIPT."
+)
 
 
 class Membership:
@@ -76,6 +81,7 @@ class Membership:
         except PlanError as error:
             raise PeerError(f"Cannot coordinate by this worker's plan: {error}") from error
         ranks = details.begins_with
+        job.needs_validator = plan.validator is not None
         runner = PolicyRunner(plan.sync, len(ranks), job.time_s, State(hosts=details.hosts))
         to_fill = details.shards - self._filled_early.pop(model, 0)
         job.models[model] = ModelRecord(
@@ -93,13 +99,19 @@ class Membership:
             for worker in event.gone:
                 self._leases.lose(worker)
         plan = self._swaps.begin(details.plan, details.swaps)
-        job.models[event.model] = revived(plan.sync, details, event.version, progress, job.time_s, event.gone)
+        job.needs_validator = plan.validator is not None
+        job.validators.update(progress.validators or ())
+        job.models[event.model] = revived(
+            plan.sync, details, event.version, progress, job.time_s, event.gone, job.validators
+        )
         self._write_down(event.model)
 
     def forget(self, model: int) -> None:
         """All have left a model before there were any parameters."""
         one = self._job.models.pop(model)
         self._filled_early[model] = one.shards - one.to_fill  # other shards keep what they have been given
+        if not self._job.models:
+            self._swaps.forget()  # whoever comes next may have another
         self._job.out.set_timer(PolicyTimer(model), None)
 
     def filled(self, model: int) -> None:
@@ -118,7 +130,7 @@ class Membership:
         """Do not wait any longer for workers that took part before."""
         for model, one in self._job.models.items():
             if not one.runner.started and one.losses is not None:
-                one.runner.world = max(1, len(one.runner.state.members))
+                one.runner.world = max(1, len(one.runner.trainers))
                 self._start(model)
         for worker in self._leases.workers - self._job.workers:
             self._data.lose(worker)
@@ -143,11 +155,13 @@ class Membership:
         """A worker takes part in a model, or takes part again.
 
         Raises:
-            PeerError: if its plan is not of this job.
+            PeerError: if its plan is not of this job, or its rank was a validator's, and it is none, or the reverse.
         """
         job, model, worker, back = self._job, event.model, event.worker, event.details.back
         one = job.models[model]
-        self._swaps.join(worker, event.details, life=job.life)
+        self._check_role(one, worker, is_validator=event.is_validator)
+        is_trusted = event.is_validator or not job.needs_validator
+        self._swaps.join(worker, event.details, life=job.life, is_trusted=is_trusted)
         job.evicted.pop((model, worker), None)
         job.workers.add(worker)
         self._missed.discard(worker)
@@ -180,6 +194,23 @@ class Membership:
                 asked=self._questions.next_number,
             )
             self._start(model)
+        if one.is_paused and not event.is_validator:
+            job.out.send(worker, Notice(_PAUSED, waits=True))  # the others have been told
+        self._tell_pause(one)
+
+    def _check_role(self, one: ModelRecord, worker: int, *, is_validator: bool) -> None:
+        job = self._job
+        if is_validator and not job.needs_validator:
+            raise PeerError(
+                f"Cannot admit rank {worker} as a validator: the plan of this job has none. Start the job with a plan "
+                "with validator=, such as Plan(validator=ZenoPS(), ...)."
+            )
+        was_worker = worker in one.ranks or (worker in one.runner.records and worker not in job.validators)
+        if was_worker if is_validator else worker in job.validators:
+            was, comes = ("worker", "validator") if is_validator else ("validator", "worker")
+            raise PeerError(f"Cannot admit rank {worker} as a {comes}: it is a {was}'s. Join with a rank of its own.")
+        if is_validator:
+            job.validators.add(worker)
 
     def announce_leave(self, worker: int, message: LeaveAfter) -> None:
         """A worker was asked to leave, and will say good-bye."""
@@ -198,6 +229,7 @@ class Membership:
                 self._arrivals.remove(model, worker)
                 self._decisions.carry_out(model, one.runner.leave(worker))
                 self._rounds.step_out_who_asked(model)
+            self._tell_pause(one)
         self._rounds.leave(worker)
 
     def miss(self, worker: int) -> None:
@@ -241,14 +273,28 @@ class Membership:
         """Have the history begin with where a model is."""
         out, runner, plan = self._job.out, self._job.models[model].runner, self._swaps.present
         runner.model, runner.record, state = model, out.record, runner.state
+        runner.validators = self._job.validators if self._job.needs_validator else None
         assert plan is not None
         out.record(LifeBegan(model, self._job.life, plan.to_toml(), state.version, state.hosts, dict(state.past)))
 
     def _log_joined(self, one: ModelRecord, worker: int) -> None:
         """Say who is new, and what becomes of the batches."""
         state, changes = one.runner.state, self._leases.what_changes()
+        if worker in self._job.validators:
+            self._job.out.log(f"Rank {worker} validates from version {state.version} on.")
+            return
         count, version = len(state.members), state.version
         self._job.out.log(f"Rank {worker} has joined at version {version}: {count} workers take part; {changes}.")
+
+    def _tell_pause(self, one: ModelRecord) -> None:
+        """Say once that nothing is decided because no validator takes part, and that it is again."""
+        is_paused = one.runner.is_paused and bool(self._job.asked)
+        if one.is_paused == is_paused:
+            return
+        one.is_paused = is_paused
+        one.note = f"{one.note} {_PAUSED}".strip() if is_paused else one.note.replace(_PAUSED, "").strip()
+        if self._job.asked:
+            self._job.tell(_PAUSED if is_paused else "A validator takes part: training goes on.", waits=is_paused)
 
     def _note(self, one: ModelRecord, text: str) -> None:
         one.note = f"{one.note} {text}".strip()
@@ -260,7 +306,9 @@ class Membership:
         step, count = self._leaving.pop(worker, None), len(job.workers - {worker})
         changes = self._leases.what_changes()
         if error is not None:
-            if all(worker != evicted for _, evicted in job.evicted):  # else all know
+            if worker in job.validators:
+                job.tell(f"Rank {worker}, a validator, is gone: {error}", worker)
+            elif all(worker != evicted for _, evicted in job.evicted):  # else all know
                 job.tell(f"Rank {worker} is gone: {error} The others continue; {changes}.", worker)
             return "gone"
         if step is None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from offbeat.coordinator.hyperparameters import HyperparameterCheck
 from offbeat.coordinator.policy_runner import ContributionCounts, PolicyRunner
 from offbeat.coordinator.progress import TrainingProgress
 from offbeat.coordinator.reconnect import LostUpdates
-from offbeat.sync import State
+from offbeat.protocol.optimizer_spec import outer_hyper
+from offbeat.sync import State, StepsLocally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Set
 
-    from offbeat.protocol.optimizer_spec import OptimizerSpec
+    from offbeat.protocol.optimizer_spec import Hyper, OptimizerSpec
     from offbeat.protocol.shards import UpdateMeasured
     from offbeat.protocol.training import ContributionInfo, ModelInfo, Reconnect
     from offbeat.sync import Policy, Push
@@ -64,6 +67,11 @@ class ModelRecord:
     losses: LostUpdates | None = None  # if it goes on from a snapshot
     note: str = ""  # what happened to the server
     schedules: HyperparameterCheck = field(default_factory=HyperparameterCheck)
+    trusted_hyper: tuple[Hyper, ...] = ()  # that a validator said last with a gradient
+    most_weight: float = 1.0  # that a contribution may have where there are validators: that of their last one
+    batches: dict[int, float] = field(default_factory=dict)  # worker: most samples of a contribution, as it said
+    told_batches: set[int] = field(default_factory=set)  # validators of which it was said that their batches differ
+    is_paused: bool = False  # people know that there is no validator
 
     def must_wait(self, worker: int, clock: int, *, values: bool = True) -> bool:
         """Whether the worker is to wait for its grant with contribution `clock`; noted down.
@@ -83,6 +91,16 @@ class ModelRecord:
         """
         member = self.runner.state.members.get(push[0])
         return member is not None and member.step == push[1] and member.held and member.granted_s is None
+
+    def hyper_for(self, *, change: bool) -> tuple[Hyper, ...]:
+        """The hyper-parameters of an update where there are validators: nothing that workers say counts.
+
+        Args:
+            change: it is of changes, which the policy says how to apply, and not of gradients.
+        """
+        if change:
+            return outer_hyper(self.runner.policy.outer if isinstance(self.runner.policy, StepsLocally) else None)
+        return self.trusted_hyper or self.optimizer.groups
 
     def everywhere(self, at: dict[Push, int], push: Push) -> bool:
         """One more shard has come so far with a contribution; whether it was the last.
@@ -118,6 +136,7 @@ class ModelRecord:
             records={w: (r.applied, r.dropped, r.lost, r.samples) for w, r in self.runner.records.items()},
             note=self.note,
             data=data,
+            validators=tuple(sorted(self.runner.validators or ())) or msgspec.UNSET,
         )
 
     def book_losses(self, worker: int, back: Reconnect, decided: int) -> LostUpdates | None:
@@ -163,11 +182,13 @@ def revived(
     progress: TrainingProgress,
     now_s: Callable[[], float],
     gone: Set[int],
+    validators: Set[int] = frozenset(),
 ) -> ModelRecord:
     """The model of a snapshot, without workers yet; those that are `gone` since are not waited for."""
-    expected = set(progress.present) - gone
+    present = set(progress.present) - validators
+    expected = present - gone
     runner = PolicyRunner(policy, len(expected), now_s)
-    runner.leave_out(set(progress.present) - expected)
+    runner.leave_out(present - expected)
     runner.state = State(past=dict(progress.next), version=version, hosts=details.hosts)
     for worker, (applied, dropped, lost, samples) in progress.records.items():
         runner.records[worker] = ContributionCounts(applied, dropped, lost, samples, joined_s=now_s())

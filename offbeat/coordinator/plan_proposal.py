@@ -24,6 +24,7 @@ class DecidingParts(Protocol):
         tuning: how large their batches are; None if that is not tuned.
         keeps: what stays as it is when workers come and go, if it is not.
         controller: swaps the policy; None if nobody but people do.
+        validator: judges contributions beside those of validators; None without these.
         is_served: whether parameters live at a server.
         is_tabled: whether each worker's own optimizer steps, and a switch sums their changes.
         has_elastic_group: whether there is no server, and the others go on without a worker that is lost.
@@ -38,6 +39,8 @@ class DecidingParts(Protocol):
     def keeps(self) -> Keeps: ...
     @property
     def controller(self) -> Controller | None: ...
+    @property
+    def validator(self) -> object | None: ...
     @property
     def is_served(self) -> bool: ...
     @property

@@ -72,6 +72,10 @@ class PlanSwaps:
             self.present, self.count = self._read_plan(plan), count
         return self.present
 
+    def forget(self) -> None:
+        """All have left before anything had begun."""
+        self.present, self.count = None, 0
+
     def swap(
         self,
         part: str,
@@ -158,13 +162,14 @@ class PlanSwaps:
             self._proposal.hear(worker, message)
             self._decide()
 
-    def join(self, worker: int, details: ModelInfo, *, life: int) -> None:
+    def join(self, worker: int, details: ModelInfo, *, life: int, is_trusted: bool = True) -> None:
         """Tell a worker that comes with an earlier plan which one holds, and ask it as the others were.
 
         If the server was set back to before a swap, the workers know better: that plan had been agreed upon.
 
         Args:
             life: of the server.
+            is_trusted: whether its word counts about which plan holds.
 
         Raises:
             PeerError: if the worker's plan cannot be read, or cannot have come of this one.
@@ -174,7 +179,7 @@ class PlanSwaps:
         if self._before is not None and back is None:
             raise PeerError(f"Cannot admit rank {worker} now: all workers are about to leave the server.")
         try:
-            if back is not None and back.life != life and back.swaps > self.count:
+            if back is not None and back.life != life and back.swaps > self.count and is_trusted:
                 by = f"rank {worker}, which reconnected with it"
                 self._adopt(present.swapped(details.plan, whole=True), details.plan, back.swaps, by)
             elif self._read_plan(details.plan).digest != present.digest:

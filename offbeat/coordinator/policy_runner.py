@@ -71,6 +71,7 @@ class PolicyRunner:
         now_s: monotonic seconds.
         model: which of several.
         record: writes the history.
+        validators: ranks of those that came as one; None if contributions are judged beside nobody's.
     """
 
     policy: Policy
@@ -79,6 +80,7 @@ class PolicyRunner:
     state: State = field(default_factory=State)
     model: int = 0
     record: Callable[[HistoryRecord], None] = lambda record: None
+    validators: Set[int] | None = None
     started: bool = False
     records: dict[int, ContributionCounts] = field(default_factory=dict)
     last_staleness: dict[int, int] = field(default_factory=dict)
@@ -91,6 +93,19 @@ class PolicyRunner:
     def __post_init__(self) -> None:
         self.since_s = self.now_s()
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is decided because no validator takes part, whose contributions the others are judged by."""
+        return self._lacks_validator(self.state)
+
+    @property
+    def trainers(self) -> Set[int]:
+        """The workers that take part, without validators."""
+        return self.state.members.keys() - (self.validators or ())
+
+    def _lacks_validator(self, state: State) -> bool:
+        return self.validators is not None and self.validators.isdisjoint(state.members)
+
     def join(self, worker: int, *, least: int = 0, weight: float | None = None) -> tuple[Action, ...]:
         """The worker takes part; what is decided now.
 
@@ -98,6 +113,8 @@ class PolicyRunner:
             least: the number of its next contribution is no lower.
             weight: samples of its last contribution, if it comes back; a round then keeps its size.
         """
+        if worker in (self.validators or ()):
+            weight = 0.0  # a round is as large as what the workers bring
         if least or weight is not None:
             self.record(WorkerReturned(self.model, worker, least, weight))
         self.state = with_past(self.state, worker, least)
@@ -126,7 +143,7 @@ class PolicyRunner:
         """The worker is gone, or `returns`; what is decided now."""
         if worker not in self.state.members and worker not in self.state.away:
             return ()
-        if not self.started:
+        if not self.started and worker not in (self.validators or ()):
             self.world -= 1
             self._left_early.add(worker)
         self._explained = self._explain()
@@ -147,14 +164,14 @@ class PolicyRunner:
 
     def start_if_all_are_here(self) -> tuple[Action, ...]:
         """Begin to decide, if everyone who was to come is here."""
-        if self.started or len(self.state.members) < max(1, self.world):
+        if self.started or self.is_paused or len(self.trainers) < max(1, self.world):
             return ()
         self.started = True
         return self.tell(Adopted(self.now_s()))
 
     def metrics(self, controller: Controller) -> Metrics | None:
         """The metrics for the controller; None if nothing is decided yet."""
-        if not self.started:
+        if not self.started or self.is_paused:
             return None
         stale = {worker: one.staleness / one.applied for worker, one in self.records.items() if one.applied}
         return self.event_metrics.metrics(self.now_s(), self.state, self.policy, controller.looks_back_s, stale)
@@ -175,16 +192,17 @@ class PolicyRunner:
             change: it is a change of the worker's own, not a gradient.
             ends: it is the last change of the worker's own, which has heard of a swap.
         """
-        return self._decide(event, change=change, ends=ends) if self.started else self.tell(event)
+        is_asked = self.started and not self.is_paused
+        return self._decide(event, change=change, ends=ends) if is_asked else self.tell(event)
 
     def tell(self, event: Event) -> tuple[Action, ...]:
-        """Run the policy on `event`."""
-        if self.started:
+        """Run the policy on `event`; not before the start, nor while there is no validator."""
+        if self.started and (self.validators is None or not self._lacks_validator(observe(self.state, event))):
             return self._decide(event)
         self.state = observe(self.state, event)
         self.record(policy_step(self.model, event, (), asked=False))
         self.event_metrics.hear(event, (), self.state)
-        return self.start_if_all_are_here() if isinstance(event, Left) else ()
+        return self.start_if_all_are_here() if isinstance(event, Left) and not self.started else ()
 
     def _decide(
         self, event: Event, *, former: Policy | None = None, change: bool = False, ends: bool = False

@@ -20,6 +20,7 @@ class TrainingProgress(msgspec.Struct, frozen=True):
         records: by worker: contributions applied, dropped and lost, and samples applied.
         note: what happened to the server before.
         data: where the data is; see `offbeat.coordinator.data_leases`. With the first model only.
+        validators: who came as one; unset if nobody did.
     """
 
     next: dict[int, _Count]
@@ -28,3 +29,4 @@ class TrainingProgress(msgspec.Struct, frozen=True):
     records: dict[int, tuple[_Count, _Count, _Count, float]] = {}
     note: str = ""
     data: dict[str, Any] = {}
+    validators: tuple[_Count, ...] | msgspec.UnsetType = msgspec.UNSET

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from offbeat.errors import PeerError
+from offbeat.protocol.checkpoints import LOADING
 from offbeat.protocol.plan_swap import LEAVING
 from offbeat.protocol.shards import AdmitWorker
 
@@ -37,13 +41,22 @@ class QuestionRounds:
     ) -> None:
         self._job, self._questions, self._replacements = job, questions, replacements
         self._swaps, self._arrivals, self._decisions = swaps, arrivals, decisions
+        self._brought: dict[int, AskAllWorkers] = {}  # by validator: that it has brought a checkpoint, or cannot
 
     def ask(self, worker: int, message: AskAllWorkers) -> None:
         """A worker asks what all are to be asked; until they have it takes no part, so that nobody waits for it.
 
+        A validator takes part in no question; but that which comes with a checkpoint waits for what it brings.
+
         Raises:
-            PeerError: if it still waits for an answer.
+            PeerError: if it still waits for an answer, or is a validator, and it is another question.
         """
+        if worker in self._job.validators:
+            if message.question != LOADING:
+                raise PeerError(f"Cannot ask the workers for {message.question!r} as rank {worker}, a validator.")
+            self._brought[worker] = message
+            self.answer()
+            return
         self._questions.ask(worker, message)
         for model, one in self._job.models.items():
             if one.runner.started and worker in one.runner.state.members:
@@ -55,7 +68,7 @@ class QuestionRounds:
         self._replacements.look()
         if not all(one.runner.started for one in self._job.models.values()):
             return  # those who are not here, or not back, are to be asked, too
-        for asked in self._questions.settle(self._job.workers):
+        for asked in self._questions.settle(self._job.asked, self._with_validators):
             if any(ask.question == LEAVING for ask in asked.values()):
                 self._swaps.left()
             for worker, ask in sorted(asked.items()):
@@ -69,7 +82,15 @@ class QuestionRounds:
             return all(worker not in one.joining for one in self._job.models.values())
 
         for worker, answer in self._questions.take_ready(has_parameters):
-            self._job.out.send(worker, answer)
+            own = self._brought.pop(worker, None)  # validators count their questions by themselves
+            number = answer.number if own is None else own.number
+            self._job.out.send(worker, msgspec.structs.replace(answer, number=number))
+
+    def _with_validators(self, asked: dict[int, AskAllWorkers]) -> dict[int, AskAllWorkers] | None:
+        """Add what validators say to what all workers asked; None if that is waited for."""
+        if not self._job.needs_validator or all(ask.question != LOADING for ask in asked.values()):
+            return asked
+        return {**asked, **self._brought} if self._brought else None
 
     def step_out_who_asked(self, model: int) -> None:
         """Let the workers that asked before the first decision wait for the others, not the others for them."""
@@ -81,6 +102,7 @@ class QuestionRounds:
     def leave(self, worker: int) -> None:
         """A worker is gone; what it alone was missing to is answered."""
         self._questions.leave(worker)
+        self._brought.pop(worker, None)
         self._replacements.leave(worker)
         for one in self._job.models.values():
             one.left_at.pop(worker, None)

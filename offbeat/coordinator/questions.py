@@ -71,19 +71,24 @@ class CollectiveQuestions:
             if one.number not in self._answered:
                 self._note(one)
 
-    def settle(self, workers: Set[int]) -> Iterator[dict[int, AskAllWorkers]]:
+    def settle(
+        self,
+        workers: Set[int],
+        complete: Callable[[dict[int, AskAllWorkers]], dict[int, AskAllWorkers] | None] = lambda asked: asked,
+    ) -> Iterator[dict[int, AskAllWorkers]]:
         """One question after the other that can be answered now, by worker; its answers are ready from then on.
 
         Args:
             workers: that are connected.
+            complete: adds what others say to what all of them ask; None if that is waited for.
         """
         for number, asked in list(self._asked.items()):
             if self._answered and number <= max(self._answered):
                 del self._asked[number]
                 self._answer_as_before(number, asked)
-            elif not workers - set(asked):
+            elif not workers - set(asked) and (whole := complete(asked)) is not None:
                 del self._asked[number]
-                self._answer(number, asked)
+                self._answer(number, whole)
             else:
                 continue
             yield asked

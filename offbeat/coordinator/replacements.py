@@ -1,5 +1,7 @@
 """Replacements of the server's state by the first worker's: a checkpoint, or where workers without a server were.
 
+Where there are validators it is the first of them that brings parameters, and workers' are not taken.
+
 It is let do so when all others wait for it, in a question of `REPLACED_IN`. Until then, and so for ever if they train
 on, it waits. If they wait for something else, or one of them cannot load what it brings, it is told so: what it asks
 next they will never answer as it expects.
@@ -53,6 +55,11 @@ class Replacements:
         """
         job, model = self._job, message.model
         job.model(model)
+        first = min(job.ranks, default=worker)
+        if job.needs_validator and worker != (first := min(job.validators & job.workers, default=-1)):
+            why = f"Cannot take other parameters from rank {worker}: in this job they are those of a validator alone."
+            job.out.send(worker, MayPut(message.number, why))
+            return
 
         def answer(refusal: str) -> None:
             if refusal or model not in job.models:
@@ -61,7 +68,7 @@ class Replacements:
             self._tell(worker)
             job.out.decide(AllowReplacement(model, worker, message.number))
 
-        self._want(worker, "other parameters", answer)
+        self._want(worker, first, "other parameters", answer)
 
     def want_data(self, worker: int, number: int, state: bytes | bytearray, asker: Hashable) -> None:
         """A worker has where another run's data was; all go on there when all others wait for that.
@@ -79,7 +86,7 @@ class Replacements:
                 job.out.record(ParametersReplaced(model, version, worker, is_data=True))
             job.out.reply(asker, DataState(number, refusal))
 
-        self._want(worker, "another place in the data", answer)
+        self._want(worker, min(job.ranks, default=worker), "another place in the data", answer)
 
     def leave(self, worker: int) -> None:
         """Cancel the replacements of a worker that is gone."""
@@ -89,7 +96,7 @@ class Replacements:
         """Carry out, or refuse, what no worker trains on beside."""
         if not self._job.started:  # those who are not here, or not back, are to wait for it, too
             return
-        workers = self._job.workers
+        workers = self._job.asked
         while self._due and (others := workers - {self._due[0].worker}) <= self._questions.askers:
             lacking = sorted(others - self._questions.asking(REPLACED_IN))
             why = ""
@@ -98,8 +105,7 @@ class Replacements:
                 why = f"Not all load a checkpoint: rank {those} waits for something else, or cannot load it."
             self._due.pop(0).carry_out(why)
 
-    def _want(self, worker: int, what: str, carry_out: Callable[[str], None]) -> None:
-        first = min(self._job.ranks, default=worker)
+    def _want(self, worker: int, first: int, what: str, carry_out: Callable[[str], None]) -> None:
         if worker != first:
             raise PeerError(f"Cannot take {what} from rank {worker}: rank {first} is the one that sends it for all.")
         if len(self._due) >= _MOST_DUE:

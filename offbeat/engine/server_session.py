@@ -97,6 +97,8 @@ class ServerSession:
         plans: which one holds.
         job: its name.
         state_rank: rank of the worker that brings the state that is the same for all.
+        has_validator: parameters, and what belongs to them, are brought by a validator instead.
+        is_validator: this is one; its questions are nobody's but its own.
     """
 
     def __init__(
@@ -108,8 +110,12 @@ class ServerSession:
         plans: ServerPlans,
         job: str = "",
         state_rank: int = 0,
+        *,
+        has_validator: bool = False,
+        is_validator: bool = False,
     ) -> None:
         self.client, self.plans, self.job, self.state_rank = client, plans, job, state_rank
+        self.is_validator, self._has_validator = is_validator, has_validator
         self.block_bytes = spec.block_bytes
         self.shards = shards
         # Leases of data, by loader and number: drawn for the step at hand, and used by steps that were not brought yet.
@@ -124,6 +130,11 @@ class ServerSession:
     def brings_state(self) -> bool:
         """Whether this worker brings the state that is the same for all, such as a checkpoint."""
         return self.client.rank == self.state_rank
+
+    @property
+    def brings_parameters(self) -> bool:
+        """Whether this worker brings parameters that all are to have, and the optimizer's state."""
+        return self.is_validator if self._has_validator else self.brings_state
 
     def begin_with(self, ranks: tuple[int, ...]) -> None:
         """Begin the job at this server with these workers; the first of them brings the state."""
@@ -143,6 +154,8 @@ class ServerSession:
             NetworkError: if the server is gone.
         """
         self._come_to_rest()
+        if self.is_validator:
+            return tuple(numbers)
         asked = self.client.ask(question, numbers)
         waiter.wait(asked, WaitContext(question, through_server=True))
         return asked.value.numbers
@@ -172,6 +185,8 @@ class ServerSession:
             NetworkError: if the server is gone.
         """
         self._come_to_rest()
+        if self.is_validator:
+            return
         asked = self.client.ask("the newest parameters", refresh=True)
         waiter.wait(asked, WaitContext("all workers to call run.settle()", through_server=True))
 
@@ -186,12 +201,13 @@ class ServerSession:
             NetworkError: if the server is gone.
         """
         self._come_to_rest()
-        brought = float(self.brings_state and self.is_brought and not refusal)
+        brought = float(self.brings_parameters and self.is_brought and not refusal)
         self.is_brought = True
         asked = self.client.ask(LOADING, (brought, float(bool(refusal))), refresh=True, refusal=refusal)
         waiter.wait(asked, WaitContext("all workers to load the checkpoint", through_server=True))
         if asked.value.numbers != (1.0, 0.0):
-            why = asked.value.refused or f"Rank {self.state_rank}, which brings it to the server, is gone."
+            who = "The validator" if self._has_validator else f"Rank {self.state_rank}"
+            why = asked.value.refused or f"{who}, which brings it to the server, is gone."
             raise ModelError(f"Cannot load this state, because one of the workers cannot. {why}")
 
     def sum_up(self, waiter: BlockingWait) -> tuple[str, str]:
@@ -316,6 +332,7 @@ def connect(
             accept=accept,
             job=settings.job,
             rank=rank,
+            role="validator" if context.is_validator else "worker",
             credentials=credentials,
             limits=limits,
             patience=patience,
@@ -333,7 +350,7 @@ def connect(
         patience=timedelta(seconds=spec.patience_s),
         tell=context.log.server,
         plans=plans,
-        seed=context.seed,
+        seed=None if context.is_validator else context.seed,  # its data is its own
     )
     dialling = WaitContext(f"dialling the parameter server at {', '.join(addresses)}", alone=True)
     try:
@@ -343,7 +360,17 @@ def connect(
         raise
     reached = True
     waiter.ask_server = client.trouble
-    return ServerSession(client, spec, loop, len(addresses), plans, settings.job, 0 if comes_alone else control.leader)
+    return ServerSession(
+        client,
+        spec,
+        loop,
+        len(addresses),
+        plans,
+        settings.job,
+        0 if comes_alone else control.leader,
+        has_validator=plan.validator is not None,
+        is_validator=context.is_validator,
+    )
 
 
 def _has_ended(launcher: LauncherInfo) -> str:

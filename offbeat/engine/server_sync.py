@@ -126,7 +126,7 @@ class ServerSync:
         self._flight: ServerFlight | None = None
         self._return: ParameterReturn | None = None  # once modules wait for what they read
         self._early: EarlyPush | None = None
-        if plan.scheduling is not None:
+        if plan.scheduling is not None and not context.is_validator:  # whose reference is whole, or of no use
             self._early = EarlyPush(
                 model,
                 plan.scheduling,
@@ -428,7 +428,7 @@ class ServerSync:
         except PeerError as error:
             raise ModelError(f"Cannot load the optimizer's state from this checkpoint: {error}") from error
         self.step = state_checks.whole(state["step"], "step")
-        if self._server.brings_state:
+        if self._server.brings_parameters:
             portions = list(scatter(brought, self._blocks))
             for _, parameter, value in self._slots:
                 value.copy_(parameter.data)

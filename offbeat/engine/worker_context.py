@@ -72,6 +72,7 @@ class WorkerContext:
         log: says what people should know.
         launcher: what this worker was told of the job.
         freshness: refuses to have parameters read too early, if that is asked for.
+        is_validator: whether it is no worker, but computes on trusted data what workers are judged by.
     """
 
     rank: int
@@ -90,6 +91,7 @@ class WorkerContext:
     log: RunLog
     launcher: LauncherInfo
     freshness: FreshnessMode | None = None
+    is_validator: bool = False
 
     @property
     def is_first(self) -> bool:

@@ -14,6 +14,7 @@ from offbeat.diagnosis.wait import WaitContext
 from offbeat.engine import BatchCounts, DrawnBatch, state_checks
 from offbeat.errors import ModelError
 from offbeat.loading import position
+from offbeat.loading.endless_loader import EndlessLoader
 from offbeat.loading.epoch_size import dataset_size
 from offbeat.loading.leased_loader import SEEDS, LeasedLoader, ahead_of, batch_of, can_lease, drops_last, least_of
 from offbeat.loading.loader_check import LoaderCheck
@@ -92,6 +93,7 @@ class LoaderManager:
         self._draws = 0  # batches that they gave out
         self._goes_alone = plan.is_tabled and context.control.world > 1
         self._check = LoaderCheck(context.log.own)
+        self._is_validator = context.is_validator
 
     def prepare(self, loader: Iterable[Any]) -> ShardedLoader | LeasedLoader:
         """Deal out a loader. Collective.
@@ -105,7 +107,10 @@ class LoaderManager:
                 raise ModelError("Cannot prepare a loader of another run. Prepare the original.")
             return loader
         prepared: ShardedLoader | LeasedLoader
-        if self._leases(loader):
+        if self._is_validator:
+            control, put_back = self._control, self._put_back
+            prepared = EndlessLoader(loader, control=control, on_batch=self._on_batch, put_back=put_back)
+        elif self._leases(loader):
             prepared = self._lease(loader)
         else:
             if self._control.newcomer_check is not None:

@@ -25,6 +25,9 @@ worker                                          shard (the coordinator is the fi
   | -- TellStatus(status) ---------------------> |   to the coordinator, for whoever looks
   | -- LeaveAfter(step) -----------------------> |   to the coordinator: it was asked to leave, and ends in order
 
+A validator says the same, but for what is about leased data, and is told when the workers are done:
+  | <----- TrainingOver ------------------------ |
+
 What the other shards say to the coordinator (`FromShard`), and what it tells them (`FromCoordinator`), is in `shards`.
 How another plan comes to hold is said in `plan_swap`. A worker that comes back says so in its `ModelInfo` (see
 `offbeat.coordinator.reconnect`).
@@ -90,6 +93,7 @@ from offbeat.protocol.training import (
     Refused,
     ReleaseWorker,
     SnapshotAck,
+    TrainingOver,
 )
 
 if TYPE_CHECKING:
@@ -158,10 +162,12 @@ ToWorker = (
     | AdoptPlan
     | SwapResult
     | RanksReserved
+    | TrainingOver
 )
 # What each role may say to a shard; see `offbeat.wire.messages.HandshakeClaim`.
 SAYS: dict[str, tuple[type, ...]] = {
     "worker": get_args(FromWorker),
+    "validator": tuple(kind for kind in get_args(FromWorker) if kind not in get_args(FromData)),
     "shard": get_args(FromShard),
     "onlooker": (GetStatus,),
     "operator": (GetStatus, SwapPlan, ReserveRanks),

@@ -149,7 +149,8 @@ class ApplyContributions(msgspec.Struct, tag=True, frozen=True):
 
     Args:
         about: each contribution, without its hyper-parameters if they are those in `hyper`.
-        hyper: those of the first one that has samples; they are the whole update's, or what most name by a rule.
+        hyper: those of the first one that has samples; they are the whole update's, or what most name by a rule; or a
+            validator's. Empty where no validator has said any yet.
         references: ranks of those whose contributions are references on trusted data, which are never applied.
     """
 

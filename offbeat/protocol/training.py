@@ -352,7 +352,17 @@ class SnapshotAck(msgspec.Struct, tag=True, frozen=True):
     clock: Count
 
 
+class TrainingOver(msgspec.Struct, tag=True, frozen=True):
+    """Shard to validator: the last worker has said good-bye, and with it the job is over."""
+
+
 class Notice(msgspec.Struct, tag=True, frozen=True):
-    """A notice for people."""
+    """A notice for people.
+
+    Args:
+        waits: whether it says what all wait for from now on, or that they do not any more; None if it is about
+            something else.
+    """
 
     text: Text
+    waits: bool | None = None

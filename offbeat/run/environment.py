@@ -8,6 +8,7 @@ A value is read when it is asked for, so that a variable that nobody needs may h
 | `MASTER_ADDR`, `MASTER_PORT`, `TORCHELASTIC_*` | torchrun | where the workers meet |
 | `OFFBEAT_STORE` | offbeat run | where they meet instead: a file, or tcp://host:port |
 | `OFFBEAT_STORE_PREFIX`, `OFFBEAT_JOINS` | offbeat run --join | the job that this worker joins |
+| `OFFBEAT_ROLE`, `OFFBEAT_VALIDATOR_TOKEN` | offbeat run --validator | that it is a validator, and what shows that |
 | `OFFBEAT_PLAN`, `OFFBEAT_TIMEOUT_S`, `OFFBEAT_RUN_DIR`, `OFFBEAT_HISTORY`, `OFFBEAT_HASH_EVERY`, \
 `OFFBEAT_CHECK_FRESHNESS` | offbeat run, user | what the script does not say itself |
 | `OFFBEAT_SERVERS`, `OFFBEAT_JOB`, `OFFBEAT_TOKEN`, `OFFBEAT_CERTIFICATE`, `OFFBEAT_KEY`, `OFFBEAT_AUTHORITY` \
@@ -139,6 +140,18 @@ class Environment:
                 "script with `offbeat run --join`."
             )
         return rank, world
+
+    @property
+    def is_validator(self) -> bool:
+        """Whether this process validates for the job that it joins, and is no worker of it.
+
+        Raises:
+            PlanError: if the role is neither.
+        """
+        role = self._variables.get("OFFBEAT_ROLE") or "worker"
+        if role not in ("worker", "validator"):
+            raise PlanError(f"Cannot come as OFFBEAT_ROLE={role!r}: it must be worker or validator.")
+        return role == "validator" and self.joins is not None
 
     # -- where the workers meet ----------------------------------------------------------------------------------
 

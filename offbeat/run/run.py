@@ -235,7 +235,9 @@ class Run:
             session.came_with = session.models.digests()
         if context.joins and session.server is not None and not session.status.has_begun:
             version = session.server.version(one.number)
-            context.log.all("membership", f"Rank {self.rank} has joined at version {version}.")
+            does = "validates from" if context.is_validator else "has joined at"
+            at = " on" if context.is_validator else ""
+            context.log.all("membership", f"Rank {self.rank} {does} version {version}{at}.")
         session.status.begin()
         if session.steps is not None:
             session.steps.prepared()
@@ -312,8 +314,22 @@ class Run:
 
     @property
     def has_joined(self) -> bool:
-        """Whether this worker has joined a job that trained already, and begins with what the others have."""
-        return self._session.context.joins
+        """Whether this worker has joined a job that trained already, and begins with what the others have.
+
+        A validator has, unless no update was made before it came: then the job begins with its parameters.
+        """
+        session = self._session
+        if session.context.is_validator and session.server is not None and len(session.models):
+            return session.models.step > 0 or session.server.version(0) > 0
+        return session.context.joins
+
+    @property
+    def is_validator(self) -> bool:
+        """Whether this process computes, on data that is trusted, what workers are judged by (`Plan(validator=...)`).
+
+        What it takes part in with others is nothing but that: `mean` returns its own value, and `settle` does nothing.
+        """
+        return self._session.context.is_validator
 
     @property
     def step(self) -> int:
@@ -405,6 +421,8 @@ class Run:
         """
         self._check_open("make replicas equal")
         session, models = self._session, self._session.models.synchronizers
+        if session.context.is_validator:
+            return
         for one in models:
             one.settle()
         if session.server is not None:

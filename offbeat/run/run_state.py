@@ -43,7 +43,8 @@ def load_state_dict(session: WorkerSession, state: Mapping[str, Any]) -> None:
             )
         _log.warning("Rank %d has joined with what the others have; the checkpoint is left as it is.", context.rank)
         return
-    if context.joins and server is not None and not session.models.step:  # it would wait for ever
+    is_new = context.joins and not (context.is_validator and server is not None and not server.version(0))
+    if is_new and server is not None and not session.models.step:  # it would wait for ever
         raise ModelError(
             f"Cannot load a checkpoint as rank {context.rank}: this worker has just joined a job that trains, whose "
             "workers do not load one now. Have its script load nothing where run.has_joined."
@@ -96,7 +97,8 @@ def _take_over(session: WorkerSession, state: Mapping[str, Any]) -> None:
         session.seed = seed
         for synchronizer, one in zip(models.synchronizers, state["models"], strict=True):
             synchronizer.load_state_dict(one)
-        session.data.load_state_dict(state["loaders"], seed=seed)
+        if not session.context.is_validator:  # whose data is its own
+            session.data.load_state_dict(state["loaders"], seed=seed)
         if session.server is None and session.context.world > 1:
             _compare_states(session, state)  # behind all that one may refuse, so that the others hear of it
     except KeyError as error:

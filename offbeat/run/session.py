@@ -224,6 +224,7 @@ class WorkerSession:
             log=log,
             launcher=launcher,
             freshness=self._check_freshness() if settings.check_freshness else None,
+            is_validator=self._environment.is_validator,
         )
         self._put_together(plan)
         self._start_watch(meeting.job)

@@ -73,7 +73,7 @@ class RunStatus:
             cpu_cores=used.cpu_cores if used is not None else 0.0,
             memory_bytes=used.memory_bytes if used is not None else 0,
             sent_bytes_per_s=used.sent_bytes_per_s if used is not None else 0.0,
-            values=named_values(dict(metrics.values)),
+            values=named_values({} if context.is_validator else dict(metrics.values)),  # of data that is nobody else's
             policy=shortened(repr(plan.sync)),
             fabric=shortened(repr(plan.fabric)),
             events=happenings(tuple(metrics.events)),

@@ -49,6 +49,7 @@ class ShardSettings(msgspec.Struct, frozen=True, kw_only=True):
         port: 0 for one of the kernel's choice.
         coordinator: "host:port" of the first shard; "" if this is it.
         token: secret that the workers know; "" for none.
+        validator_token: secret that validators know, and workers do not; "" for none.
         certificate, key, authority: PEM files for mutual TLS; "" for none.
         timeout_s: a worker that has been silent for longer is gone.
         patience_s: for how long to wait for the first worker; 0 for ever.
@@ -64,6 +65,7 @@ class ShardSettings(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 0
     coordinator: str = ""
     token: str = ""
+    validator_token: str = ""
     certificate: str = ""
     key: str = ""
     authority: str = ""
@@ -83,7 +85,9 @@ class ShardSettings(msgspec.Struct, frozen=True, kw_only=True):
         """
         from offbeat.wire.credentials import Certificates, Token
 
-        token = Token(self.token.encode()) if self.token else None
+        if self.validator_token and not self.token:
+            raise NetworkError("Cannot use a token for validators alone: set OFFBEAT_TOKEN, too, which all know.")
+        token = Token(self.token.encode(), self.validator_token.encode()) if self.token else None
         files = (self.certificate, self.key, self.authority)
         if not any(files):
             return token
@@ -122,6 +126,7 @@ def settings_from(variables: Mapping[str, str], job: str, timeout: timedelta) ->
     return ShardSettings(
         job=name("OFFBEAT_JOB", job),
         token=name("OFFBEAT_TOKEN", ""),
+        validator_token=name("OFFBEAT_VALIDATOR_TOKEN", ""),
         certificate=name("OFFBEAT_CERTIFICATE", ""),
         key=name("OFFBEAT_KEY", ""),
         authority=name("OFFBEAT_AUTHORITY", ""),

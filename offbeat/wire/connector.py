@@ -12,7 +12,7 @@ import msgspec
 from offbeat.backoff import Backoff
 from offbeat.errors import NetworkError, PeerError
 from offbeat.wire import handshake
-from offbeat.wire.credentials import Certificates, Credentials, token_of
+from offbeat.wire.credentials import Certificates, Credentials, token_of, validator_token_of
 from offbeat.wire.handshake_io import STRANGER_BYTES, hear, say
 from offbeat.wire.messages import HandshakeClaim, HandshakeRefused, Hello, Welcome
 from offbeat.wire.stream import Stream, close, open_stream, prepare
@@ -48,7 +48,7 @@ class Connector:
     def __init__(self, address: str, claim: HandshakeClaim, credentials: Credentials | None, limits: Limits) -> None:
         self._address, self._host, self._port = address, *_parse(address)
         self._claim, self._limits = claim, limits
-        self._token = token_of(credentials)
+        self._token, self._validator_token = token_of(credentials), validator_token_of(credentials)
         self._context = credentials.client_context() if isinstance(credentials, Certificates) else None
         self._task: asyncio.Task[None] | None = None
         longest_s = min(_LONGEST_PAUSE_S, limits.grace.total_seconds() / _ATTEMPTS_PER_GRACE)
@@ -134,7 +134,7 @@ class Connector:
                 if not isinstance(said, Hello):
                     raise PeerError("it is no server of offbeat's")
                 claim = msgspec.structs.replace(self._claim, received=link.received, resumes=resumes)
-                join = handshake.join(self._token, said, claim)
+                join = handshake.join(self._token, said, claim, self._validator_token)
                 await say(stream, join)
                 try:
                     answer = await hear(stream, _MAX_ANSWER_BYTES)

@@ -4,6 +4,9 @@
   nor protected from somebody who controls the network in between.
 * `Certificates` are mutual TLS: each side shows a certificate of the same authority, and everything is encrypted.
 
+Either also says who is a validator, which workers are not to pass for: whoever knows a second token, or a certificate
+in which that stands (`CertifiedRole`).
+
 This room reads no environment and no command line; those who start it do.
 """
 
@@ -17,7 +20,10 @@ from typing import TYPE_CHECKING
 from offbeat.errors import NetworkError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
+
+    from offbeat.wire.messages import HandshakeClaim, Role
 
 _LEAST_TOKEN_BYTES = 16
 
@@ -26,21 +32,27 @@ _LEAST_TOKEN_BYTES = 16
 class Token:
     """A secret that all processes of a run share; at least 16 bytes.
 
+    Args:
+        secret: that all know.
+        validator: another one, that the server and the validators know, and no worker; b"" for none.
+
     Raises:
-        NetworkError: if it is shorter.
+        NetworkError: if one is shorter.
 
     >>> Token(b"0123456789abcdef")
     Token()
     """
 
     secret: bytes = field(repr=False)
+    validator: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
-        if len(self.secret) < _LEAST_TOKEN_BYTES:
-            raise NetworkError(
-                f"Cannot use a token of {len(self.secret)} bytes: it could be guessed. "
-                f"Use at least {_LEAST_TOKEN_BYTES}, such as secrets.token_bytes(32)."
-            )
+        for secret in (self.secret, *([self.validator] if self.validator else [])):
+            if len(secret) < _LEAST_TOKEN_BYTES:
+                raise NetworkError(
+                    f"Cannot use a token of {len(secret)} bytes: it could be guessed. "
+                    f"Use at least {_LEAST_TOKEN_BYTES}, such as secrets.token_bytes(32)."
+                )
 
 
 @dataclass(frozen=True)
@@ -95,6 +107,55 @@ def token_of(credentials: Credentials | None) -> bytes:
     """The secret that is proved when a connection is opened; b"" if there is none."""
     token = credentials.token if isinstance(credentials, Certificates) else credentials
     return token.secret if token else b""
+
+
+def validator_token_of(credentials: Credentials | None) -> bytes:
+    """The secret that validators prove in addition; b"" if there is none, as where certificates say who is one."""
+    return credentials.validator if isinstance(credentials, Token) else b""
+
+
+@dataclass(frozen=True)
+class CertifiedRole:
+    """The role that a certificate is for, as an entry (URI) of its subject alternative name has it.
+
+    Args:
+        role: "validator" or "worker"; "" if it names none.
+        rank: of the worker; None for any.
+
+    >>> str(CertifiedRole("worker", 3)), CertifiedRole.named_in([("URI", "offbeat:validator")]).role
+    ('offbeat:worker:3', 'validator')
+    """
+
+    role: str = ""
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        return f"offbeat:{self.role}" + ("" if self.rank is None else f":{self.rank}")
+
+    @classmethod
+    def named_in(cls, names: Iterable[tuple[str, str]]) -> CertifiedRole:
+        """Read the entry from the alternative names of a certificate, as `ssl` gives them."""
+        for kind, name in names:
+            scheme, _, rest = name.partition(":")
+            role, _, rank = rest.partition(":")
+            if kind == "URI" and scheme == "offbeat" and role in _MAY_CLAIM:
+                return cls(role, int(rank) if rank.isdecimal() else None)
+        return cls()
+
+    def refusal(self, claim: HandshakeClaim) -> str:
+        """The reason why who shows the certificate may not claim this; "" if it may."""
+        if self.role and claim.role not in _MAY_CLAIM[self.role]:
+            return f"its certificate is that of a {self.role}, and it comes as a {claim.role}"
+        if self.role == "worker" and claim.role == "worker" and self.rank not in (None, claim.rank):
+            return f"its certificate is that of rank {self.rank}, and it comes as rank {claim.rank}"
+        return ""
+
+
+# By what stands in a certificate. Whom nothing is said of may be anything but a validator.
+_MAY_CLAIM: dict[str, tuple[Role, ...]] = {
+    "worker": ("worker", "onlooker", "operator"),
+    "validator": ("validator", "onlooker", "operator"),
+}
 
 
 def require_credentials(what: str, bind: str, credentials: Credentials | None) -> None:

@@ -8,6 +8,8 @@
 Each side's nonce is fresh, so a proof is worth nothing a second time; who says it is in it, so it is worth nothing sent
 back. The claim is in it, so nobody on the way can change rank, job or session. Where there is no token it is b"": the
 proof then proves nothing, and certificates or loopback have to.
+
+What workers may not do takes another token, which they do not know: who has it proves that as well, in the same way.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ def hello() -> Hello:
     return Hello(secrets.token_bytes(32))
 
 
-def join(token: bytes, said: Hello, claim: HandshakeClaim) -> Join:
+def join(token: bytes, said: Hello, claim: HandshakeClaim, validator_token: bytes = b"") -> Join:
     """The answer of who dials."""
     nonce = secrets.token_bytes(32)
-    return Join(claim, nonce, _proof(token, "peer", said.nonce, nonce, claim))
+    role_proof = _proof(validator_token, "role", said.nonce, nonce, claim) if validator_token else b""
+    return Join(claim, nonce, _proof(token, "peer", said.nonce, nonce, claim), role_proof)
 
 
 def check(token: bytes, said: Hello, answer: Join) -> None:
@@ -45,6 +48,12 @@ def check(token: bytes, said: Hello, answer: Join) -> None:
     expected = _proof(token, "peer", said.nonce, answer.nonce, answer.claim)
     if not hmac.compare_digest(answer.proof, expected):
         raise PeerError("its token is wrong")
+
+
+def knows_validator_token(validator_token: bytes, said: Hello, answer: Join) -> bool:
+    """Whether who dials knows the token of validators; nobody does where there is none."""
+    expected = _proof(validator_token, "role", said.nonce, answer.nonce, answer.claim)
+    return bool(validator_token) and hmac.compare_digest(answer.role_proof, expected)
 
 
 def welcome(token: bytes, said: Hello, answer: Join, received: int = 0) -> Welcome:

@@ -35,16 +35,26 @@ class PeerLink:
         limits: what it may cost.
         peer: the other side's address, for logs.
         rank, role: of who dialled.
+        is_trusted: who dialled has shown the credential of validators, which workers do not have.
         waits: who listens waits for who dialled to come back, and no longer than `limits.grace` if that hung up.
 
     Attributes:
         ended: done when there is nothing more to come, in either direction.
     """
 
-    def __init__(self, limits: Limits, *, peer: str, rank: int, role: Role = "worker", waits: bool = False) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        peer: str,
+        rank: int,
+        role: Role = "worker",
+        waits: bool = False,
+        is_trusted: bool = False,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._session = Session(limits)
-        self.limits, self.peer, self.rank, self.role = limits, peer, rank, role
+        self.limits, self.peer, self.rank, self.role, self.is_trusted = limits, peer, rank, role, is_trusted
         self._waits = waits
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self.on_break: Callable[[], None] = lambda: None  # called when a connection is lost that may be replaced

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+import ssl
+from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import PeerError
 from offbeat.wire import handshake
-from offbeat.wire.credentials import Certificates, Credentials, token_of
+from offbeat.wire.credentials import Certificates, CertifiedRole, Credentials, token_of, validator_token_of
 from offbeat.wire.handshake_io import STRANGER_BYTES, hear, say
 from offbeat.wire.interfaces import shown_address
 from offbeat.wire.link import PeerLink
@@ -99,7 +100,7 @@ class Acceptor:
         self, accept: Callable[[PeerLink], Receiver], job: str, credentials: Credentials | None, limits: Limits
     ) -> None:
         self._accept, self._job, self._limits = accept, job, limits
-        self._token = token_of(credentials)
+        self._token, self._validator_token = token_of(credentials), validator_token_of(credentials)
         self._context = credentials.server_context() if isinstance(credentials, Certificates) else None
         self._refusals = RateLimitedLog()
         self.links: dict[bytes, PeerLink] = {}
@@ -120,8 +121,14 @@ class Acceptor:
                 handshake.check(self._token, said, join)
                 if join.claim.job != self._job:
                     raise PeerError(f"it belongs to job {join.claim.job!r}, this is {self._job!r}")
+                certified = _certified(stream.sock)
+                is_trusted = certified.role == "validator" or handshake.knows_validator_token(
+                    self._validator_token, said, join
+                )
                 try:
-                    link = self._link(join.claim, peer)
+                    if why := certified.refusal(join.claim) or self._refusal(join.claim, is_trusted=is_trusted):
+                        raise PeerError(why)
+                    link = self._link(join.claim, peer, is_trusted=is_trusted)
                 except PeerError as error:
                     await say(stream, handshake.refuse(self._token, said, join, str(error)))
                     raise
@@ -135,8 +142,19 @@ class Acceptor:
             opening = pack(handshake.welcome(self._token, said, join, link.received))
             link.attach(stream, join.claim.received, opening)
 
-    def _link(self, claim: HandshakeClaim, peer: str) -> PeerLink:
+    def _refusal(self, claim: HandshakeClaim, *, is_trusted: bool) -> str:
+        """The reason why who dials may not come in its role without the validators' credential; "" if it may."""
+        if is_trusted or not (claim.role == "validator" or (claim.role == "shard" and self._validator_token)):
+            return ""
+        what = "the token of validators" if self._context is None else "a certificate of `offbeat certs --validator`"
+        whose = f"rank {claim.rank} is no validator" if claim.role == "validator" else "it is no shard of this server"
+        lacks = "" if self._validator_token or self._context is not None else ", and this server was started without"
+        return f"{whose}: it does not show {what}{lacks}"
+
+    def _link(self, claim: HandshakeClaim, peer: str, *, is_trusted: bool) -> PeerLink:
         link = self.links.get(claim.session)
+        if link is not None and link.is_trusted and not is_trusted:
+            raise PeerError(f"it comes back as {claim.role} {claim.rank} without the credential that it showed before")
         if link is not None and (link.role, link.rank) != (claim.role, claim.rank):
             raise PeerError(f"it says it is {claim.role} {claim.rank}, and was {link.role} {link.rank}")
         if link is not None:
@@ -146,7 +164,7 @@ class Acceptor:
         if claim.resumes:
             why = self._over.get(claim.session, "")
             raise PeerError(f"its session is over: {why}" if why else "its session is over")
-        link = PeerLink(self._limits, peer=peer, rank=claim.rank, role=claim.role, waits=True)
+        link = PeerLink(self._limits, peer=peer, rank=claim.rank, role=claim.role, waits=True, is_trusted=is_trusted)
         try:
             link.begin(self._accept(link))
         except BaseException:
@@ -160,3 +178,10 @@ class Acceptor:
         self._over[session] = self.links.pop(session).trouble
         if len(self._over) > _REMEMBERED:
             del self._over[next(iter(self._over))]
+
+
+def _certified(sock: socket.socket) -> CertifiedRole:
+    """The role that the certificate of the other side is for."""
+    shown = sock.getpeercert() if isinstance(sock, ssl.SSLSocket) else None
+    names: Any = (shown or {}).get("subjectAltName", ())
+    return CertifiedRole.named_in(names)

@@ -36,7 +36,7 @@ MAX_WORLD = 4096
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_WORLD)]
-Role = Literal["worker", "shard", "onlooker", "operator"]
+Role = Literal["worker", "validator", "shard", "onlooker", "operator"]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
@@ -90,7 +90,7 @@ class HandshakeClaim(msgspec.Struct, frozen=True, kw_only=True):
     """The claim of a dialler: its rank and role.
 
     Args:
-        rank: a worker's; of no meaning for others.
+        rank: a worker's or a validator's; of no meaning for others.
         role: what it comes for; who takes it in takes nothing else from it.
         job: the name of what it belongs to; "" on the control connection.
         session: the link's, drawn by the one that dials; b"" on the control connection.
@@ -106,10 +106,13 @@ class HandshakeClaim(msgspec.Struct, frozen=True, kw_only=True):
     resumes: bool = False
 
 
-class Join(msgspec.Struct, tag=True, frozen=True):
+class Join(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """`role_proof`: that whoever dials knows the validators' token, too; b"" if it does not."""
+
     claim: HandshakeClaim
     nonce: Nonce
     proof: Nonce
+    role_proof: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):

@@ -36,7 +36,8 @@ def test_it_makes_an_authority_a_server_and_a_worker(tmp_path: Path) -> None:
         "node1.example",
         "10.1.2.3",
     }
-    assert "subjectAltName" not in ssl._ssl._test_decode_cert(str(folder / "worker.pem"))  # type: ignore[attr-defined]
+    named = ssl._ssl._test_decode_cert(str(folder / "worker.pem"))["subjectAltName"]  # type: ignore[attr-defined]
+    assert named == (("URI", "offbeat:worker"),), "nobody passes for a server or a validator with it"
 
 
 def test_each_call_is_another_authority(tmp_path: Path) -> None:
@@ -78,3 +79,19 @@ def test_without_cryptography(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(NetworkError, match=r"pip install 'offbeat\[certs\]'"):
         make(tmp_path)
+
+
+def test_those_of_a_validator_and_of_single_workers_are_added(tmp_path: Path) -> None:
+    make(tmp_path)
+    code, output = offbeat("certs", ".", "--validator", "--worker", 3, "--worker", 4, folder=tmp_path)
+    assert code == 0, output
+    names = [f"{name}.{kind}" for name in ("validator", "worker-3", "worker-4") for kind in ("pem", "key")]
+    assert sorted(output.split()) == sorted(names)
+    authority = ssl.create_default_context(cafile=tmp_path / "authority.pem")
+    for name, entry in (("validator", "offbeat:validator"), ("worker-4", "offbeat:worker:4")):
+        shown = ssl._ssl._test_decode_cert(str(tmp_path / f"{name}.pem"))  # type: ignore[attr-defined]
+        assert shown["subjectAltName"] == (("URI", entry),)
+        assert shown["issuer"] == authority.get_ca_certs()[0]["subject"]
+    code, output = offbeat("certs", ".", "--validator", folder=tmp_path)
+    assert code == 2
+    assert "it is there, and workers may rely on it" in output

@@ -22,6 +22,8 @@ COMMANDS = {
         "--scheduling",
         "--servers",
         "--join",
+        "--validator",
+        "--job",
         "--timeout",
         "--run-dir",
         "--history",
@@ -105,7 +107,7 @@ COMMANDS = {
         "--json",
         "--history",
     ],
-    "certs": ["FOLDER", "--host"],
+    "certs": ["FOLDER", "--host", "--validator", "--worker"],
 }
 
 

@@ -67,6 +67,7 @@ class Line:
 
     def __init__(self, rank: int, role: str) -> None:
         self.rank, self.role, self.peer, self.connected = rank, role, f"127.0.0.1:{rank}", True
+        self.is_trusted = False
         self.sent: list[tuple[Any, bytes]] = []
 
     @property

@@ -49,7 +49,7 @@ class End:
 
     def __init__(self, loop: Loop, rank: int) -> None:
         self._loop, self.rank, self.peer = loop, rank, f"rank {rank}"
-        self.role, self.connected = "worker", True
+        self.role, self.connected, self.is_trusted = "worker", True, False
         self.receiver: Any = None
         self.other: End
         self.open = True
@@ -117,6 +117,7 @@ class Parts:
         return ""
 
     controller = None
+    validator = None
 
     def controlled(self, sync: Policy) -> Parts:
         raise AssertionError("There is no controller.")

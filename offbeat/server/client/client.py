@@ -31,6 +31,7 @@ from offbeat.protocol.training import (
     Refused,
     ReleaseWorker,
     SnapshotAck,
+    TrainingOver,
 )
 from offbeat.server.client.connections import ShardConnections
 from offbeat.server.client.coordinator_requests import CoordinatorRequests
@@ -40,7 +41,7 @@ from offbeat.server.client.model_state import ModelState, Part
 from offbeat.server.client.plan_judge import PlanVerdict
 from offbeat.server.client.question_client import QuestionClient
 from offbeat.server.client.receiver import ShardReceiver
-from offbeat.server.client.requests import ServerRequest
+from offbeat.server.client.requests import EndOfTraining, ServerRequest
 from offbeat.server.client.state_transfer import (
     DataStateFetch,
     DataStateUpload,
@@ -117,7 +118,8 @@ class Client:
             hosts=hosts,
             seed=seed,
         )
-        self._error: OffbeatError | None = None
+        self._error: OffbeatError | EndOfTraining | None = None
+        self._reason = ""  # why all wait at the server
 
     def accept(self, link: PeerLink) -> ShardReceiver:
         """Take a link into use, in order of shards; returns what it hands frames to."""
@@ -290,8 +292,8 @@ class Client:
         return self._begin(request, self._swap, part, whole)
 
     def trouble(self) -> str:
-        """Say what is wrong with the server, in sentences; "" if nothing is known to be."""
-        return self._connections.trouble()
+        """Say what is wrong with the server, or what all wait for there, in sentences; "" if nothing is known to be."""
+        return self._connections.trouble() or self._reason
 
     def abort(self) -> None:
         """Leave without a word: the others are to miss this worker at once."""
@@ -388,6 +390,7 @@ class Client:
 
     def stranded(self, error: OffbeatError) -> None:
         """Handle the loss of all links."""
+        self._reason = ""
         self.transfers.stranded()
         self._requests.stranded()
         if self._plans is not None:
@@ -399,7 +402,7 @@ class Client:
         self._models.arrived()
         self._requests.arrived()
 
-    def fail(self, error: OffbeatError) -> None:
+    def fail(self, error: OffbeatError | EndOfTraining) -> None:
         """Fail all that is waited for: nothing more is possible."""
         self._error = self._error or error
         if self._plans is not None:
@@ -448,12 +451,21 @@ class Client:
                 self._models.adopt(message)
                 if self._plans is not None:
                     self._plans.adopt(plan, text, sync_point)
-            case Notice(text=text):
+            case Notice(text=text, waits=waits):
+                self._reason = text if waits else "" if waits is False else self._reason
                 self._tell(text)
+            case TrainingOver():
+                self._end_training()
             case Evicted(reason=reason):
                 self.lose(NetworkError(f"The server continued without this worker: {reason}."), self._connections.entry)
             case Refused(reason=reason, disagrees=disagrees):
                 self.fail(DisagreementError(reason) if disagrees else PeerError(reason))
+
+    def _end_training(self) -> None:
+        """The workers are done, so that what this validator waits for, now or later, never comes."""
+        self._connections.close()
+        self._tell("The job is over: its last worker has said good-bye. This validator ends with it.")
+        self.fail(EndOfTraining(0))
 
     def see(self, number: int, model_statuses: tuple[ModelStatus, ...]) -> None:
         """Handle the answer to a look."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from offbeat.protocol.plan_swap import SwapResult
     from offbeat.protocol.status import ModelStatus
     from offbeat.server.client.connections import ShardConnections
-    from offbeat.server.client.requests import ServerRequest
+    from offbeat.server.client.requests import EndOfTraining, ServerRequest
 
 
 class CoordinatorRequests:
@@ -70,7 +70,7 @@ class CoordinatorRequests:
         for number in self._looks:
             self._connections.say(GetStatus(number))
 
-    def fail(self, error: OffbeatError) -> None:
+    def fail(self, error: OffbeatError | EndOfTraining) -> None:
         """Fail all requests: they will not be answered."""
         for look in self._looks.values():
             look.fail(error)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from offbeat.protocol.data_leases import FromData
     from offbeat.server.client.connections import ShardConnections
     from offbeat.server.client.lease_queue import LeaseQueue
-    from offbeat.server.client.requests import ServerRequest
+    from offbeat.server.client.requests import EndOfTraining, ServerRequest
 
 
 class LeaseRequests:
@@ -51,7 +51,7 @@ class LeaseRequests:
         self._draws[queue.about.loader] = request
         self.queues.want(queue, lambda: request.finish(None))
 
-    def fail(self, error: OffbeatError) -> None:
+    def fail(self, error: OffbeatError | EndOfTraining) -> None:
         """Fail all requests: nothing more will be dealt out."""
         for request in self._draws.values():
             request.fail(error)

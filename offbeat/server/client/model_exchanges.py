@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from offbeat.server.client.lease_requests import LeaseRequests
     from offbeat.server.client.model_state import ModelState, Part
     from offbeat.server.client.question_client import QuestionClient
-    from offbeat.server.client.requests import ServerRequest
+    from offbeat.server.client.requests import EndOfTraining, ServerRequest
     from offbeat.server.client.state_transfer import StateTransfers
 
 
@@ -264,7 +264,7 @@ class ModelExchanges:
         for state in self.states.values():
             self._enter(state)
 
-    def fail(self, error: OffbeatError) -> None:
+    def fail(self, error: OffbeatError | EndOfTraining) -> None:
         """Fail what is waited for: there will be no links again."""
         for state in self.states.values():
             state.request.fail(error)

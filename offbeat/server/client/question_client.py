@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from offbeat.server.client.connections import ShardConnections
-    from offbeat.server.client.requests import ServerRequest
+    from offbeat.server.client.requests import EndOfTraining, ServerRequest
 
 _MOST_ANSWERED = 16
 
@@ -73,7 +73,7 @@ class QuestionClient:
         self.answered.append(Answered(answer.number, answer.numbers, answer.workers))
         request.finish(answer)
 
-    def fail(self, error: OffbeatError) -> None:
+    def fail(self, error: OffbeatError | EndOfTraining) -> None:
         """Fail all questions: they will not be answered."""
         for _, request in self._open.values():
             request.fail(error)

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class EndOfTraining(SystemExit):
+    """The end of a validator's script in good order, behind whatever it waits for: the workers are done."""
+
+
 class PulledParameters(NamedTuple):
     """The newest parameters, as far as the server says something about them; they themselves are in the model.
 
@@ -48,7 +52,7 @@ class ServerRequest(Generic[T]):
 
     def __init__(self, sent_bytes: int = 0) -> None:
         self.sent_bytes = sent_bytes
-        self._error: OffbeatError | None = None
+        self._error: OffbeatError | EndOfTraining | None = None
         self._over = threading.Event()
 
     def finish(self, value: T) -> None:
@@ -56,7 +60,7 @@ class ServerRequest(Generic[T]):
         self.value = value
         self._over.set()
 
-    def fail(self, error: OffbeatError) -> None:
+    def fail(self, error: OffbeatError | EndOfTraining) -> None:
         """Finish the request without an answer, unless it has one."""
         if not self.is_over:
             self._error = error
@@ -67,6 +71,7 @@ class ServerRequest(Generic[T]):
 
         Raises:
             OffbeatError: what ended it: the server is gone, or refused.
+            EndOfTraining: if the workers are done, and this is a validator.
         """
         over = self._over.wait(timeout.total_seconds())
         if self._error is not None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from offbeat.server.client.model_state import ModelState
+    from offbeat.server.client.requests import EndOfTraining
     from offbeat.wire.link import PeerLink
 
 
@@ -198,7 +199,7 @@ class StateTransfers:
         under_way, self._under_way = self._under_way, {}
         self._due += under_way.values()
 
-    def fail(self, error: OffbeatError) -> None:
+    def fail(self, error: OffbeatError | EndOfTraining) -> None:
         """Fail all transfers: none comes to its end."""
         self.stranded()
         for transfer in self._due:

@@ -77,6 +77,9 @@ class ModelShard:
         parts: of the plan, which shards carry out.
         report: called with what is to be judged; the answer is a decision, which comes later.
 
+    Attributes:
+        is_judged: contributions are judged beside a validator's.
+
     Raises:
         PeerError: if the model or its optimizer cannot be held.
     """
@@ -101,6 +104,7 @@ class ModelShard:
         self.model, self._give = model, give
         self.sizes = {index: block.size_bytes for index, block in blocks.items()}
         rule, codec = parts.rule, parts.codec
+        self.is_judged = rule is not None and rule.needs_reference
         self._codec = None if codec is None else BlockCodec(codec, list(blocks.values()), details.seed or 0)
         self._robust = None if rule is None else RobustAggregator(rule, _log.warning)
         self._store = ParameterStore(list(blocks.values()), details.optimizer, self._robust or WeightedMean())

@@ -33,7 +33,13 @@ if TYPE_CHECKING:
     from offbeat.wire.link import PeerLink
 
 _MOST_UNSEEN = 8
-_A = {"worker": "a worker", "shard": "another shard", "onlooker": "an onlooker", "operator": "an operator"}
+_A = {
+    "worker": "a worker",
+    "validator": "a validator",
+    "shard": "another shard",
+    "onlooker": "an onlooker",
+    "operator": "an operator",
+}
 
 
 class PeerHandler(Protocol):
@@ -83,6 +89,7 @@ class Peer:
     def __init__(self, shard: PeerHandler, link: PeerLink) -> None:
         self._shard, self.link = shard, link
         self.rank, self.role = link.rank, link.role
+        self.trains = self.role in ("worker", "validator")  # whether it pushes and pulls
         self.models: dict[int, int] = {}  # that it has opened, with its entry
         self.filling: set[int] = set()  # models whose first values come from it
         self._unseen = 0  # answers that it has not received

@@ -63,6 +63,7 @@ from offbeat.protocol.training import (
     PullBlock,
     PullDone,
     Refused,
+    TrainingOver,
 )
 from offbeat.server.optimizers import check_hyper
 from offbeat.server.shard.admission_check import compare
@@ -344,13 +345,13 @@ class Shard:
         self.was_visited = True
         peer.models[model] = entry
         filler = any(model in other.filling for other in self._peers.values())
-        if model_shard.unfilled and not filler:
+        if model_shard.unfilled and not filler and _may_fill(peer, model_shard):
             peer.filling.add(model)
         secret = self._secrets[peer.rank]
         peer.say(ModelOpened(model, model in peer.filling, self.life, self._snapshots is not None, secret=secret))
         if not details.blocks and is_first and details.back is None:  # more shards than blocks
             self._report(ModelFilled(model))
-        self._post_event(WorkerOpened(now_s(), peer.rank, model, details, entry))
+        self._post_event(WorkerOpened(now_s(), peer.rank, model, details, entry, is_validator=peer.role == "validator"))
 
     def _new_model_shard(self, model: int, details: ModelInfo, version: int = 0) -> ModelShard:
         model_shard = ModelShard(
@@ -446,8 +447,8 @@ class Shard:
             case GetDataState(number=number):
                 peer.answer(DataState(number), coordinator.data_state())
             case SwapPlan():
-                by = f"rank {peer.rank}" if peer.role == "worker" else f"an operator at {peer.link.peer}"
-                self._post_event(SwapAsked(now_s(), peer, message, by))
+                by = f"rank {peer.rank}" if peer.trains else f"an operator at {peer.link.peer}"
+                self._post_event(SwapAsked(now_s(), peer, message, by, is_trusted=peer.link.is_trusted))
             case ReserveRanks(count=count, least=least):
                 self._post_event(RanksAsked(now_s(), peer, count, least))
             case RegisterShard():
@@ -471,7 +472,7 @@ class Shard:
         kind = type(message).__name__
         if peer.role == "shard" and peer not in self._shards and not isinstance(message, RegisterShard):
             raise PeerError(f"Cannot take {kind} from this shard: it does not follow this one.")
-        if peer.role != "worker" or self._peers.get(peer.rank) is peer or isinstance(message, GetStatus | TellStatus):
+        if not peer.trains or self._peers.get(peer.rank) is peer or isinstance(message, GetStatus | TellStatus):
             return
         raise PeerError(f"Cannot take {kind} from rank {peer.rank}: it trains no model yet. Call run.prepare first.")
 
@@ -501,15 +502,22 @@ class Shard:
             model_shard.gone(peer.rank)
         self._remove(peer, WorkerGone(now_s(), peer.rank, error))
         asyncio.get_running_loop().call_later(0.0 if error is None else self._patience_s, self._note_gone, peer.rank)
-        if not self._peers:
+        if peer.role == "worker" and not self._has_workers:
             self._end_unless_one_comes_back(error)
 
     def _end_unless_one_comes_back(self, error: OffbeatError | None) -> None:
         if error is None:
             self.is_finished = True
+            for validator in self._peers.values():
+                validator.say(TrainingOver())
             self._done()
             return
-        asyncio.get_running_loop().call_later(self._patience_s, lambda: None if self._peers else self._done())
+        asyncio.get_running_loop().call_later(self._patience_s, lambda: None if self._has_workers else self._done())
+
+    @property
+    def _has_workers(self) -> bool:
+        """Whether there is anybody but validators."""
+        return any(peer.role == "worker" for peer in self._peers.values())
 
     def _note_gone(self, worker: int) -> None:
         """Note that a worker has not come back: if the server is killed now, the others do not wait for it."""
@@ -657,10 +665,12 @@ class Shard:
         model_shard = self._model_shards[model]
         model_shard.unfilled = set(model_shard.sizes)  # of what has come, nothing goes with the values of another
         for other in self._peers.values():
-            if model in other.models:
+            if model in other.models and _may_fill(other, model_shard):
                 other.filling.add(model)
                 other.say(ModelOpened(model, True, self.life, self._snapshots is not None))
                 return
+        if any(model in other.models for other in self._peers.values()):
+            return  # they wait for a validator, whose values they begin with
         del self._model_shards[model]  # whoever comes next is the first
         self._post_event(ModelForgotten(now_s(), model))
 
@@ -723,6 +733,11 @@ class Shard:
         """Send it to the shard that coordinates; nothing if that is just being lost."""
         if self._coordinator_link is not None and self._coordinator_link.is_open:
             self._coordinator_link.send(pack(message))
+
+
+def _may_fill(peer: Peer, model_shard: ModelShard) -> bool:
+    """Whether the first values of a model may be a peer's: where contributions are judged, only a validator's."""
+    return peer.role == "validator" or not model_shard.is_judged
 
 
 def _all_have(theirs: list[set[SnapshotId]], one: SnapshotId) -> bool:

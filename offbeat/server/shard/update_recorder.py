@@ -38,9 +38,12 @@ class UpdateRecorder:
         self._open: dict[int, _Update] = {}  # by version
 
     def made(self, version: int, block: int, rate: float, parts: Iterable[tuple[Push, BlockContribution]]) -> None:
-        """An update was made in a block, of these contributions; if it was before, that has been undone."""
+        """An update was made in a block, of these contributions; if it was before, that has been undone.
+
+        A reference weighs nothing: it is never applied.
+        """
         update = self._open.setdefault(version, _Update(rate))
-        update.blocks[block] = {push: (part.weight, part.scale) for push, part in parts}
+        update.blocks[block] = {push: (0.0 if part.is_reference else part.weight, part.scale) for push, part in parts}
 
     def close(self, is_final: Callable[[int], bool]) -> None:
         """Record the updates that stay as they are.

@@ -1,0 +1,279 @@
+"""Validators: processes on trusted data, beside which a server judges what workers bring."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import offbeat
+from offbeat import ASP, BSP, LocalSGD, ParameterServer, Plan
+from offbeat.errors import PlanError
+from offbeat.robust import FLTrust, ZenoPlusPlus, ZenoPS
+from tests.cli.commands import offbeat as command
+from tests.cli.commands import start
+from tests.training.server_jobs import serve
+from tests.workers import listen, run_workers
+
+if TYPE_CHECKING:
+    from offbeat.robust import Rule
+    from offbeat.sync import Policy
+
+pytestmark = pytest.mark.timeout(120)
+WORLD, STEPS, LR = 3, 60, 0.1
+SECRET = "v" * 32
+
+
+class Trained(NamedTuple):
+    """What became of one process's model.
+
+    Args:
+        accuracy: on samples of nobody.
+        said: what people were told.
+        ended: whether its script was ended, with exit code 0.
+    """
+
+    accuracy: float
+    said: list[str]
+    ended: bool
+
+
+def model(seed: int = 5) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Linear(20, 3)
+
+
+def samples(seed: int, count: int) -> TensorDataset:
+    """Which of three directions points most where a sample does."""
+    generator = torch.Generator().manual_seed(seed)
+    truth = torch.randn(3, 20, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(count, 20, generator=generator)
+    return TensorDataset(x, (x @ truth.T).argmax(1))
+
+
+def plan(policy: Policy, rule: Rule | None) -> Plan:
+    return Plan(sync=policy, fabric=ParameterServer(), validator=rule)
+
+
+def come(folder: str) -> int:
+    """Find the server of the test, as a worker or, behind those that the job begins with, as a validator."""
+    rank = int(os.environ["RANK"])
+    if rank >= WORLD:
+        del os.environ["OFFBEAT_STORE"], os.environ["OFFBEAT_STORE_PREFIX"]
+        os.environ.update(OFFBEAT_ROLE="validator", OFFBEAT_VALIDATOR_TOKEN=SECRET)
+    serve(Path(folder), validator_token=SECRET)
+    return rank
+
+
+def train(folder: str, plan: Plan, liars: int, kills: int = -1, waits: int = -1) -> Trained:
+    """The same script everywhere; a validator has its own data, of which a loop never ends.
+
+    Args:
+        liars: so many of the first workers turn their gradients round, and make them longer.
+        kills: the rank of a validator that is killed in its tenth step.
+        waits: that of one that does not come before.
+    """
+    said, rank, here = listen(), come(folder), Path(folder)
+    while rank == waits and not (here / "killed").exists():
+        time.sleep(0.05)
+    net, ended = model(rank), False
+    try:
+        with offbeat.init(plan, timeout=timedelta(seconds=5)) as run:
+            assert run.is_validator == (rank >= WORLD)
+            data = samples(100 + rank, 256 if run.is_validator else 32 * STEPS * WORLD)
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+            replica, optimizer, loader = run.prepare(net, optimizer, DataLoader(data, batch_size=32))
+            for step, (x, y) in enumerate(loader):
+                F.cross_entropy(replica(x), y).backward()
+                if rank < liars:
+                    for parameter in net.parameters():
+                        assert parameter.grad is not None
+                        parameter.grad.mul_(-6)
+                if rank == kills and step == 10:
+                    (here / "killed").touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                optimizer.step()
+                optimizer.zero_grad()
+            if plan.sync == BSP():  # all are there
+                assert run.mean(1.0 if rank == 0 else 0.0) == pytest.approx(1 / WORLD), "of the workers"
+            run.settle()
+    except SystemExit as stop:
+        ended = stop.code in (None, 0)
+    x, y = samples(99, 500).tensors
+    return Trained(float((net(x).argmax(1) == y).float().mean()), said, ended)
+
+
+@pytest.mark.parametrize(("policy", "rule"), [(LocalSGD(2), ZenoPS()), (ASP(), ZenoPlusPlus())], ids=repr)
+def test_most_workers_lie_and_the_model_learns(policy: Policy, rule: Rule, tmp_path: Path) -> None:
+    """It also begins with the validator's parameters, and is over when the workers are done."""
+    results = run_workers(WORLD, train, str(tmp_path), plan(policy, rule), 2, newcomers=1, timeout_s=100)
+    assert [one.ended for one in results] == [False] * WORLD + [True]
+    assert min(one.accuracy for one in results) > 0.7, results
+
+
+def test_without_one_they_lead_it_away(tmp_path: Path) -> None:
+    results = run_workers(WORLD, train, str(tmp_path), plan(LocalSGD(2), None), 2, timeout_s=100)
+    assert max(one.accuracy for one in results) < 0.4, results
+
+
+def test_one_that_is_killed_holds_all_up_until_there_is_another(tmp_path: Path) -> None:
+    results = run_workers(
+        WORLD, train, str(tmp_path), plan(BSP(), FLTrust()), 0, WORLD, WORLD + 1,
+        newcomers=2, faulty=WORLD, timeout_s=100,
+    )  # fmt: skip
+    assert (tmp_path / "killed").exists()
+    assert min(results[rank].accuracy for rank in (0, 1, 2, 4)) > 0.7
+    assert results[4].ended
+
+
+class Tried(NamedTuple):
+    """What one process was told when it tried what only a validator may."""
+
+    swapped: str
+    replaced: str
+    begins_with: list[torch.Tensor]
+    ends_with: list[torch.Tensor]
+
+
+def try_all(folder: str) -> Tried | None:
+    """Rank 0 wants another plan and other parameters, and says that its learning rate and its samples are many."""
+    rank = come(folder)
+    net = model(rank)
+    swapped = replaced = ""
+    try:
+        with offbeat.init(plan(BSP(), FLTrust()), timeout=timedelta(seconds=5)) as run:
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+            replica, optimizer = run.prepare(net, optimizer)
+            begins = [parameter.detach().clone() for parameter in net.parameters()]
+            server = run._session.server
+            assert server is not None
+            if rank == 0:
+                with pytest.raises(PlanError) as caught:
+                    run.swap(sync=ASP())
+                swapped = str(caught.value)
+                put = server.client.put(0, [])
+                assert put.wait(timedelta(seconds=20))
+                replaced = put.value
+            x, y = samples(100, 32).tensors
+            for _ in range(10**6 if run.is_validator else 5):
+                F.cross_entropy(replica(x), y).backward()
+                if rank == 0:
+                    optimizer.param_groups[0]["lr"] = 1e9
+                optimizer.step()
+                optimizer.zero_grad()
+            run.settle()
+    except SystemExit:
+        return None
+    return Tried(swapped, replaced, begins, [parameter.detach().clone() for parameter in net.parameters()])
+
+
+def test_what_a_worker_says_of_the_update_counts_for_nothing(tmp_path: Path) -> None:
+    *workers, validator = run_workers(WORLD, try_all, str(tmp_path), newcomers=1, timeout_s=100)
+    assert validator is None, "it was ended"
+    assert workers[0].swapped == (
+        "Cannot swap the plan for rank 0: in this job only who shows a validator's credential may."
+    )
+    assert "Cannot take other parameters from rank 0: in this job they are those of a validator" in workers[0].replaced
+    net = model(WORLD)
+    for one in workers:
+        for here, there in zip(one.begins_with, net.parameters(), strict=True):
+            assert torch.equal(here, there), "the first values are the validator's"
+    x, y = samples(100, 32).tensors
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+    for _ in range(5):
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for one in workers:
+        for here, there in zip(one.ends_with, net.parameters(), strict=True):
+            torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
+
+
+def resume(folder: str, saved: str) -> list[torch.Tensor]:
+    """A run that writes a checkpoint at its end, or begins with it; workers have others in its place."""
+    rank = come(folder)
+    net, steps = model(rank), 0
+    try:
+        with offbeat.init(plan(BSP(), FLTrust()), timeout=timedelta(seconds=5)) as run:
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
+            replica, optimizer = run.prepare(net, optimizer)
+            if Path(saved).exists():
+                assert not run.has_joined
+                state = torch.load(saved)
+                if run.is_validator:
+                    net.load_state_dict(state["model"])
+                run.load_state_dict(state["run"])
+                return [parameter.detach().clone() for parameter in net.parameters()]
+            x, y = samples(100, 32).tensors
+            for _ in range(10**6 if run.is_validator else 4):
+                steps += 1
+                F.cross_entropy(replica(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            run.settle()
+            if rank == 0:
+                torch.save({"model": net.state_dict(), "run": run.state_dict()}, saved)
+            run.settle()
+    except SystemExit:
+        assert steps
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+def test_a_checkpoint_is_that_of_the_validator(tmp_path: Path) -> None:
+    saved = str(tmp_path / "saved.pt")
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        results = run_workers(WORLD, resume, str(tmp_path / name), saved, newcomers=1, timeout_s=100)
+    for one in results:
+        for here, there in zip(one, torch.load(saved)["model"].values(), strict=True):
+            assert torch.equal(here, there)
+
+
+SCRIPT = """
+import torch, offbeat
+run = offbeat.init()
+model = torch.nn.Linear(4, 2)
+data = torch.utils.data.TensorDataset(torch.randn(96, 4))
+loader = torch.utils.data.DataLoader(data, batch_size=8)
+model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+for x, in loader:
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("validates" if run.is_validator else "is done", "OFFBEAT_VALIDATOR_TOKEN" in __import__("os").environ)
+"""
+
+
+def test_by_the_command(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "plan.toml").write_text(plan(LocalSGD(2), ZenoPS()).to_toml())
+    with start("run", "-n", 2, "--servers", 1, "--plan", "plan.toml", "--run-dir", "job", "train.py",
+               folder=tmp_path) as job:  # fmt: skip
+        try:
+            code, said = command("run", "--validator", "--job", "job", "train.py", folder=tmp_path, timeout_s=100)
+            output, _ = job.communicate(timeout=60)
+        finally:
+            job.kill()
+    assert (job.returncode, code) == (0, 0), (output, said)
+    assert output.count("is done False") == 2, output
+    assert "Starting rank 2, which validates for it." in said
+    assert "The job is over: its last worker has said good-bye. This validator ends with it." in said
+    assert "validates True" not in said, "its loop has no end"
+    assert (tmp_path / "job" / "validator.token").stat().st_mode & 0o077 == 0
+
+
+def test_a_server_in_a_workers_hands_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "plan.toml").write_text(plan(LocalSGD(2), ZenoPS()).to_toml())
+    code, output = command("run", "-n", 2, "--plan", "plan.toml", "train.py", folder=tmp_path)
+    assert code == 2
+    assert "Start it apart from them, with `offbeat run --servers 1` or `offbeat serve`" in output
