@@ -67,8 +67,8 @@ class Judgements:
             scales = (0.0,) * _count(first)
             self._job.out.log(f"Update {first.version} is left out: shards have compared it with other references.")
         judged = tuple((row.worker, row.clock, scale) for row, scale in zip(rows, scales, strict=False))
-        reference = scales[-1] if len(scales) > len(rows) else 0.0
-        is_finite = not gram or math.isfinite(gram[-1])
+        has_reference = len(scales) > len(rows)
+        reference, is_finite = scales[-1] if has_reference else 0.0, not has_reference or math.isfinite(gram[-1])
         self._job.out.record(UpdateJudged(first.model, first.version, judged, reference))
         self._job.out.decide(ScaleContributions(first.model, first.version, judged, reference, is_finite))
 

@@ -17,7 +17,7 @@ from offbeat.protocol.checkpoints import FetchState, PutState, PutStateDone, Req
 from offbeat.protocol.data_leases import GetDataState, MemoryExhausted, RequestLease, ReturnLease
 from offbeat.protocol.messages import pack, to_worker
 from offbeat.protocol.optimizer_spec import Hyper, OptimizerSpec
-from offbeat.protocol.shards import ModelFilled, PushDone, PushNearlyDone, RegisterShard
+from offbeat.protocol.shards import ModelFilled, PushDone, PushNearlyDone, RegisterShard, UpdateMeasured
 from offbeat.protocol.status import GetStatus
 from offbeat.protocol.training import (
     Announce,
@@ -256,6 +256,7 @@ def _frame(choices: Choices) -> tuple[bytes, bytes]:
             ModelFilled(model),
             PushDone(model, block, clock),
             PushNearlyDone(model, block, clock),
+            UpdateMeasured(model, clock, (), bytes(block)),
             FetchState(model, clock),
             RequestReplacement(model, clock),
             PutState(model, block),

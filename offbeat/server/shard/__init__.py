@@ -6,6 +6,7 @@
 * `shard_parts` - what shards carry out of a plan
 * `update_scheduler` - what has arrived, what waits for it, who waits for that; per block, without I/O
 * `undo_log` - undoes and redoes updates that hold contributions which may still be withdrawn
+* `update_measurement` - what is said of an update that a robust rule is to judge
 * `update_recorder` - updates in the making, for the history
 * `snapshot_barrier` - when all shards make a snapshot of one version; `snapshot_builder` - how one is made;
   `snapshot_store` - the folder that keeps them

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 from typing import TYPE_CHECKING
 
@@ -17,24 +18,23 @@ from offbeat.protocol.shards import (
     ApplyContributions,
     CommitUpdates,
     DropContribution,
-    MeasuredContribution,
     ReleaseFromShard,
     ScaleContributions,
-    UpdateMeasured,
     WithdrawContribution,
     WorkerRemoved,
 )
 from offbeat.protocol.training import PullBlock
-from offbeat.server.aggregator import BlockContribution, WeightedMean
+from offbeat.server.aggregator import WeightedMean
 from offbeat.server.blocks import Block, ParameterSlice
 from offbeat.server.encoded_block import BlockCodec
-from offbeat.server.judge import Judge, pack_gram
+from offbeat.server.judge import Judge
 from offbeat.server.optimizer_checkpoint import Portion
 from offbeat.server.optimizers import check_spec
 from offbeat.server.pushed_block import DTYPES, EncodedReader
 from offbeat.server.robust_aggregator import RobustAggregator, agreed_hyper
-from offbeat.server.shard.parameter_store import BlockImage, ParameterStore, reference_row
+from offbeat.server.shard.parameter_store import BlockImage, ParameterStore
 from offbeat.server.shard.shard_parts import ShardParts
+from offbeat.server.shard.update_measurement import contribution_of, measure
 from offbeat.server.shard.update_recorder import UpdateRecorder
 from offbeat.server.shard.update_scheduler import (
     ApplyUpdate,
@@ -48,11 +48,12 @@ from offbeat.server.snapshot import describe_tensor
 from offbeat.sync import Apply
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from offbeat.history import Record
     from offbeat.protocol.messages import Decision
-    from offbeat.protocol.training import ContributionInfo, ModelInfo
+    from offbeat.protocol.shards import MeasuredContribution, UpdateMeasured
+    from offbeat.protocol.training import ModelInfo
     from offbeat.server.pushed_block import PushedBlock
     from offbeat.server.shard.snapshot_builder import SnapshotBuilder
     from offbeat.server.snapshot import SnapshotTensor
@@ -223,7 +224,10 @@ class ModelShard:
             case AdmitWorker(worker=worker, clock=clock):
                 self._scheduler.admit(worker, clock, stayed=stays)
             case ApplyContributions(pushes=pushes, hyper=hyper, rate=rate, in_order=in_order):
-                about = [one if one.hyper else msgspec.structs.replace(one, hyper=hyper) for one in decision.about]
+                about = [
+                    one if one.hyper and self._robust is not None else msgspec.structs.replace(one, hyper=hyper)
+                    for one in decision.about
+                ]
                 are_references = [worker in decision.references for worker, _ in pushes]
                 told = dict(zip(pushes, zip(pushes, about, are_references, strict=True), strict=True))
                 again = {push: frozenset(one.again) for push, one in zip(pushes, about, strict=True) if one.again}
@@ -254,7 +258,8 @@ class ModelShard:
                         entry.before = self._image(action.block)
                     self._update(action)
                 case MeasureUpdate():
-                    self._report(self._measure(action))
+                    assert self._robust is not None
+                    self._report(measure(self.model, action, self._store, self._robust))
                 case UndoUpdate(before=before):
                     self._store.restore(action.block, before)
                     self._frozen[action.block] = (before.version, before.values)
@@ -285,35 +290,17 @@ class ModelShard:
         """
         if self._judge is None:
             raise PeerError(f"Cannot judge an update of model {self.model}: its plan has no rule that does.")
-        matrix = torch.tensor(gram, dtype=torch.float64)
-        count = len(rows) if len(rows) ** 2 == len(gram) else len(rows) + 1
-        workers, weights = [row.worker for row in rows], [row.weight for row in rows]
-        scales: list[float] = self._judge.scales(matrix.view(count, count), workers, weights).tolist()
+        count = math.isqrt(len(gram))
+        matrix = torch.tensor(gram, dtype=torch.float64).view(count, count)
+        scales: list[float] = self._judge.scales(
+            matrix, [it.worker for it in rows], [it.weight for it in rows]
+        ).tolist()
         return scales
-
-    def _measure(self, measure: MeasureUpdate) -> UpdateMeasured:
-        """Measure this shard's part of an update, block after block."""
-        assert self._robust is not None
-        gram, rows, version = None, list[MeasuredContribution](), 0
-        for block, brought in measure.blocks.items():
-            parts = [_contribution(*one) for one in brought]
-            rows = [
-                MeasuredContribution(push[0], push[1], about.weight)
-                for (push, about, is_reference), _ in brought
-                if about.weight > 0 and not is_reference
-            ]
-            reference = self._store.reference(block, parts)
-            row, version = (None, 0) if reference is None else (reference_row(reference), reference.version)
-            own = [one for one in parts if not one.is_reference]
-            of_block = self._robust.measure(own, self._store.values[block].dtype, row)
-            gram = of_block if gram is None else gram.add_(of_block)
-        assert gram is not None
-        return UpdateMeasured(self.model, measure.version, tuple(rows), pack_gram(gram), version)
 
     def _update(self, make: ApplyUpdate) -> None:
         judgement: ScaleContributions | None = make.judgement
         scales = None if judgement is None else {(w, clock): scale for w, clock, scale in judgement.scales}
-        parts = [_contribution(*one, scales) for one in make.parts]
+        parts = [contribution_of(*one, scales) for one in make.parts]
         pushes = [push for (push, *_), _ in make.parts]
         self._recorder.made(make.version, make.block, make.rate, zip(pushes, parts, strict=True))
         about = [about for (_, about, is_reference), _ in make.parts if about.weight > 0 and not is_reference]
@@ -343,15 +330,6 @@ class ModelShard:
             version, values = self._store.versions[block], self._store.values[block].clone()
             self._frozen[block] = (version, values)
         return version, values
-
-
-def _contribution(
-    told: tuple[Push, ContributionInfo, bool], part: PushedBlock, scales: Mapping[Push, float] | None = None
-) -> BlockContribution:
-    """One block of a contribution, with the scale that it was given, if it was judged."""
-    push, about, is_reference = told
-    scale = None if scales is None else scales.get(push, 0.0)
-    return BlockContribution(push[0], about.weight, part, scale, is_reference)
 
 
 def _blocks(details: ModelInfo, held_bytes: int) -> dict[int, Block]:
