@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import torch
 
+from offbeat import contribution_hooks
 from offbeat.codec import Turn
 from offbeat.diagnosis.wait import WaitContext
 from offbeat.engine import state_checks
@@ -274,6 +275,7 @@ class ServerSync:
     def _issue(self, info: ContributionInfo, unused: Sequence[str], step: int) -> ServerFlight:
         metrics, number, contribution = self._context.metrics, self._model.number, self.number
         issued_s, stamp = metrics.now_s(), self.accounting.stamp
+        contribution_hooks.before_encode(self.grads, (number, info.change), step)
         encoded = self._encode(deltas=info.change)
         weight = info.weight if self._finite(encoded, "change" if info.change else "gradient", step) else 0.0
         info = msgspec.structs.replace(info, weight=weight, used=tuple(self._server.used), step=step)
