@@ -59,6 +59,7 @@ from offbeat.protocol.shards import (
     ModelFilled,
     PushDone,
     PushNearlyDone,
+    PushOverdue,
     RegisterShard,
     ReleaseFromShard,
     SaveLastSnapshot,
@@ -114,7 +115,16 @@ FromWorker = (
     | PlanAgreement
     | LeaveAfter
 )
-FromShard = RegisterShard | ModelFilled | PushNearlyDone | PushDone | WorkerDrained | SaveLastSnapshot | SnapshotSaved
+FromShard = (
+    RegisterShard
+    | ModelFilled
+    | PushNearlyDone
+    | PushDone
+    | PushOverdue
+    | WorkerDrained
+    | SaveLastSnapshot
+    | SnapshotSaved
+)
 # Of the coordinator, to all shards.
 Decision = (
     AdmitWorker

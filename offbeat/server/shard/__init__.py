@@ -4,6 +4,7 @@
   same model as the others; `coordinator_host` - the coordinator on the first shard
 * `model_shard` - one model's blocks; `parameter_store` - their parameters and the optimizer's state
 * `update_scheduler` - what has arrived, what waits for it, who waits for that; per block, without I/O
+* `push_watch` - contributions that were announced and do not come
 * `undo_log` - undoes and redoes updates that hold contributions which may still be withdrawn
 * `update_recorder` - updates in the making, for the history
 * `snapshot_barrier` - when all shards make a snapshot of one version; `snapshot_builder` - how one is made;
