@@ -153,7 +153,7 @@ def run_once(
     with ExitStack() as resources:
         if job.served:
             is_struck = any(fault.target != "worker" and not fault.stays for fault in job.faults)
-            timeout_s = _FAULTY_TIMEOUT_S if job.faults else _SERVER_TIMEOUT_S
+            timeout_s = _FAULTY_TIMEOUT_S if job.faults or job.given_up else _SERVER_TIMEOUT_S
             shards = launch.Shards(servers, folder=folder, timeout_s=timeout_s, lab=lab, is_struck=is_struck)
             environment |= resources.enter_context(shards).environment
         if job.switched:

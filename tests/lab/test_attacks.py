@@ -152,6 +152,18 @@ def test_a_median_bears_one_liar_of_three(tmp_path: Path) -> None:
     assert float(done.workers[0].digest) == pytest.approx(-4 * LR * STEPS, rel=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_who_announces_and_never_sends_is_left_behind(tmp_path: Path) -> None:
+    """For twice the timeout of 5 s the others wait, once; then the mean is of them alone."""
+    done = run(tmp_path, "server", {"kind": "drop", "from_step": 5})
+    assert [worker.rank for worker in done.workers] == [0]
+    assert lies(done) == [1]
+    assert float(done.workers[0].digest) == pytest.approx(-4 * LR * STEPS, rel=1e-4)
+    assert sum(step_s > 8 for step_s in done.workers[0].step_s) == 1
+    assert any("it announced contribution 5, and has pushed nothing more of it" in event for event in done.events)
+
+
 def test_only_liars_hear_of_it_and_plans_are_equal(tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(SCRIPT)
     text = TEXT + '[[row.attack]]\nworkers = [1]\nkind = "sign"\n'
