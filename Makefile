@@ -33,6 +33,7 @@ mutants: $(STAMP)  ## small faults, one at a time, that the tests have to find (
 
 docs: $(STAMP)  ## write the pages that are made from the code
 	$(BIN)/python -m tests.docs.command_line
+	$(BIN)/python -m tests.docs.compatibility
 
 faults: $(STAMP)  ## what survives what: cells that are not in the result yet (a quiet machine, about an hour)
 	$(BIN)/python -m benchmarks.faults

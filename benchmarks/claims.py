@@ -382,6 +382,16 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim(TO_TARGET, "CSER, 32 x", "ddp+bf16", at_most=0.8),
         Claim(TO_TARGET, "CSER, 32 x", "ddp+powersgd", at_most=0.8),
     ),
+    "byzantine": (
+        Claim(POINTS, "honest: trimmed mean", "honest: mean", at_least=-0.01),
+        Claim(POINTS, "honest: median", "honest: mean", at_least=-0.02),
+        Claim(POINTS, "sign x 6: mean", "honest: mean", at_most=-0.3),
+        *(
+            Claim(POINTS, f"{attack}: {rule}", "honest: mean", at_least=-0.03)
+            for attack in ("sign x 6", "flipped labels", "IPM")
+            for rule in ("trimmed mean", "median")
+        ),
+    ),
     "accuracy_mnist": (Claim(NEVER, "", at_most=0),),
     "accuracy_chars": (Claim(NEVER, "", at_most=0),),
     "delayed_mnist": (Claim(NEVER, "", at_most=0),),

@@ -16,7 +16,7 @@ Beside them stand the nouns that rooms share:
   exchanged; `pending` - an exchange under way; `rng` - random generators; `model_profiles` - sizes of well-known
   networks
 * a cluster: `topology` - hosts and links; `scenario` - and their work; `straggler_model` - slow steps; `fault_spec` -
-  faults
+  faults; `attack_spec` - lies; `contribution_hooks` - by which tests tell them
 * a process: `clock`; `backoff` - pauses between tries; `exit_codes`; `errors`; `version`
 * text and files: `toml_reader`, `safe_read` - what may be damaged; `safe_write` - whole or not at all; `short_name` -
   of a part; `float_sum` - exact sums

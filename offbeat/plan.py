@@ -131,8 +131,8 @@ class Plan:
             as behind backward; None for buckets that are waited for at the end of backward, and where `barrier_reason`
             says why they are with a scheduler, too. With a server, in what order they are pushed while backward
             computes; parameters come back during the next forward pass.
-        rule: what a server makes of the contributions of an update, some of which may lie; None for their mean. One that
-            compares whole contributions has each update held until all of it is there, at all shards.
+        rule: what a server makes of the contributions of an update, some of which may lie; None for their mean. One
+            that compares whole contributions has each update held until all of it is there, at all shards.
         validator: the rule by which a server judges contributions beside those of validators, which compute on data
             that is trusted (`offbeat run --validator`) and never move the model themselves; None for no validators.
 

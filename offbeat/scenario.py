@@ -5,6 +5,7 @@
     [workload] kind = "replay"|"script" what every worker does, whatever system carries its gradients
     [run]                               steps, repeats, and the row that others are compared with
     [[fault]]                           what goes wrong, at which worker and step
+    [[attack]]                          which workers lie, and how
     [[row]]                             one system: "offbeat" with a plan, or a peer
 
 >>> scenario = Scenario.from_toml('''
@@ -36,6 +37,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 
 from offbeat import toml_reader
+from offbeat.attack_spec import AttackSpec
 from offbeat.errors import ScenarioError, brief
 from offbeat.fault_spec import Fault
 from offbeat.model_profiles import TimedLayer, scaled, timed
@@ -52,6 +54,7 @@ _LATER: list[tuple[str, Any]] = [
     ("straggle", None),
     ("impair", None),
     ("fault", []),
+    ("attack", []),
     ("servers", 0),
     ("role", "worker"),
     ("jitter", 0.0),
@@ -213,7 +216,8 @@ class Row(_Table, frozen=True, kw_only=True):
 
     `plan` (offbeat only) is a table, or the path of a TOML file; the default if left out. `bucket_bytes` is this row's
     bucket size instead of the workload's. `save_every` (ddp+restarts
-    only) is the steps between two snapshots. `swap` (offbeat only) has another policy hold while it trains.
+    only) is the steps between two snapshots. `swap` (offbeat only) has another policy hold while it trains. `attack` is
+    what workers lie about in this row, beside the attacks of all rows.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=40, description="of 1 to 40 characters")]
@@ -222,6 +226,7 @@ class Row(_Table, frozen=True, kw_only=True):
     bucket_bytes: Size | None = None
     save_every: Positive | None = None
     swap: list[RowSwap] = []
+    attack: list[AttackSpec] = []
 
 
 class Rounds(_Table, frozen=True, kw_only=True):
@@ -248,6 +253,7 @@ class Scenario(_Table, frozen=True, kw_only=True):
     straggle: StragglerLaw | None = None
     impair: Impair | None = None
     fault: list[Fault] = []
+    attack: list[AttackSpec] = []
     run: Rounds = msgspec.field(default_factory=Rounds)
 
     @classmethod
@@ -375,6 +381,9 @@ class Scenario(_Table, frozen=True, kw_only=True):
         self._check_rows()
         self._check_impaired()
         self._check_faults()
+        for index, row in enumerate(self.row):
+            self._check_attacks(row, self.attack, "attack")
+            self._check_attacks(row, row.attack, f"row[{index}].attack")
         if len(self.servers) == len(self.topology.hosts):
             raise ScenarioError("Cannot train on servers alone: no host is a worker. Add one (host).")
         _ = self.workers
@@ -434,6 +443,26 @@ class Scenario(_Table, frozen=True, kw_only=True):
                 )
         if not self.loopback:
             self._check_rates(self.emulated, "fault.kind")
+
+    def _check_attacks(self, row: Row, attacks: list[AttackSpec], path: str) -> None:
+        for index, attack in enumerate(attacks):
+            attack.check(f"{path}[{index}]")
+            workers = len(self.workers.hosts)
+            if (most := max(attack.workers)) >= workers:
+                raise ScenarioError(
+                    f"Cannot have worker {most} lie: there are {workers}, from 0. Choose one of them "
+                    f"({path}[{index}].workers)."
+                )
+            if attack.kind == "label-flip" and isinstance(self.workload, Replay):
+                raise ScenarioError(
+                    f"Cannot flip labels: a replay learns nothing, and has none. Use a script ({path}[{index}].kind)."
+                )
+            if attack.kind != "label-flip" and row.system != "offbeat":
+                raise ScenarioError(
+                    f"Cannot have {attack.kind!r} forge what {row.system} sends in row {row.name!r}: contributions of "
+                    "offbeat can be forged. Leave that row out, or give the attack to the rows that it is for, as "
+                    f"[[row.attack]] ({path}[{index}].kind)."
+                )
 
     def _check_rows(self) -> None:
         if not self.row:

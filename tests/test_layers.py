@@ -39,8 +39,10 @@ LINES = [
 ]
 LEVELS = {room: level for level, line in enumerate(reversed(LINES), 1) for room in line}
 NOUNS = {
+    "attack_spec",
     "backoff",
     "clock",
+    "contribution_hooks",
     "errors",
     "exit_codes",
     "fault_spec",
@@ -193,7 +195,7 @@ def test_a_class_name_occurs_once() -> None:
 
 
 # Read where a process begins: by a run, and by the edges, which start it. `settings_from` is handed the variables.
-READS_THE_ENVIRONMENT = {"run/environment.py", "server/launch.py", "fault_spec.py"}
+READS_THE_ENVIRONMENT = {"run/environment.py", "server/launch.py", "attack_spec.py", "fault_spec.py"}
 EDGES = {"cli", "lab", "testing"}
 
 

@@ -15,6 +15,7 @@ import pytest
 
 import offbeat
 import offbeat.testing
+from offbeat.testing import attacks
 
 ROOT = Path(__file__).parent.parent
 
@@ -90,12 +91,31 @@ RUN = {
     "synchronize",
     "world",
 }
+ATTACKS = {
+    "Attack",
+    "BitFlip",
+    "Distance",
+    "Gaussian",
+    "Inflate",
+    "InnerProduct",
+    "LineSearch",
+    "LittleIsEnough",
+    "Mimic",
+    "NotFinite",
+    "RandomDirection",
+    "SignFlip",
+    "StaleUpdate",
+    "Zero",
+    "flipped_labels",
+    "hiding_deviations",
+}
 TESTING = {"check_codec", "check_controller", "check_fabric", "check_policy", "check_rule", "check_scheduler"}
 
 
 def test_public_names_are_frozen() -> None:
     assert set(offbeat.__all__) == NAMES
     assert set(offbeat.testing.__all__) == TESTING
+    assert set(attacks.__all__) == ATTACKS
     with offbeat.init() as run:
         assert {name for name in dir(run) if not name.startswith("_")} == RUN
 

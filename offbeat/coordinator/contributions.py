@@ -57,6 +57,7 @@ class Contributions:
     ) -> None:
         self._job, self._leases, self._swaps, self._rounds = job, leases, swaps, rounds
         self._arrivals, self._decisions, self._check_hyper = arrivals, decisions, check_hyper
+        self._capped: set[int] = set()  # workers that have said they had more samples than they were leased
 
     def announce(self, worker: int, message: Announce) -> None:
         """A worker has computed a contribution.
@@ -85,10 +86,14 @@ class Contributions:
         hidden_s = _hidden_s(member, about.computing_s, job.now_s)
         # The first steps of a worker pay for what later ones do not.
         computing_s = job.now_s - member.since_s + hidden_s if member.steps_here >= UNCOUNTED_STEPS else None
+        most = self._leases.most_samples(worker, about.used)
         is_valid = self._leases.announce(message.model, push, about.used, computing_s, hidden_s=hidden_s)
         if not is_valid and about.weight:
             self._tell_void(one, push, about.weight)
             about = msgspec.structs.replace(about, weight=0.0)
+        elif most is not None and about.weight > most:
+            self._tell_too_many(worker, clock, about.weight, most)
+            about = msgspec.structs.replace(about, weight=float(most))
         weight = about.weight
         if job.needs_validator:
             about, weight = self._trusted(one, worker, about)
@@ -174,6 +179,15 @@ class Contributions:
                 member = one.runner.state.members.get(worker)
                 if member is not None and member.every != every:
                     self._decisions.tell(model, TakesEveryNth(worker, every, self._job.now_s))
+
+    def _tell_too_many(self, worker: int, clock: int, samples: float, most: int) -> None:
+        """A contribution is said to be of more samples than its worker was leased: it weighs as much as these."""
+        if worker not in self._capped:
+            self._capped.add(worker)
+            self._job.tell(
+                f"Rank {worker} says that its contribution {clock} is of {samples:g} samples, and was leased {most}: "
+                "its contributions weigh no more than what it was leased."
+            )
 
     def _tell_void(self, one: ModelRecord, push: Push, samples: float) -> None:
         """A contribution was computed from what others are given: it takes its turn, moves nothing, and is reported."""

@@ -156,6 +156,10 @@ class Coordinator:
         one, (worker, clock) = self._job.model(model), push
         return clock in (one.latest.get(worker), one.at_once.get(worker))
 
+    def awaits(self, model: int, push: Push) -> bool:
+        """Whether a contribution is in an update, and not known to be whole."""
+        return push in self._job.model(model).open
+
     def status(self, at_s: float) -> tuple[ModelStatus, ...]:
         """The status of all models, for people."""
         pace, present = self._leases.explain(), self._swaps.present

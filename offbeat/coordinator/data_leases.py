@@ -142,6 +142,7 @@ class LeaseManager:
         self._loaders: dict[int, LoaderLeases] = {}
         self._used_leases: dict[tuple[int, Push], UsedLeases] = {}
         self._last: dict[int, UsedLeases] = {}  # by worker: for its next leases, and to learn how fast it is
+        self._samples: dict[int, int] = {}  # by worker: in the leases that it last named
 
     # -- workers come and go -------------------------------------------------------------------------------------
 
@@ -242,6 +243,19 @@ class LeaseManager:
         elif by_loader:
             self._used_leases[(model, push)] = used_leases
         return valid
+
+    def most_samples(self, worker: int, used: Collection[tuple[int, int]]) -> int | None:
+        """The most samples that a contribution can be of, before it is announced; None if no data is leased.
+
+        Args:
+            used: the leases that it names. None are named for a second model that is computed from the same: it is of
+                no more samples than the contribution before it, nor is the first of more than its worker holds.
+        """
+        held = {(number, lease): one for number, one in self._loaders.items() for lease in one.pool.leased_to(worker)}
+        counts = {key: one.pool.held[key[1]].lease.count for key, one in held.items()}
+        if used:
+            self._samples[worker] = sum(counts.get(key, 0) for key in set(used))
+        return self._samples.get(worker) or sum(counts.values()) or None
 
     def applied(self, model: int, push: Push) -> None:
         """The contribution is in an update."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import torch
 
+from offbeat import contribution_hooks
 from offbeat.diagnosis.wait import WaitContext
 from offbeat.engine import state_checks
 from offbeat.engine.batch_accounting import BatchAccount
@@ -288,6 +289,7 @@ class ServerSync:
         metrics, number, contribution = self._context.metrics, self._model.number, self.number
         issued_s, stamp = metrics.now_s(), self.accounting.stamp
         purpose: Purpose = "change" if info.change else "gradient"
+        contribution_hooks.before_encode(self.grads, (number, info.change), step)
         parts = self._encoder.encode(self.grads, step=self._ahead + step, purpose=purpose, is_whole=is_whole)
         weight = info.weight if self._finite(parts, purpose, step) else 0.0
         if not weight:

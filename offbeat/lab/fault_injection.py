@@ -1,7 +1,8 @@
-"""Faults of a run: what its workers are told of them, and links and switch, which are the lab's to strike.
+"""Faults and attacks of a run: what its workers are told of them, and links and switch, which are the lab's to strike.
 
 A worker strikes itself, and the server's processes, when its step comes (`offbeat.testing.faults`). What is to happen
-to a link of the network, or to the switch, it asks for, in a file that is looked at here while the run lasts.
+to a link of the network, or to the switch, it asks for, in a file that is looked at here while the run lasts. Of
+attacks those alone hear that lie (`offbeat.testing.attacker`).
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from offbeat.attack_spec import ATTACKS, ATTACKS_LOG, read_forged, untold
 from offbeat.errors import ScenarioError
 from offbeat.fault_spec import ASKED, FAULTS, LOG, Fault, Fired, read_fired, unfired
 from offbeat.lab.emulated_link import law_of
@@ -53,7 +56,7 @@ class FaultRun:
 
     def __init__(self, job: RowJob, folder: Path, network: Network | None) -> None:
         self.faults = job.faults
-        self._log, self._asked = folder / "faults.log", folder / "faults.asked"
+        self._log, self._asked, self._lies = (folder / f"faults.{name}" for name in ("log", "asked", "lies"))
         self._job, self._scenario, self._network = job, job.scenario, network
         self.switch: SwitchProcess | None = None
         self._over = threading.Event()
@@ -70,10 +73,18 @@ class FaultRun:
         asked = {ASKED: str(self._asked)} if is_asked else {}
         return {FAULTS: msgspec.json.encode(self.faults).decode(), LOG: str(self._log), **asked}
 
+    def environment_of(self, rank: int) -> dict[str, str]:
+        """Variables for one worker: its attacks, if it is to lie."""
+        attacks = self._job.attacks
+        if not any(rank in attack.workers for attack in attacks):
+            return {}
+        return {ATTACKS: msgspec.json.encode(attacks).decode(), ATTACKS_LOG: str(self._lies)}
+
     @property
     def struck(self) -> set[int]:
         """Ranks that are not to come to the end."""
-        return {fault.worker for fault in self.faults if fault.ends and not self._job.restarts}
+        ended = {fault.worker for fault in self.faults if fault.ends and not self._job.restarts}
+        return ended | self._job.given_up
 
     @property
     def fired(self) -> list[Fired]:
@@ -87,8 +98,9 @@ class FaultRun:
             begin_s: of the measured steps, by `time.perf_counter`.
 
         Raises:
-            ScenarioError: if a fault never fired.
+            ScenarioError: if a fault never fired, or a liar told no lie.
         """
+        lies = self._told()
         if missing := unfired(self.faults, self._log):
             raise ScenarioError(
                 f"Cannot tell what {'; '.join(fault.words for fault in missing)} does: it never fired. That worker "
@@ -104,7 +116,20 @@ class FaultRun:
                 for one in self.fired
             ),
             *joined,
+            *lies,
         ]
+
+    def _told(self) -> list[str]:
+        """Say how often each liar has lied."""
+        attacks, forged = self._job.attacks, read_forged(self._lies)
+        if missing := untold(attacks, self._lies):
+            who = "; ".join(f"{spec.words}: worker {worker}" for spec, worker in missing)
+            raise ScenarioError(
+                f"Cannot tell what lies do: {who} told none. Have them begin earlier, lie more often, or train for "
+                "longer (attack.from_step)."
+            )
+        counts = Counter((one.number, one.worker) for one in forged)
+        return [f"attack: {attacks[i].words}: {n} lies of worker {w}" for (i, w), n in sorted(counts.items())]
 
     def _joined(self, offset_s: float) -> str:
         """Say what became of workers that were to join: to have been started is not to have taken part."""

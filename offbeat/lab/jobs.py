@@ -20,8 +20,10 @@ from offbeat.scenario import Replay, Row, Scenario, TrainingScript
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from offbeat.attack_spec import AttackSpec
     from offbeat.fault_spec import Fault, Part
     from offbeat.lab.launch import WorkerPlacement
+    from offbeat.plan import Plan
     from offbeat.sync import Policy
 
 _ROUNDING = 1e-5
@@ -105,17 +107,28 @@ class RowJob:
         return None if fault in kills[:1] else "workers that are not started again"
 
     @property
+    def attacks(self) -> list[AttackSpec]:
+        """The attacks of this row: its own, and those of all rows."""
+        return [*self.scenario.attack, *self.row.attack]
+
+    @property
+    def given_up(self) -> set[int]:
+        """Ranks that the others go on without, because they announce and do not send."""
+        return {worker for attack in self.attacks if attack.kind == "drop" for worker in attack.workers}
+
+    @property
     def may_lose(self) -> set[int]:
         """Ranks that a fault takes away for so long that the others may go on without them."""
         if "others that continue" not in self.parts or self.restarts:
             return set()
         mine = [one for one in self.faults if one.target == "worker"]
-        return {one.worker for one in mine if one.ends or (one.kind in SILENCING and one.changes_sum)}
+        return self.given_up | {one.worker for one in mine if one.ends or (one.kind in SILENCING and one.changes_sum)}
 
     def _faulty(self, *program: str) -> list[str]:
-        """The command that runs a program with its faults; nothing if it has none."""
+        """The command that runs a program with its faults and attacks; nothing if it has none."""
         # By its name: the lab stands below `offbeat.testing`, which is a program like any other here.
-        return command_lines.module("offbeat.testing.run_with_faults", *program) if self.faults else []
+        is_plain = not self.faults and not self.attacks
+        return [] if is_plain else command_lines.module("offbeat.testing.run_with_faults", *program)
 
     def environment(self, run_dir: Path) -> dict[str, str]:
         """Variables for all workers; offbeat writes its metrics to `run_dir`."""
@@ -132,6 +145,7 @@ class RowJob:
 
     def _work(self, rank: int, place: WorkerPlacement) -> Work:
         workload = self.scenario.workload
+        is_spoilt = bool(self.attacks) or any(fault.changes_sum for fault in self.faults)
         data = None
         if isinstance(workload, TrainingScript) and workload.data is not None:
             # A script falls back to other data where the folder is missing, and notes it.
@@ -143,7 +157,7 @@ class RowJob:
             compute_factor=place.compute_factor,
             bucket_bytes=self.row.bucket_bytes or workload.bucket_bytes,
             data=data,
-            tolerance=None if any(fault.changes_sum for fault in self.faults) else self.tolerance,
+            tolerance=None if is_spoilt else self.tolerance,
             replay=workload if isinstance(workload, Replay) else None,
             straggle=self.scenario.straggle,
             save_every=(self.row.save_every or SAVE_EVERY) if self.restarts else None,
@@ -192,6 +206,7 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> RowJob:
             f"Cannot use the plan of row {row.name!r}: there is no host for its parameter server. Add one with "
             f'servers = 1 (hosts.servers), or role = "server" (host.role).'
         )
+    _check_attacks(index, row, scenario, made)
     promises = made.codec.promises
     exact = promises.linear and promises.contraction == 1.0 and not isinstance(made.codec, Rescales)
     rounding = _ROUNDING if promises.variance is not None else _ROUNDING_16_BIT
@@ -211,6 +226,28 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> RowJob:
         sends_each_gradient=each and not served and made.tuning is None,
         is_settled=each and not served and made.controller is None,
     )
+
+
+def _check_attacks(index: int, row: Row, scenario: Scenario, plan: Plan) -> None:
+    """Refuse attacks that a plan has no place for.
+
+    Raises:
+        ScenarioError: if blocks are to be forged, or not sent, without a server; or leave before they can be.
+    """
+    paths = [("attack", scenario.attack), (f"row[{index}].attack", row.attack)]
+    for path, attack in [(f"{name}[{i}]", one) for name, attacks in paths for i, one in enumerate(attacks)]:
+        if not plan.is_served and (attack.kind == "drop" or attack.when == "after"):
+            how = "announce and not send" if attack.kind == "drop" else "lie after encoding"
+            key = "kind" if attack.kind == "drop" else "when"
+            raise ScenarioError(
+                f"Cannot have workers {how} in row {row.name!r}: without a server all add up together, and there is no "
+                f"push. Use a plan with a ParameterServer, or another attack ({path}.{key})."
+            )
+        if plan.is_served and plan.scheduling is not None and attack.when != "after" and attack.kind != "label-flip":
+            raise ScenarioError(
+                f"Cannot have {attack.kind!r} forge gradients in row {row.name!r}: with {plan.scheduling!r} they leave "
+                f"for the server block by block, before a liar has all. Leave the plan's scheduling out ({path})."
+            )
 
 
 def _adds_up(policy: Policy) -> bool:

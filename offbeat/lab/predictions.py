@@ -34,7 +34,7 @@ def predictions(scenario: Scenario, folder: Path, known: Known, *, steps: int | 
     return [
         predict(scenario, job.row, plan, known, steps=steps, faults=job.faults)
         for job, plan in rows
-        if is_modelled(job.row, scenario.workload, plan)
+        if is_modelled(job.row, scenario.workload, plan) and not job.given_up
     ]
 
 

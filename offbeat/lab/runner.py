@@ -153,7 +153,7 @@ def run_once(
     with ExitStack() as resources:
         if job.served:
             is_struck = any(fault.target != "worker" and not fault.stays for fault in job.faults)
-            timeout_s = _FAULTY_TIMEOUT_S if job.faults else _SERVER_TIMEOUT_S
+            timeout_s = _FAULTY_TIMEOUT_S if job.faults or job.given_up else _SERVER_TIMEOUT_S
             shards = launch.Shards(servers, folder=folder, timeout_s=timeout_s, lab=lab, is_struck=is_struck)
             environment |= resources.enter_context(shards).environment
         if job.switched:
@@ -171,7 +171,7 @@ def run_once(
                 places=places,
                 folder=folder,
                 environment=environment,
-                each=job.each(places),
+                each=[own | strikes.environment_of(rank) for rank, own in enumerate(job.each(places))],
                 lab=lab,
                 are_restarted=job.restarts,
             )
@@ -289,7 +289,8 @@ def _report(
     for job in rows:
         pairs = [(one, baseline[one.index]) for one in repeats[job.row.name] if one.index in baseline]
         # Only where both send the same, along the same ways, is the difference the system's own.
-        if pairs[0][0].buckets and job.tolerance == base.tolerance and job.sends_each_gradient and not job.faults:
+        is_like = job.tolerance == base.tolerance and job.sends_each_gradient and not job.faults + job.attacks
+        if pairs[0][0].buckets and is_like:
             more_s = statistics.median(one.seconds_per_step - other.seconds_per_step for one, other in pairs)
             overhead[job.row.name] = round(more_s * 1e6 / pairs[0][0].buckets, 1)
     handed_over = [cost for job in rows for one in repeats[job.row.name] for cost in one.handovers]

@@ -62,6 +62,7 @@ from offbeat.protocol.shards import (
     ModelFilled,
     PushDone,
     PushNearlyDone,
+    PushOverdue,
     RegisterShard,
     ReleaseFromShard,
     SaveLastSnapshot,
@@ -126,6 +127,7 @@ FromShard = (
     | PushNearlyDone
     | PushDone
     | UpdateMeasured
+    | PushOverdue
     | WorkerDrained
     | SaveLastSnapshot
     | SnapshotSaved

@@ -94,6 +94,14 @@ class PushDone(msgspec.Struct, tag=True, frozen=True):
     entry: Count = 0
 
 
+class PushOverdue(msgspec.Struct, tag=True, frozen=True):
+    """Shard to coordinator: nothing comes of a contribution that an update waits for, though its worker is alive."""
+
+    model: Model
+    worker: Count
+    clock: Count
+
+
 class WorkerDrained(msgspec.Struct, tag=True, frozen=True):
     """Shard to coordinator: after a `WorkerRemoved` of this number it takes nothing more of that worker."""
 

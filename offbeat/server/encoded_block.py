@@ -9,6 +9,7 @@ itself, whoever else is in the update.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -36,11 +37,22 @@ class EncodedBlock:
 
     Args:
         payload: in which turn it was encoded.
-        body: [bytes] uint8.
+        tensors: that it was encoded as.
     """
 
     payload: EncodedPayload
-    body: torch.Tensor
+    tensors: tuple[torch.Tensor, ...]
+
+    @functools.cached_property
+    def body(self) -> torch.Tensor:
+        """The tensors as bytes [B] uint8."""
+        size_bytes = sum(_padded(one.numel() * one.element_size()) for one in self.tensors)
+        body, at = torch.zeros(size_bytes, dtype=torch.uint8), 0
+        for one in self.tensors:
+            raw = flat_bytes(one)
+            body[at : at + len(raw)] = raw
+            at += _padded(len(raw))
+        return body
 
 
 class BlockCodec:
@@ -63,14 +75,7 @@ class BlockCodec:
 
     def encode(self, part: torch.Tensor, turn: Turn) -> EncodedBlock:
         """Encode [D] of a block."""
-        tensors = self.codec.encode(part, turn)
-        size_bytes = sum(_padded(one.numel() * one.element_size()) for one in tensors)
-        body, at = torch.zeros(size_bytes, dtype=torch.uint8), 0
-        for one in tensors:
-            raw = flat_bytes(one)
-            body[at : at + len(raw)] = raw
-            at += _padded(len(raw))
-        return EncodedBlock(EncodedPayload(turn.step, turn.purpose == "change"), body)
+        return EncodedBlock(EncodedPayload(turn.step, turn.purpose == "change"), self.codec.encode(part, turn))
 
     def size_bytes(self, turn: Turn) -> int:
         """The bytes that the body of a turn has."""

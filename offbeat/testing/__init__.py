@@ -14,7 +14,7 @@ nothing but offbeat and torch, so they run under any test runner.
 And what goes wrong, on purpose:
 
 * `faults` - faults at (worker, step); `run_with_faults` runs a script with them
-* `attacks` - what workers that lie send in place of their own update
+* `attacks` - what workers that lie send in place of their own update; `attacker` has this process's worker lie
 * `chaos_proxy` - a TCP proxy that does to the bytes what a network should not
 """
 

@@ -15,6 +15,9 @@ processes can give them more than the liars' own. Draws come from a generator th
     line search               mean(honest) - g u, g the worst for a rule that is known     El Mhamdi et al. (ICML 2018)
     label flip                honest, on labels C - 1 - y                 see `flipped_labels`
     zero, inflate, not finite, replay                                     standard
+
+In a job of real processes a liar is not omniscient: it knows no other worker's update, so its own last ones stand for
+those of the honest (`offbeat.testing.attacker`).
 """
 
 from __future__ import annotations
@@ -26,6 +29,25 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
+
+__all__ = [
+    "Attack",
+    "BitFlip",
+    "Distance",
+    "Gaussian",
+    "Inflate",
+    "InnerProduct",
+    "LineSearch",
+    "LittleIsEnough",
+    "Mimic",
+    "NotFinite",
+    "RandomDirection",
+    "SignFlip",
+    "StaleUpdate",
+    "Zero",
+    "flipped_labels",
+    "hiding_deviations",
+]
 
 Aggregate = Callable[[torch.Tensor], torch.Tensor]
 _STEPS = 40  # of the bisections
@@ -207,6 +229,20 @@ class Inflate:
 
     def forge(self, own: torch.Tensor, honest_ND: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         return self.scale * own
+
+
+@dataclass(frozen=True)
+class StaleUpdate:
+    """An update of some contributions ago once more, where a liar knows its own alone; the oldest if it knows fewer.
+
+    Args:
+        age: how many ago.
+    """
+
+    age: int = 5
+
+    def forge(self, own: torch.Tensor, honest_ND: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        return honest_ND[max(0, len(honest_ND) - 1 - self.age)].clone()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Run a training script with the faults that the environment asks for.
+"""Run a training script with the faults, and the attacks, that the environment asks for.
 
     python -m offbeat.testing.run_with_faults train.py --its --own --options
     python -m offbeat.testing.run_with_faults -m its.module --its --own --options
@@ -12,13 +12,14 @@ import os
 import runpy
 import sys
 
+from offbeat.testing import attacker
 from offbeat.testing.faults import from_environment
 
 
 def main() -> None:
     """Run the script named on the command line as ``__main__``."""
     sys.argv = sys.argv[1:]
-    kept = from_environment()  # its hooks hold as long as the process
+    kept = from_environment(), attacker.from_environment()  # their hooks hold as long as the process
     if sys.argv[0] == "-m":
         sys.argv = sys.argv[1:]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -146,6 +146,11 @@ class PeerLink:
         return self._stream is not None
 
     @property
+    def missing_bytes(self) -> int:
+        """Bytes that are missing of the frame that is being received; less with every byte of its body."""
+        return self._session.missing_bytes
+
+    @property
     def silent_s(self) -> float:
         """Seconds since the other side was last heard."""
         return self._session.silent_s

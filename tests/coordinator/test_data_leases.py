@@ -389,3 +389,17 @@ def test_a_restarted_server_goes_on_in_the_data() -> None:
 def test_a_damaged_place_in_the_data_is_refused(plain: object) -> None:
     with pytest.raises(PeerError, match="Cannot resume the data"):
         LeaseManager(lambda plan: None, lambda: 0.0).restore(plain)
+
+
+def test_a_contribution_is_of_no_more_samples_than_its_leases() -> None:
+    one = Class(2, ahead=2)
+    assert one.dealer.most_samples(0, ()) is None, "no data is leased"
+    for worker in (0, 1):
+        one.enrol(worker)
+    assert one.dealer.most_samples(0, ()) == 8, "it names none: no more than it holds"
+    lease, other = one.draw(0), one.draw(1)
+    assert one.dealer.most_samples(0, ((0, lease.number), (0, lease.number))) == 4
+    one.announce(0, lease)
+    assert one.dealer.most_samples(0, ()) == 4, "a second model, computed from the same"
+    assert one.dealer.most_samples(1, ((0, lease.number), (0, other.number))) == 4, "another's is none of its own"
+    assert one.dealer.most_samples(1, ((7, other.number),)) == 8, "there is no such loader, which is refused elsewhere"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import msgspec
 import pytest
 
+from offbeat.attack_spec import AttackKind, AttackSpec
 from offbeat.fault_spec import Fault, Link, Process, Shaping, Stranger
 from offbeat.fault_spec import Script as Within
 from offbeat.lab import launch, runner
@@ -40,6 +41,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "`[straggle]`": StragglerLaw,
     "`[impair]`": Impair,
     "`[[fault]]`": Fault,
+    "`[[attack]]`": AttackSpec,
     '`[workload]` with `kind = "replay"`': Replay,
     "`[[workload.layer]]`": LayerTable,
     '`[workload]` with `kind = "script"`': TrainingScript,
@@ -94,6 +96,11 @@ def test_every_kind_of_fault_is_named() -> None:
     (section,) = re.findall(r"^### `\[\[fault\]\]`.*?\n(.*?)(?=^##)", PAGE, re.MULTILINE | re.DOTALL)
     named = set(re.findall(r"^\| `([a-z-]+)`.*?\|", section, re.MULTILINE)) | set(re.findall(r"`([a-z-]+)`", section))
     assert {kind for one in (Process, Within, Link, Stranger, Shaping) for kind in get_args(one)} <= named
+
+
+def test_every_kind_of_attack_is_named() -> None:
+    (section,) = re.findall(r"^### `\[\[attack\]\]`.*?\n(.*?)(?=^##)", PAGE, re.MULTILINE | re.DOTALL)
+    assert set(get_args(AttackKind)) <= set(re.findall(r"`([a-z-]+)`", section))
 
 
 @pytest.mark.parametrize("text", blocks("toml"), ids=lambda text: text.split('"')[1])

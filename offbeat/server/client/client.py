@@ -14,6 +14,7 @@ import functools
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from offbeat import contribution_hooks
 from offbeat.errors import DisagreementError, ModelError, NetworkError, OffbeatError, PeerError
 from offbeat.protocol.checkpoints import MayPut, TransferDone
 from offbeat.protocol.data_leases import LeaseGrants
@@ -188,7 +189,7 @@ class Client:
         bodies = [body_of(part) for part in parts]
         sent_bytes = sum(body.numel() * body.element_size() for body in bodies)
         request: ServerRequest[PulledParameters] = ServerRequest(sent_bytes)
-        in_order = {block: parts[block] for block in order or range(len(parts))}
+        in_order = contribution_hooks.before_push({i: parts[i] for i in order or range(len(parts))}, model, about.step)
         announce = functools.partial(self._models.announce, pushes_early=bool(order))
         return self._begin(request, announce, model, in_order, about, unused, changed)
 

@@ -191,6 +191,10 @@ class ModelShard:
         """Number of the worker's contribution that is next or on its way; None if it does not take part."""
         return self._scheduler.next(worker)
 
+    def awaited(self) -> list[Push]:
+        """List the contributions in updates that have not come whole, of workers that take part."""
+        return self._scheduler.awaited()
+
     def expects(self, push: Push, block: int, *, again: bool = False) -> bool:
         """Whether this block of a contribution is still to come, or may come `again`."""
         return self._scheduler.expects(push, block, again=again)

@@ -92,6 +92,7 @@ class Peer:
         self.trains = self.role in ("worker", "validator")  # whether it pushes and pulls
         self.models: dict[int, int] = {}  # that it has opened, with its entry
         self.filling: set[int] = set()  # models whose first values come from it
+        self._pushes = 0  # blocks that it has begun to push
         self._unseen = 0  # answers that it has not received
         self._is_fetching = False
         self.may_put: set[int] = set()  # models that it may put other parameters into, until `PutStateDone`
@@ -200,6 +201,13 @@ class Peer:
         """
         return self._places.get(model, {}).get(block, -block)
 
+    @property
+    def push_mark(self) -> tuple[int, int] | None:
+        """A mark that is another with every byte of a push; None if its link is not alive at the moment."""
+        link = self.link
+        is_alive = link.connected and link.silent_s < link.limits.timeout.total_seconds() / 2
+        return (self._pushes, link.missing_bytes) if is_alive else None
+
     def take_body(self) -> bytearray:
         """Take what came with the message at hand."""
         body, self._details = self._details, bytearray()
@@ -283,6 +291,7 @@ class Peer:
         self._check_turn(message, model_shard)
         try:
             self._pushed = receive(message.payload, values, block, size_bytes, model_shard.reader(block, self.rank))
+            self._pushes += 1
             return bytes_of(self._pushed.body)
         except PeerError as error:
             raise self._refused(error) from error

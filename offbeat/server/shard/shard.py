@@ -41,10 +41,12 @@ from offbeat.protocol.rank_reservation import ReserveRanks
 from offbeat.protocol.shards import (
     AdmitWorker,
     AllowReplacement,
+    ApplyContributions,
     BeginLife,
     ModelFilled,
     PushDone,
     PushNearlyDone,
+    PushOverdue,
     RegisterShard,
     SaveLastSnapshot,
     SnapshotMark,
@@ -70,6 +72,7 @@ from offbeat.server.shard.admission_check import compare
 from offbeat.server.shard.coordinator_host import CoordinatorHost, now_s
 from offbeat.server.shard.model_shard import ModelShard
 from offbeat.server.shard.peer import CoordinatorPeer, Peer
+from offbeat.server.shard.push_watch import PushWatch
 from offbeat.server.shard.shard_parts import ShardParts
 from offbeat.server.shard.snapshot_barrier import SnapshotBarrier
 from offbeat.server.snapshot import SnapshotId
@@ -107,7 +110,8 @@ class Shard:
         job: its name.
         every: updates between two snapshots.
         again: called when another shard is lost, and this one has to begin a new life with it.
-        patience_s: for how long a worker that was lost, and was the last, may come back.
+        patience_s: for how long a worker that was lost, and was the last, may come back; and for how long one may push
+            nothing of what it has announced (see `offbeat.server.shard.push_watch`), which it always may if 0.
         record: writes the history.
         parts_of: reads what shards carry out of a plan, which is TOML.
     """
@@ -161,6 +165,13 @@ class Shard:
             say=self.send,
             tell_coordinator=self._tell_coordinator,
         )
+        self._push_watch = PushWatch(
+            patience_s,
+            awaited=lambda: [(model, push) for model, one in self._model_shards.items() for push in one.awaited()],
+            mark=lambda worker: self._peers[worker].push_mark if worker in self._peers else None,
+            overdue=lambda model, push: self._note_overdue(PushOverdue(model, *push)),
+        )
+        self._overdue: dict[int, str] = {}  # workers that are not taken in again, and why
         self._to_give: list[tuple[Peer, PullBlock, torch.Tensor]] = []
         self.begun = asyncio.Event()
         self.was_visited = False
@@ -198,6 +209,7 @@ class Shard:
         in the history of that.
         """
         self.is_over = True
+        self._push_watch.stop()
         if self._beginning is not None:
             self._beginning.cancel()
         if self._coordinator_host is not None:
@@ -312,6 +324,8 @@ class Shard:
                 there.link.abort()  # it is to hear that it is another's place now, if it is there at all
             self._waiting[(peer.rank, model)] = (peer, details, entry)
             return
+        if (why := self._overdue.get(peer.rank)) is not None:
+            raise PeerError(f"Cannot admit rank {peer.rank} again: {why}.")
         if model in peer.models and details.back is None:
             raise PeerError(f"Rank {peer.rank} opens model {model} for a second time.")
         is_same = self._make_room(peer, details.back)
@@ -457,6 +471,8 @@ class Shard:
                 self._snapshot_barrier.ask_for_last()
             case SnapshotSaved(number=number, well=well, cost_s=cost_s):
                 self._snapshot_barrier.saved(number, well, cost_s)
+            case PushOverdue():
+                self._note_overdue(message)
             case ModelFilled() | PushNearlyDone() | PushDone() | UpdateMeasured() | WorkerDrained():
                 self._post_event(ShardSaid(now_s(), message))
             case TellStatus() if self._peers.get(peer.rank) is not peer:
@@ -505,6 +521,19 @@ class Shard:
         if peer.role == "worker" and not self._has_workers:
             self._end_unless_one_comes_back(error)
 
+    def _note_overdue(self, late: PushOverdue) -> None:
+        """Go on without a worker that has announced a contribution and does not push it: the others wait for it."""
+        peer, push = self._peers.get(late.worker), (late.worker, late.clock)
+        if self._coordinator is None:
+            self._tell_coordinator(late)
+        elif peer is not None and late.model in self._coordinator.models and self._coordinator.awaits(late.model, push):
+            why = (
+                f"it announced contribution {late.clock}, and has pushed nothing more of it for {self._patience_s:g} s"
+            )
+            self._overdue[late.worker] = why
+            peer.say(Refused(f"Cannot continue with rank {late.worker}: {why}. The others continue without it."))
+            peer.link.fail(PeerError(why))
+
     def _end_unless_one_comes_back(self, error: OffbeatError | None) -> None:
         if error is None:
             self.is_finished = True
@@ -541,6 +570,8 @@ class Shard:
     def decide(self, decision: Decision) -> Push | None:
         """Carry out what the coordinator decided."""
         lost = self._carry_out(decision)
+        if isinstance(decision, ApplyContributions):
+            self._push_watch.start()
         if isinstance(decision, WorkerRemoved) and decision.number:
             self._tell_coordinator(WorkerDrained(decision.model, decision.number))
         return lost

@@ -208,6 +208,11 @@ class UpdateScheduler:
         worker, clock = push
         return worker not in self._next or clock < self._next[worker]
 
+    def awaited(self) -> list[Push]:
+        """List the contributions in updates that have not come whole, of workers that take part."""
+        pushes = [push for update in self._updates for push in update.open] if self._blocks else []
+        return [push for push in pushes if self._next.get(push[0]) == push[1]]
+
     def arrive(self, push: Push, block: int, part: Any, *, again: bool = False) -> int:
         """A block of a contribution that is expected is here; returns how many are still to come."""
         assert self.expects(push, block, again=again), (push, block)

@@ -74,7 +74,7 @@ class FaultInjector:
         ]
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
-        if self._optimizer is None and _takes_part():
+        if self._optimizer is None and takes_part():
             self._optimizer = optimizer
         if optimizer is not self._optimizer:
             return
@@ -173,7 +173,8 @@ def _append(path: Path, fired: Fired) -> None:
         os.close(descriptor)
 
 
-def _takes_part() -> bool:
+def takes_part() -> bool:
+    """Whether this process is a worker of a job by now."""
     return dist.is_initialized() or bool(_open_sessions())
 
 
