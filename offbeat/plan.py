@@ -359,7 +359,7 @@ class Plan:
         elif holds == "workers":
             raise PlanError(
                 f"Cannot use {codec!r} on {self.fabric!r}: it is for workers of a server, which may go on at their own "
-                f"pace. Use fabric=ParameterServer(), or ErrorReset({codec.inner!r}) - at `plan.codec`."
+                f"pace. Use fabric=ParameterServer(), or ErrorReset({innermost(codec)!r}) - at `plan.codec`."
             )
         if holds == "server" and not isinstance(self.sync, StepsLocally):
             raise PlanError(

@@ -380,9 +380,9 @@ class SwitchableSync:
         values = self.anchors if replica is None else replica["parameters"]
         for name, parameter in one.parameters.items():
             state_checks.copy_(parameter.data, values, name, name)
-        for name, anchor in self._anchors_of_its_own.items() if replica is not None else ():
-            state_checks.copy_(anchor, replica["anchors"], name, name)
         if replica is not None:
+            for name, anchor in self._anchors_of_its_own.items():
+                state_checks.copy_(anchor, replica["anchors"], name, name)
             load(one.optimizer, one.parameters, replica["optimizer"])
 
     def admit(self, ranks: Iterable[int]) -> None:

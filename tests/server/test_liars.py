@@ -16,6 +16,7 @@ from offbeat.protocol.messages import pack
 from offbeat.protocol.training import Announce, ContributionInfo, DensePayload, Notice, OpenModel, PushBlock, Reconnect
 from offbeat.robust import Median, TrimmedMean
 from offbeat.server.shard.shard import Shard
+from offbeat.server.shard.shard_parts import ShardParts
 from offbeat.sync import BSP
 from tests.server.garbage_peer import DETAILS, HYPER, LR, SIZES, FakePeer, Worker
 from tests.server.in_process import Parts
@@ -66,7 +67,7 @@ class Job:
 
     def __init__(self, rule: Rule | None = None) -> None:
         details = {"world": 3}
-        self.shard = Shard(lambda plan: Parts(BSP()), rule_of=lambda plan: rule)
+        self.shard = Shard(lambda plan: Parts(BSP()), parts_of=lambda plan: ShardParts(rule))
         whole = msgspec.structs.replace(DETAILS, **details)
         self.workers = [self._join(rank, whole) for rank in range(3)]
         self.liar = self.workers[2]

@@ -26,7 +26,7 @@ from offbeat.server import optimizers
 from offbeat.server.aggregator import BlockContribution, WeightedMean
 from offbeat.server.blocks import Block, ParameterSlice, cut, deal
 from offbeat.server.optimizers import describe, hyper
-from offbeat.server.pushed_block import PushedBlock
+from offbeat.server.pushed_block import PushedBlock, body_of
 from offbeat.server.shard.parameter_store import ParameterStore
 from offbeat.sync import ASP, BSP, SSP, Action, Drop, KSync, LocalSGD, Policy, Release, RoundRobin, State
 from offbeat.tensors import bytes_of
@@ -111,7 +111,7 @@ class Worker:
         state.await_all()
         for block, part in list(state.parts.items())[:-1]:
             link = self.client._links[state.shards[block]]
-            link.send(pack(PushBlock(0, clock, block, DensePayload())), bytes_of(part))
+            link.send(pack(PushBlock(0, clock, block, DensePayload())), bytes_of(body_of(part)))
 
 
 @pytest.fixture
@@ -368,7 +368,7 @@ def test_a_contribution_that_takes_very_long_counts_when_it_is_whole(together: C
     state = slow.client.state(0)
     last = len(slow.blocks) - 1
     assert state.parts is not None
-    body = bytes_of(state.parts[last])
+    body = bytes_of(body_of(state.parts[last]))
     job.loop.call(slow.client._links[state.shards[last]].send, pack(PushBlock(0, 0, last, DensePayload())), body)
     assert state.request.wait(SOON)
     fast.step(torch.zeros(100))

@@ -19,6 +19,7 @@ import offbeat
 from offbeat.fabric import ParameterServer
 from offbeat.protocol.messages import pack
 from offbeat.protocol.training import DensePayload, PushBlock
+from offbeat.server.pushed_block import body_of
 from offbeat.tensors import bytes_of
 from tests.cli.commands import descendants
 
@@ -108,7 +109,7 @@ def die_half_way(run: offbeat.Run) -> None:
         state.await_all()
         for block, part in list(state.parts.items())[:-1]:
             link = client._links[state.shards[block]]
-            link.send(pack(PushBlock(state.model, clock, block, DensePayload())), bytes_of(part))
+            link.send(pack(PushBlock(state.model, clock, block, DensePayload())), bytes_of(body_of(part)))
 
     def hear_and_die(shard: int, message: Any) -> None:
         hear(shard, message)

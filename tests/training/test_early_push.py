@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from offbeat.protocol.status import WorkerStatus
     from offbeat.scheduling import Scheduler
-    from offbeat.server.client.model_state import ModelState
+    from offbeat.server.client.model_state import ModelState, Part
     from offbeat.server.client.requests import PulledParameters, ServerRequest
 
 TIMEOUT = timedelta(seconds=TIMEOUT_S)
@@ -423,7 +423,7 @@ def die_with_the_last_block(run: offbeat.Run) -> None:
     client, hear, push = server.client, server.client.hear, server.client._models._push_block
     last = max(client.state(0).shards.index(shard) for shard in set(client.state(0).shards))
 
-    def push_but_one(state: ModelState, block: int, part: torch.Tensor, *, again: bool = False) -> None:
+    def push_but_one(state: ModelState, block: int, part: Part, *, again: bool = False) -> None:
         if block != last:
             push(state, block, part, again=again)
 

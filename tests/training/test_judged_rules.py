@@ -19,6 +19,7 @@ from offbeat.history import HistoryLog, UpdateJudged
 from offbeat.protocol.messages import pack
 from offbeat.protocol.training import DensePayload, PushBlock
 from offbeat.robust import CentredClipping, GeometricMedian, Krum, Mean, Rule
+from offbeat.server.pushed_block import body_of
 from offbeat.sync import KSync, LocalSGD
 from offbeat.tensors import bytes_of
 from tests.training.server_jobs import Counter, kept, kill, serve, told, wait_for_snapshot
@@ -107,7 +108,7 @@ def die_while_pushing(run: offbeat.Run) -> None:
         assert len(state.parts) == 3
         for block, part in list(state.parts.items())[:-1]:
             link = client._links[state.shards[block]]
-            link.send(pack(PushBlock(state.model, clock, block, DensePayload())), bytes_of(part))
+            link.send(pack(PushBlock(state.model, clock, block, DensePayload())), bytes_of(body_of(part)))
         asyncio.get_running_loop().call_later(0.3, kill, os.getpid())
 
     client._models._push = push  # type: ignore[method-assign]
