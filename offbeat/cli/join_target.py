@@ -155,7 +155,8 @@ def look_for(where: str, workers: int, *, validates: bool = False) -> JoinTarget
                 "as Plan(validator=ZenoPS(), ...) - at `plan.validator`."
             )
         environment |= {"OFFBEAT_ROLE": "validator", "OFFBEAT_VALIDATOR_TOKEN": target.validator_token}
-    training, updates = len(model_statuses[0].present), model_statuses[0].version
+    training = sum(not seen.validates for seen in model_statuses[0].present)
+    updates = model_statuses[0].version
     found = (
         f"{model_statuses[0].policy}, {training} worker{'' if training == 1 else 's'} train, {updates:,} updates so far"
     )
