@@ -18,6 +18,7 @@ from offbeat.cli.plan import read_plan
 from offbeat.cli.status_client import JobEnded, StatusClient
 from offbeat.errors import NetworkError, PlanError
 from offbeat.report.records import has_ended
+from offbeat.server.launch import settings_from
 
 if TYPE_CHECKING:
     from offbeat.cli.job_address import JobAddress
@@ -104,7 +105,7 @@ def look_for(where: str, workers: int, *, validates: bool = False) -> JoinTarget
                 f"Cannot join the job in {where}: it has no server.json, which one with a parameter server has, and no "
                 "store.json, which one on Elastic() has. Name the run folder of one of these, while it trains."
             )
-    target = find(where, {})
+    target = find(where, _own_certificate() if validates else {})  # what workers left names theirs
     # Those who joined may train on when all it began with are done: whether there is a server is what counts.
     done = bool(target.folder) and has_ended(Path(target.folder) / "metrics.jsonl")
     try:
@@ -155,7 +156,8 @@ def look_for(where: str, workers: int, *, validates: bool = False) -> JoinTarget
                 "as Plan(validator=ZenoPS(), ...) - at `plan.validator`."
             )
         environment |= {"OFFBEAT_ROLE": "validator", "OFFBEAT_VALIDATOR_TOKEN": target.validator_token}
-    training, updates = len(model_statuses[0].present), model_statuses[0].version
+    training = sum(not seen.validates for seen in model_statuses[0].present)
+    updates = model_statuses[0].version
     found = (
         f"{model_statuses[0].policy}, {training} worker{'' if training == 1 else 's'} train, {updates:,} updates so far"
     )
@@ -192,6 +194,13 @@ def _first_free(folder: Path | None) -> int:
     """The rank behind all that newcomers in this folder have taken."""
     taken = [] if folder is None else [path.name.removeprefix("rank-") for path in folder.glob("rank-*")]
     return max([-1, *(int(rank) for rank in taken if rank.isdecimal() and int(rank) < _MOST_RANKS)]) + 1
+
+
+def _own_certificate() -> dict[str, str]:
+    """The certificate that the environment names, and what belongs to it."""
+    known = settings_from(os.environ, "", timedelta())
+    files = {"certificate": known.certificate, "key": known.key, "authority": known.authority}
+    return {name: file for name, file in files.items() if file}
 
 
 def _wait_for_server(folder: Path) -> None:

@@ -254,10 +254,11 @@ def _names(model_status: ModelStatus) -> list[str]:
 
 def state(seen: WorkerStatus) -> str:
     """The activity of a worker, in words."""
+    who = "validator, " if seen.validates else ""
     if seen.gone:
-        return _ENDED.get(seen.phase, seen.phase)
+        return f"{who}{_ENDED.get(seen.phase, seen.phase)}"
     phase = printable(seen.phase)
-    return f"{_WORDS.get(phase, f'{phase} for')} {lasting(seen.since_s)}"
+    return f"{who}{_WORDS.get(phase, f'{phase} for')} {lasting(seen.since_s)}"
 
 
 def _table(model_status: ModelStatus, width: int | None, room: int | None) -> RenderableType:

@@ -106,14 +106,17 @@ class Contributions:
             job.out.send(worker, Notice(differs))
         one.clocks[worker] = clock
         ready = Ready(worker, clock, job.now_s, weight)
-        self._decisions.carry_out(message.model, one.runner.bring(ready, change=about.change, ends=about.ends))
+        # Who says that its own steps end is in an update by itself; where one may lie they end with a swap alone.
+        ends = about.ends and (self._swaps.count > 0 or not job.needs_validator)
+        self._decisions.carry_out(message.model, one.runner.bring(ready, change=about.change, ends=ends))
 
     def _trusted(self, one: ModelRecord, worker: int, about: ContributionInfo) -> tuple[ContributionInfo, float]:
         """Keep of a worker's words what counts where there are validators; and what it weighs in a round.
 
         A validator's weighs nothing there, since it moves nothing, and that of a worker no more than a validator's.
         """
-        one.batches[worker] = max(about.weight, one.batches.get(worker, 0.0))
+        if about.weight:
+            one.batches[worker] = max(about.weight, one.batches.get(worker, 0.0))
         if worker not in self._job.validators:
             about = msgspec.structs.replace(about, weight=min(about.weight, one.most_weight))
             return about, about.weight
@@ -125,7 +128,7 @@ class Contributions:
     def _compare_batches(self, one: ModelRecord, validator: int) -> None:
         """Say once of a validator that its contributions are of more or fewer samples than the workers' are."""
         workers, job = one.runner.trainers, self._job
-        if validator in one.told_batches or not workers or not workers <= one.batches.keys():
+        if validator in one.told_batches or not workers or not {*workers, validator} <= one.batches.keys():
             return
         theirs, mine = median(one.batches[worker] for worker in workers), one.batches[validator]
         if abs(mine - theirs) <= _LIKE_BATCH * theirs:

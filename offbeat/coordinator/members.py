@@ -208,7 +208,7 @@ class Membership:
         was_worker = worker in one.ranks or (worker in one.runner.records and worker not in job.validators)
         if was_worker if is_validator else worker in job.validators:
             was, comes = ("worker", "validator") if is_validator else ("validator", "worker")
-            raise PeerError(f"Cannot admit rank {worker} as a {comes}: it is a {was}'s. Join with a rank of its own.")
+            raise PeerError(f"Cannot admit rank {worker} as a {comes}: it is a {was}'s. Join with another rank.")
         if is_validator:
             job.validators.add(worker)
 

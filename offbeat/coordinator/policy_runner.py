@@ -278,6 +278,7 @@ class PolicyRunner:
             "waited_s": record.waited_s,
             "here_s": now_s - record.joined_s,
             "status": status,
+            "validates": worker in (self.validators or ()),
         }
         if member is None:
             phase = "waiting" if worker in self.state.away else record.end

@@ -40,6 +40,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
         here_s: seconds since it joined; 0 if the server does not say.
         status: what it says itself; None if it has not lately, or cannot be understood.
         table: its clock on a switch's table; None if there is none.
+        validates: it is a validator.
     """
 
     worker: Count
@@ -61,6 +62,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     here_s: _Seconds = 0.0
     status: TrainingStatus | None = None
     table: TableClock | None = None
+    validates: bool = False
 
     @property
     def gone(self) -> bool:

@@ -117,6 +117,7 @@ def test_nothing_is_decided_before_one_comes_and_after_the_last_is_gone() -> Non
     assert one.runner.started
     assert not one.note
     assert "A validator takes part" in job.told
+    assert [seen.validates for seen in job.coordinator.status(0.0)[0].workers] == [False, False, True]
     job.arrive(VALIDATOR)
     assert job.bring(0) == job.bring(1) == [], "an update waits for its reference"
     (update,) = job.bring(VALIDATOR)

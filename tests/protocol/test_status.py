@@ -19,6 +19,7 @@ def test_both_ends_understand_each_other() -> None:
     assert messages.from_peer(messages.pack(GetStatus(7))) == GetStatus(7)
     usual: dict[str, Any] = {name: 3 for name in WorkerStatus.__struct_fields__ if name not in ("worker", "phase")}
     usual["status"] = TrainingStatus(step=3, epochs=1.5, values={"loss": 0.5}, events=(StatusEvent(1.0, "x"),))
+    usual["validates"] = True
     usual["table"] = TableClock(worker=1, lag=3, waited_s=1.5, silent_s=None)
     worker = WorkerStatus(worker=1, phase="held", **usual)
     model = ModelStatus(model=2, policy="BSP()", version=9, started=False, running_s=1.5, workers=(worker,))

@@ -156,6 +156,12 @@ def test_first_values_are_a_validators(by_token: Server) -> None:
     for heard, wanted in ((worker, False), (validator, True)):
         wait_for(heard.messages.__len__, "it is not opened")
         assert [one.wants_values for one in heard.messages if isinstance(one, ModelOpened)] == [wanted]
+    other.abort()
+    taker = Heard()
+    third = by_token.dial(WORKER, heard=taker, rank=7)
+    by_token.loop.call(third.send, pack(OpenModel(0)), pack(details(plan=plan)))
+    assert taker.over.wait(10)
+    assert "Cannot admit rank 7 as a worker: it is a validator's" in str(taker.error), "also if that is away"
     by_token.loop.call(link.send, pack(InitBlock(0, 0)), bytes(56))
     assert worker.over.wait(10)
     assert "Rank 0 was not asked for the values of block 0" in str(worker.error)

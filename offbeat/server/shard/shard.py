@@ -133,7 +133,8 @@ class Shard:
         self._done, self._again, self._patience_s = done, again, patience_s
         self._snapshots = snapshots
         self._model_shards: dict[int, ModelShard] = {}
-        self._peers: dict[int, Peer] = {}  # workers
+        self._peers: dict[int, Peer] = {}  # workers, and validators
+        self._validators: set[int] = set()  # ranks of those, also if they are away
         self._secrets: dict[int, bytes] = {}  # that each rank was told when it was taken in; see `_make_room`
         self._admitted: dict[tuple[int, int], int] = {}  # entry, by model and worker
         self._shards: list[Peer] = []  # that follow this one
@@ -328,6 +329,8 @@ class Shard:
             raise PeerError(f"Cannot admit rank {peer.rank} again: {why}.")
         if model in peer.models and details.back is None:
             raise PeerError(f"Rank {peer.rank} opens model {model} for a second time.")
+        if peer.role == "worker" and peer.rank in self._validators:  # before it takes the place of one that is away
+            raise PeerError(f"Cannot admit rank {peer.rank} as a worker: it is a validator's. Join with another rank.")
         is_same = self._make_room(peer, details.back)
         model_shard = self._model_shards.get(model)
         if model_shard is None and details.back is not None and self._coordinator is None:
@@ -352,6 +355,8 @@ class Shard:
             for decision in self._decided.pop(model, []):
                 model_shard.decide(decision)
         compare(peer.rank, details, model_shard.details)
+        if peer.role == "validator":
+            self._validators.add(peer.rank)
         if not is_same:
             self._secrets[peer.rank] = secrets.token_bytes(SECRET_BYTES)
         self._peers[peer.rank] = peer
