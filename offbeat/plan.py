@@ -247,7 +247,8 @@ class Plan:
                 f"Cannot judge by {rule!r} beside a validator: use one of {', '.join(sorted(_KINDS['validator']))}, "
                 "made with (...), or None; for rules without a reference there is rule= - at `plan.validator`."
             )
-        waits = isinstance(self.sync, BSP | LocalSGD)
+        policy = self.sync.policy or BSP() if isinstance(self.sync, LocalSGD) else self.sync
+        waits, promises = isinstance(policy, BSP), self.codec.promises
         lacking = (
             (
                 self.rule is None,
@@ -259,7 +260,7 @@ class Plan:
                 "fabric=ParameterServer()",
             ),
             (
-                waits or isinstance(self.sync, ASP),
+                waits or isinstance(policy, ASP),
                 f"with {self.sync!r} it is not said which reference belongs to which update: use BSP(), LocalSGD(...) "
                 "or ASP()",
             ),
@@ -271,6 +272,16 @@ class Plan:
             (
                 not waits or not isinstance(rule, ZenoPSAsync),
                 f"it adds up single updates, and with {self.sync!r} they are of all workers: use ZenoPS(), or ASP()",
+            ),
+            (
+                promises.support != "private",
+                f"with {self.codec!r} a contribution and its reference are of different elements: use a codec whose "
+                "elements are the same on all workers, such as GRBS(32)",
+            ),
+            (
+                promises.keeps_norm or not rule.judges_norms,
+                f"with {self.codec!r} all contributions are equally long, whatever they were made of: use GRBS(32) or "
+                "QSGD(8), or FLTrust(), which goes by the angle alone",
             ),
             (
                 self.tuning is None,
@@ -302,6 +313,11 @@ class Plan:
                 self._most_in_update(2) > 1,
                 f"with {self.sync!r} an update is of one worker, and there is nobody to compare it with: use BSP(), "
                 "KSync(k) or LocalSGD(...)",
+            ),
+            (
+                not rule.compares or self.codec.promises.support != "private",
+                f"with {self.codec!r} each worker sends other elements, and what is compared is which: use a codec "
+                "whose elements are the same on all workers, such as GRBS(32), or Mean()",
             ),
             (
                 self.tuning is None or rule.is_weighted,

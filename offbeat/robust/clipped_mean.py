@@ -32,6 +32,7 @@ class ClippedMean(Rule):
     norm: float | None = None
     needs_gram = True
     is_weighted = True
+    compares = False
 
     def __post_init__(self) -> None:
         if self.norm is not None and not self.norm > 0:

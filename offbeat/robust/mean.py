@@ -17,6 +17,7 @@ class Mean(Rule):
     """
 
     is_weighted = True
+    compares = False
 
     def least(self) -> int:
         return 1

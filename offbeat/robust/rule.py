@@ -43,12 +43,16 @@ class Rule(ABC):
         needs_reference: whether a vector that is trusted stands last in the stack and in the Gram matrix.
         reference_is_previous: whether that vector is the update before, and not one on trusted data.
         scope: what the Gram matrix is of: all blocks of the "model" together, or each "block" by itself.
+        compares: whether contributions are held against each other, so that they have to be of the same elements.
+        judges_norms: whether the norm of a contribution beside the reference's decides about it.
         is_weighted: whether the weights of contributions, such as their samples, count.
     """
 
     needs_gram = False
     needs_reference = False
     reference_is_previous = False
+    compares = True
+    judges_norms = False
     is_weighted = False
     scope: Scope = "model"
 

@@ -41,6 +41,7 @@ class ZenoPlusPlus(Rule):
     scope: Scope = "model"
     needs_gram = True
     needs_reference = True
+    judges_norms = True
 
     def __post_init__(self) -> None:
         check_scope(self.scope)

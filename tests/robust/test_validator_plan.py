@@ -7,10 +7,28 @@ from typing import Any
 
 import pytest
 
-from offbeat import ASP, BSP, SSP, BatchTuning, Elastic, KSync, LocalSGD, ParameterServer, Plan
+from offbeat import (
+    ASP,
+    BSP,
+    GRBS,
+    SSP,
+    BatchTuning,
+    Carry,
+    Elastic,
+    ErrorFeedback,
+    ErrorReset,
+    KSync,
+    LocalSGD,
+    LookAhead,
+    ParameterServer,
+    Plan,
+    RandomK,
+    Sign,
+    TopK,
+)
 from offbeat.cli.part_syntax import read_part
 from offbeat.errors import PlanError
-from offbeat.robust import FLTrust, Median, ZenoPlusPlus, ZenoPS, ZenoPSAsync
+from offbeat.robust import FLTrust, Krum, Median, ZenoPlusPlus, ZenoPS, ZenoPSAsync
 
 SERVER = ParameterServer()
 
@@ -23,6 +41,7 @@ SERVER = ParameterServer()
         (ASP(), ZenoPSAsync()),
         (ASP(), ZenoPlusPlus(penalty=0.1)),
         (LocalSGD(2), None),
+        (LocalSGD(8, policy=ASP()), ZenoPSAsync()),
     ],
     ids=repr,
 )
@@ -30,6 +49,23 @@ def test_it_is_read_back(sync: Any, rule: Any) -> None:
     plan = Plan(sync=sync, fabric=SERVER, validator=rule)
     assert Plan.from_toml(plan.to_toml()) == plan
     assert ("validator" in plan.to_toml()) == (rule is not None), "older plans keep their digest"
+
+
+@pytest.mark.parametrize(
+    ("sync", "codec", "rule"),
+    [
+        (LocalSGD(8), ErrorReset(GRBS(5)), ZenoPS()),
+        (LocalSGD(8), Carry(GRBS(5)), ZenoPS(scope="block")),
+        (LocalSGD(8, policy=ASP()), LookAhead(GRBS(5)), ZenoPSAsync()),
+        (LocalSGD(8, policy=ASP()), Carry(GRBS(5)), ZenoPlusPlus()),
+        (ASP(), ErrorFeedback(GRBS(32)), ZenoPlusPlus()),
+        (BSP(), ErrorFeedback(Sign()), FLTrust()),
+    ],
+    ids=repr,
+)
+def test_zenops_is_one_plan(sync: Any, codec: Any, rule: Any) -> None:
+    plan = Plan(sync=sync, codec=codec, fabric=SERVER, validator=rule)
+    assert Plan.from_toml(plan.to_toml()) == plan
 
 
 def test_as_on_the_command_line() -> None:
@@ -57,6 +93,27 @@ def test_an_error_ends_with_its_path() -> None:
         (lambda: Plan(sync=SSP(4), fabric=SERVER, validator=FLTrust()), "use BSP(), LocalSGD(...) or ASP()"),
         (lambda: Plan(sync=ASP(), fabric=SERVER, validator=ZenoPS()), "use ZenoPSAsync(), ZenoPlusPlus() or FLTrust()"),
         (lambda: Plan(fabric=SERVER, validator=ZenoPSAsync()), "use ZenoPS(), or ASP()"),
+        (lambda: Plan(sync=LocalSGD(8), fabric=SERVER, validator=ZenoPSAsync()), "use ZenoPS(), or ASP()"),
+        (
+            lambda: Plan(sync=LocalSGD(8, policy=ASP()), fabric=SERVER, validator=ZenoPS()),
+            "use ZenoPSAsync(), ZenoPlusPlus() or FLTrust()",
+        ),
+        (
+            lambda: Plan(sync=LocalSGD(8), codec=Carry(TopK(0.1)), fabric=SERVER, validator=ZenoPS()),
+            "a contribution and its reference are of different elements: use a codec whose elements are the same",
+        ),
+        (
+            lambda: Plan(codec=ErrorFeedback(Sign()), fabric=SERVER, validator=ZenoPS()),
+            "all contributions are equally long, whatever they were made of",
+        ),
+        (
+            lambda: Plan(codec=ErrorFeedback(TopK(0.1)), fabric=SERVER, rule=Median()),
+            "each worker sends other elements, and what is compared is which",
+        ),
+        (
+            lambda: Plan(codec=ErrorFeedback(RandomK(0.1, "private")), fabric=SERVER, rule=Krum(1)),
+            "each worker sends other elements, and what is compared is which",
+        ),
         (lambda: Plan(fabric=SERVER, validator=ZenoPS(), tuning=BatchTuning()), "use tuning=None"),
         (lambda: Plan(fabric=SERVER, validator=Median()), "for rules without a reference there is rule="),
         (lambda: Plan(fabric=SERVER, validator=ZenoPS), "made with (...)"),  # type: ignore[arg-type]
