@@ -16,15 +16,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
-from offbeat import ASP, BSP, LocalSGD, ParameterServer, Plan
+from offbeat import ASP, BSP, GRBS, Carry, ErrorReset, LocalSGD, LookAhead, ParameterServer, Plan
 from offbeat.errors import PlanError
-from offbeat.robust import FLTrust, ZenoPlusPlus, ZenoPS
+from offbeat.robust import FLTrust, ZenoPlusPlus, ZenoPS, ZenoPSAsync
 from tests.cli.commands import offbeat as command
 from tests.cli.commands import start
 from tests.training.server_jobs import serve
 from tests.workers import listen, run_workers
 
 if TYPE_CHECKING:
+    from offbeat.codec import Codec
     from offbeat.robust import Rule
     from offbeat.sync import Policy
 
@@ -118,6 +119,23 @@ def test_most_workers_lie_and_the_model_learns(policy: Policy, rule: Rule, tmp_p
     results = run_workers(WORLD, train, str(tmp_path), plan(policy, rule), 2, newcomers=1, timeout_s=100)
     assert [one.ended for one in results] == [False] * WORLD + [True]
     assert min(one.accuracy for one in results) > 0.7, results
+
+
+@pytest.mark.parametrize(
+    ("policy", "codec", "rule"),
+    [
+        (LocalSGD(2), Carry(GRBS(2, 4)), ZenoPS()),
+        (LocalSGD(2), ErrorReset(GRBS(2, 4)), ZenoPS(scope="block")),
+        (LocalSGD(2, policy=ASP()), LookAhead(GRBS(2, 4)), ZenoPSAsync(alpha=1.0)),
+    ],
+    ids=repr,
+)
+def test_zenops_as_one_plan(policy: Policy, codec: Codec, rule: Rule, tmp_path: Path) -> None:
+    """Local steps of which a part is sent, judged beside a validator's, with and without waiting for all."""
+    whole = Plan(sync=policy, codec=codec, fabric=ParameterServer(), validator=rule)
+    results = run_workers(WORLD, train, str(tmp_path), whole, 2, newcomers=1, timeout_s=100)
+    assert [one.ended for one in results] == [False] * WORLD + [True]
+    assert min(one.accuracy for one in results) > 0.6, results
 
 
 def test_without_one_they_lead_it_away(tmp_path: Path) -> None:
