@@ -350,7 +350,8 @@ def connect(
         patience=timedelta(seconds=spec.patience_s),
         tell=context.log.server,
         plans=plans,
-        seed=None if context.is_validator else context.seed,  # its data is its own
+        # A validator's data is its own, but a codec draws the same blocks on all.
+        seed=None if context.is_validator and not plan.encodes_blocks else context.seed,
     )
     dialling = WaitContext(f"dialling the parameter server at {', '.join(addresses)}", alone=True)
     try:
