@@ -124,8 +124,8 @@ class Plan:
             as behind backward; None for buckets that are waited for at the end of backward, and where `barrier_reason`
             says why they are with a scheduler, too. With a server, in what order they are pushed while backward
             computes; parameters come back during the next forward pass.
-        rule: what a server makes of the contributions of an update, some of which may lie; None for their mean. One that
-            compares whole contributions has each update held until all of it is there, at all shards.
+        rule: what a server makes of the contributions of an update, some of which may lie; None for their mean. One
+            that compares whole contributions has each update held until all of it is there, at all shards.
 
     Raises:
         PlanError: if the parts cannot work together; the plan is checked when it is made.
@@ -401,11 +401,13 @@ class Plan:
                 ) from error
 
     def check_world(self, world: int) -> None:
-        """Check that the plan works with so many workers; one that is alone may try any plan but one with a rule, which
-        would leave out every update.
+        """Check that the plan works with so many workers.
+
+        One that is alone may try any plan but one with a rule, which would leave out every update.
 
         Raises:
-            PlanError: if more workers are to contribute to an update, or to be in a group, than there are.
+            PlanError: if more workers are to contribute to an update, or to be in a group, than there are; or more
+                contributions are to be compared than can be.
         """
         if self.rule is not None and (why := self.rule.check(self._most_in_update(world))):
             raise PlanError(f"Cannot combine: {why} - at `plan.rule`.")
