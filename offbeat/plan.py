@@ -513,7 +513,8 @@ class Plan:
         One that is alone may try any plan but one with a rule, which would leave out every update.
 
         Raises:
-            PlanError: if more workers are to contribute to an update, or to be in a group, than there are.
+            PlanError: if more workers are to contribute to an update, or to be in a group, than there are; or more
+                contributions are to be compared than can be.
         """
         if self.rule is not None and (why := self.rule.check(self._most_in_update(world))):
             raise PlanError(f"Cannot combine: {why} - at `plan.rule`.")

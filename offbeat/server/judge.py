@@ -22,7 +22,7 @@ def pack_gram(gram: torch.Tensor) -> bytes:
 
 
 class Judge:
-    """Decides by what each contribution is multiplied, and says once what it has to leave out.
+    """A rule at work: what it decides about each contribution; what it has to leave out is said once.
 
     Args:
         rule: that decides.
