@@ -70,7 +70,7 @@ class BucketExchange:
     ) -> None:  # fmt: skip
         self.bucket, self.values = turn.bucket, values
         self._communicator = communicator
-        contribution_hooks.before_encode([values], (turn.bucket.label, turn.purpose), turn.step, 1 / turn.world)
+        contribution_hooks.before_encode([values], (turn.bucket.slots[0], turn.purpose), turn.step, 1 / turn.world)
         self._generator = codec.exchange(values, state, turn, keep_sent=keep_sent)
         self.payload = payload = next(self._generator)
         self._carrier = payload if isinstance(payload, Sum) and payload.tensor.dtype in EXACT_UP_TO else None

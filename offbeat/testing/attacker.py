@@ -1,4 +1,4 @@
-"""Has this process's worker lie in a real job, as its attacks say (`offbeat.attack_spec`), whatever its script is.
+"""Have this process's worker lie in a real job, as its attacks say (`offbeat.attack_spec`), whatever its script is.
 
     python -m offbeat.testing.run_with_faults train.py --its --own --options
 
@@ -12,8 +12,8 @@ runs a script with those of the environment (`environment`). A process in which 
 
 *A liar is not omniscient.* Attacks that look at honest updates (inner product, "little is enough", min-max, min-sum,
 mimic, bit flip) are of who knows those of all honest workers. In a job of processes a liar computes no other worker's
-gradient and sees none, so its own last ones, as it would have sent them, are its sample of them: what the papers call
-the non-omniscient attacker. All of a liar's own are drawn from the same parameters only as long as these hardly move.
+gradient and sees none, so its own last ones, as it would have sent them, are its sample of them: the non-omniscient
+attacker of Baruch et al., of one worker. They are of parameters that have moved in between, so they differ a bit more.
 """
 
 from __future__ import annotations
