@@ -72,6 +72,7 @@ def page() -> str:
             switches(),
             scheduled(),
             what_is_sent.codecs(_lines),
+            what_is_sent.rules(_lines),
             what_is_sent.resets(_lines),
             what_is_sent.attacks(_lines),
             shared_cores(),

@@ -1,4 +1,4 @@
-"""The page's sections on what is sent, and whom to believe: `codec`, `reset_toy` and `byzantine_table`."""
+"""The page's sections on what is sent, and whom to believe: `codec`, `rule`, `reset_toy` and `byzantine_table`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     Lines = Callable[[list[str], Sequence[Sequence[str]]], str]
 
 CODEC = Path(__file__).parent / "results/codec.json"
+RULE = Path(__file__).parent / "results/rule.json"
 
 
 def codecs(lines: Lines) -> str:
@@ -49,6 +50,24 @@ def codec_rows(found: dict[str, Any]) -> list[list[str]]:
         ]
         for row in found["rows"]
     ]
+
+
+def rules(lines: Lines) -> str:
+    """What robust rules take at a server, beside the mean; "" before it was measured."""
+    if not RULE.exists():
+        return ""
+    found: dict[str, Any] = msgspec.json.decode(RULE.read_bytes())
+    settings, mean = found["settings"], found["rows"][0]["median"]
+    rows = [
+        [f"`{row['rule']}`" if row["rule"] else "the mean", f"{row['median']:.2f}", f"{mean / row['median']:.1f}"]
+        for row in found["rows"]
+    ]
+    return (
+        f"\n## rule\n\nWhat a shard does with {settings['workers']} contributions of {settings['size_mb']:g} MiB, "
+        f"block after block, in GB of contributions a second.\n\n{lines(['rule', 'GB/s', 'time, x the mean'], rows)}\n"
+        f"`{found['command']}`, {found['date']}, {found['hardware']['cores']} cores, {found['hardware']['processor']}, "
+        f"torch {found['versions']['torch']}. [Raw records](rule.json).\n"
+    )
 
 
 def resets(lines: Lines) -> str:

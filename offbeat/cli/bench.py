@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat.cli.codec_benchmark import CodecFigure
+    from offbeat.cli.rule_benchmark import RuleFigure
     from offbeat.cli.switch_benchmark import SwitchFigure
     from offbeat.cli.wire_benchmark import WireFigure
 
@@ -135,8 +136,56 @@ def codec(
             tell=status.update,
         )
     if json is not None:
-        _write_codec(json, figures, model=model.value, workers=workers, bucket_mb=bucket_mb, device=device)
+        settings = {"model": model.value, "workers": workers, "bucket_mb": bucket_mb, "device": device}
+        _write_parts(json, "codec", figures, **settings)
     _show_codec(figures, workers)
+
+
+@app.command()
+def rule(
+    rules: Annotated[
+        list[str] | None, typer.Argument(metavar="[RULE]...", help="Such as 'Krum(2)'; all that there are if none.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=3, help="Contributions of each update.")] = 16,
+    size_mb: Annotated[float, typer.Option(min=1.0, help="MiB of each contribution.")] = 25.0,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Seconds that each turn takes.")] = 0.5,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each row, interleaved.")] = 5,
+    json: Annotated[Path | None, typer.Option(help="File for the raw records.")] = None,
+) -> None:
+    """Measure what a robust rule takes at a parameter server, beside the mean."""
+    from offbeat.cli.part_syntax import read_part
+    from offbeat.cli.rule_benchmark import measure_rules
+    from offbeat.cli.rule_benchmark import rules as all_rules
+
+    _check_folder(json)
+    chosen = [None, *(read_part("rule", text) for text in rules)] if rules else all_rules(workers)
+    for one in chosen:
+        if one is not None and (why := one.check(workers)):
+            raise PlanError(f"Cannot measure: {why}.")
+    with Console(stderr=True).status("") as status:
+        figures = measure_rules(
+            chosen,
+            workers=workers,
+            size_bytes=int(size_mb * 2**20),
+            seconds=seconds,
+            repeats=repeats,
+            tell=status.update,
+        )
+    if json is not None:
+        _write_parts(json, "rule", figures, workers=workers, size_mb=size_mb)
+    _show_rule(figures)
+
+
+def _show_rule(figures: list[RuleFigure]) -> None:
+    mean, wide = figures[0].median, max(len(one.rule) for one in figures)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("rule", no_wrap=True)
+    for heading in ("GB/s", "least", "most", "time, x the mean's"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in figures:
+        rates = map(_rate, (one.median, min(one.values), max(one.values)))
+        table.add_row(one.rule or "the mean", *rates, f"{mean / one.median:.1f}")
+    Console(width=max(wide + _FIGURES_WIDTH, Console().width)).print(table, crop=False)
 
 
 def _device(name: str) -> torch.device:
@@ -148,7 +197,7 @@ def _device(name: str) -> torch.device:
     raise PlanError(f"Cannot measure on {name!r}: {why}. Use --device cpu.")
 
 
-def _write_codec(path: Path, figures: list[CodecFigure], **settings: Any) -> None:
+def _write_parts(path: Path, name: str, figures: list[CodecFigure] | list[RuleFigure], **settings: Any) -> None:
     """Write what was measured, and with what."""
     import msgspec
 
@@ -156,7 +205,7 @@ def _write_codec(path: Path, figures: list[CodecFigure], **settings: Any) -> Non
 
     report = {
         "format": 1,
-        "name": "codec",
+        "name": name,
         "command": hardware.command_line(),
         "date": hardware.date(),
         "versions": hardware.versions(),

@@ -94,6 +94,7 @@ COMMANDS = {
         "--repeats",
         "--json",
     ],
+    "bench rule": ["RULES", "--workers", "--size-mb", "--seconds", "--repeats", "--json"],
     "bench wire": ["--json", "--seconds", "--repeats", "--tls"],
     "bench switch": [
         "--target",
