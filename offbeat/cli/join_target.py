@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import typer
 
 from offbeat.cli.job_address import find
 from offbeat.cli.operator_client import ask_coordinator
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from offbeat.plan import Plan
 
 _PATIENCE_S = 10.0
-_START_S = 60.0  # for a job that is to be validated to begin
+_START_S = 300.0  # for a job that is to be validated to begin
 _LOOK_S = 0.1
 _MOST_RANKS = 4096
 
@@ -206,8 +207,10 @@ def _own_certificate() -> dict[str, str]:
 def _wait_for_server(folder: Path) -> None:
     """Wait until the workers of a job that is being started have said in its folder where its server is."""
     deadline_s = time.monotonic() + _START_S
-    is_address = ":" in str(folder) and not folder.exists()
-    while not is_address and not (folder / "server.json").exists() and time.monotonic() < deadline_s:
+    if (folder / "server.json").exists() or (":" in str(folder) and not folder.exists()):  # or it is an address
+        return
+    typer.echo(f"Waiting for the job in {folder} to begin.", err=True)
+    while not (folder / "server.json").exists() and time.monotonic() < deadline_s:
         time.sleep(_LOOK_S)
 
 

@@ -464,6 +464,8 @@ class Client:
 
     def _end_training(self) -> None:
         """The workers are done, so that what this validator waits for, now or later, never comes."""
+        if isinstance(self._error, EndOfTraining):  # another shard has said so
+            return
         self._connections.close()
         self._tell("The job is over: its last worker has said good-bye. This validator ends with it.")
         self.fail(EndOfTraining(0))
