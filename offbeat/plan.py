@@ -306,8 +306,9 @@ class Plan:
             ),
             (
                 not rule.needs_reference or rule.reference_is_previous,
-                "it compares contributions with a reference on trusted data, which only a validator can bring: use "
-                "Median(), MultiKrum(...) or GeometricMedian(), which compare them with each other",
+                "it compares contributions with a reference on trusted data, which only a validator can bring: give it "
+                "as validator=, or use Median(), MultiKrum(...) or GeometricMedian(), which compare them with each "
+                "other",
             ),
             (
                 self._most_in_update(2) > 1,

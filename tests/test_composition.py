@@ -1,8 +1,8 @@
 """What may not be composed: each refusal word for word, and that what it advises can be made.
 
-The codes are those of the design. There is no refusal yet of joint codes (R1 to R3), of norms that say nothing (R6),
-of noise (R16), of optimizers that are not linear (R18) and of parameters that are sharded (R21), since there is none of
-it; nor a word of warning of residuals that a lost worker takes along (R11) and of unbiased sketches (R12).
+The codes are those of the design. There is no refusal yet of joint codes (R1 to R3), of noise (R16), of optimizers that
+are not linear (R18) and of parameters that are sharded (R21), since there is none of it; nor a word of warning of
+residuals that a lost worker takes along (R11) and of unbiased sketches (R12).
 """
 
 from __future__ import annotations
@@ -14,27 +14,31 @@ import pytest
 
 from offbeat import (
     ASP,
+    BSP,
     GRBS,
+    QSGD,
     SSP,
     BatchTuning,
-    Cast,
+    Carry,
     Dense,
     Elastic,
     ErrorFeedback,
     ErrorReset,
     KSync,
     LocalSGD,
+    LookAhead,
     ParameterServer,
     Plan,
     PowerSGD,
     ProcessGroup,
     RandomK,
     RoundRobin,
+    Sign,
     Switch,
     TopK,
 )
 from offbeat.errors import PlanError
-from offbeat.robust import FLTrust, Krum, MeaMed, Median, MultiKrum, Phocas, TrimmedMean, ZenoPS
+from offbeat.robust import FLTrust, GeometricMedian, Krum, MeaMed, Mean, Median, MultiKrum, Phocas, TrimmedMean, ZenoPS
 
 SERVER, TUNED = ParameterServer(), BatchTuning()
 COORDINATES = (Median(), TrimmedMean(1), Phocas(1), MeaMed(1))
@@ -65,31 +69,33 @@ def refusal(code: str, parts: dict[str, Any], says: str, *instead: dict[str, Any
 REFUSALS = [
     *(
         refusal(
-            "R4",
-            {"codec": codec, "fabric": SERVER, "rule": Median()},
-            f"Cannot use {codec!r} on {SERVER!r}: it needs Gather, this fabric carries only Sum. Use a codec of that "
-            "kind, or a fabric that carries it, such as ProcessGroup() - at `plan.codec`.",
-            {"codec": Dense()},
-            {"fabric": ProcessGroup(), "rule": None},
+            code,
+            {"codec": codec, "fabric": SERVER, "rule": rule},
+            f"Cannot combine by {rule!r}: with {codec!r} each worker sends other elements, and what is compared is "
+            "which: use a codec whose elements are the same on all workers, such as GRBS(32), or Mean() - at "
+            "`plan.rule`.",
+            {"codec": ErrorFeedback(GRBS(32))},
+            {"rule": Mean()},
         )
+        for code, rule in (("R4", Median()), ("R5", Krum(1)))
         for codec in (TopK(0.1), RandomK(0.1, support="private"))
     ),
     refusal(
-        "R5",
-        {"codec": TopK(0.1), "fabric": SERVER, "rule": Krum(1)},
-        f"Cannot use TopK(ratio=0.1) on {SERVER!r}: it needs Gather, this fabric carries only Sum. Use a codec of that "
-        "kind, or a fabric that carries it, such as ProcessGroup() - at `plan.codec`.",
-        {"fabric": ProcessGroup(), "rule": None},
+        "R5b",
+        {"sync": LocalSGD(8), "codec": Carry(TopK(0.1)), "fabric": SERVER, "validator": ZenoPS()},
+        f"Cannot judge by {ZenoPS()!r}: with {Carry(TopK(0.1))!r} a contribution and its reference are of different "
+        "elements: use a codec whose elements are the same on all workers, such as GRBS(32) - at `plan.validator`.",
+        {"codec": Carry(GRBS(32))},
     ),
-    *(
-        refusal(
-            "R5b",
-            {"fabric": SERVER, "rule": rule},
-            f"Cannot combine by {rule!r}: it compares whole contributions, and each shard has blocks of them: use "
-            "Median(), TrimmedMean(...), Phocas(...) or MeaMed(...), which look at each coordinate - at `plan.rule`.",
-            *({"rule": other} for other in COORDINATES),
-        )
-        for rule in (MultiKrum(1), FLTrust())
+    refusal(
+        "R6",
+        {"codec": ErrorFeedback(Sign()), "fabric": SERVER, "validator": ZenoPS()},
+        f"Cannot judge by {ZenoPS()!r}: with {ErrorFeedback(Sign())!r} all contributions are equally long, whatever "
+        "they were made of: use GRBS(32) or QSGD(8), or FLTrust(), which goes by the angle alone - at "
+        "`plan.validator`.",
+        {"codec": ErrorFeedback(GRBS(32))},
+        {"codec": QSGD(8)},
+        {"validator": FLTrust()},
     ),
     *(
         refusal(
@@ -102,23 +108,44 @@ REFUSALS = [
         )
         for policy in (ASP(), SSP(4), RoundRobin(), KSync(1))
     ),
+    *(
+        refusal(
+            "R9",
+            {"fabric": SERVER, "rule": rule},
+            f"Cannot combine by {rule!r}: it compares contributions with a reference on trusted data, which only a "
+            "validator can bring: give it as validator=, or use Median(), MultiKrum(...) or GeometricMedian(), which "
+            "compare them with each other - at `plan.rule`.",
+            {"rule": None, "validator": rule},
+            *({"rule": other} for other in (*COORDINATES, MultiKrum(1), GeometricMedian())),
+        )
+        for rule in (FLTrust(), ZenoPS())
+    ),
     refusal(
-        "R9",
-        {"fabric": SERVER, "rule": ZenoPS()},
-        "Cannot combine by ZenoPS(eta=-0.001, rho=0.6): it compares whole contributions, and each shard has blocks of "
-        "them: use Median(), TrimmedMean(...), Phocas(...) or MeaMed(...), which look at each coordinate - at "
-        "`plan.rule`.",
-        {"rule": Median()},
+        "R10",
+        {"sync": LocalSGD(8, policy=ASP()), "codec": ErrorReset(), "fabric": SERVER},
+        f"Cannot use {ErrorReset()!r} with {LocalSGD(8, policy=ASP())!r}: a reset is of what all workers have at one "
+        f"version, and with this policy they have different ones. Use LookAhead({GRBS(8)!r}) or Carry({GRBS(8)!r}) - "
+        "at `plan.codec`.",
+        {"codec": LookAhead(GRBS(8))},
+        {"codec": Carry(GRBS(8))},
     ),
     refusal(
         "R10",
         {"sync": ASP(), "codec": ErrorReset(every=8), "fabric": SERVER},
-        f"Cannot use {ErrorReset(every=8)!r} on {SERVER!r}: what is not sent is kept in each worker's own parameters, "
-        "and this fabric's server has others for all. Use ProcessGroup() or Elastic(), or ErrorFeedback(...) - at "
-        "`plan.codec`.",
-        {"codec": ErrorFeedback(Cast())},
-        {"sync": LocalSGD(8), "codec": ErrorReset(), "fabric": ProcessGroup()},
-        {"sync": LocalSGD(8), "codec": ErrorReset(), "fabric": Elastic()},
+        f"Cannot use {ErrorReset(every=8)!r} with ASP(): all workers are to have a consensus in common behind each "
+        "step. Use BSP() or LocalSGD(...) - at `plan.sync`.",
+        {"sync": BSP(), "fabric": ProcessGroup()},
+        {"sync": LocalSGD(8), "codec": ErrorReset()},
+    ),
+    refusal(
+        "R10",
+        {"sync": ASP(), "codec": LookAhead(GRBS(8)), "fabric": SERVER},
+        f"Cannot use {LookAhead(GRBS(8))!r} with ASP() on {SERVER!r}: what is not sent of a worker's own steps stays "
+        "in its parameters, and here the server's optimizer steps. Use sync=LocalSGD(8), or LocalSGD(8, policy=ASP()) "
+        "to wait for nobody, or ErrorFeedback(...) - at `plan.codec`.",
+        {"sync": LocalSGD(8)},
+        {"sync": LocalSGD(8, policy=ASP())},
+        {"codec": ErrorFeedback(GRBS(8))},
     ),
     refusal(
         "R10",
@@ -149,10 +176,11 @@ REFUSALS = [
     refusal(
         "R17",
         {"sync": ASP(), "codec": PowerSGD(), "fabric": SERVER},
-        f"Cannot use PowerSGD(rank=4) on {SERVER!r}: it sends 2 rounds, and a push is one dense sum for each bucket. "
-        "Use Dense() or Cast(), or ProcessGroup() - at `plan.codec`.",
-        {"codec": Dense()},
-        {"codec": Cast()},
+        f"Cannot use PowerSGD(rank=4) on {SERVER!r}: it sends 2 rounds, and a push is one. Use a codec of one "
+        "round, such as GRBS(32), TopK(0.01) or QSGD(8), or ProcessGroup() - at `plan.codec`.",
+        {"codec": GRBS(32)},
+        {"codec": TopK(0.01)},
+        {"codec": QSGD(8)},
     ),
     refusal(
         "R20",

@@ -127,7 +127,8 @@ def test_changes_and_the_first_k(sync: Any) -> None:
         (
             lambda: Plan(fabric=ParameterServer(), rule=FLTrust()),
             "Cannot combine by FLTrust(): it compares contributions with a reference on trusted data, which only a "
-            "validator can bring: use Median(), MultiKrum(...) or GeometricMedian(), which compare them with each "
+            "validator can bring: give it as validator=, or "
+            "use Median(), MultiKrum(...) or GeometricMedian(), which compare them with each "
             "other - at `plan.rule`.",
         ),
         (
