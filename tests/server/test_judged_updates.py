@@ -334,7 +334,7 @@ RULES: list[tuple[Any, Callable[[Rule, dict[int, torch.Tensor], torch.Tensor], t
 ]
 
 
-@pytest.mark.parametrize(("rule", "expected"), RULES, ids=repr)
+@pytest.mark.parametrize(("rule", "expected"), RULES, ids=lambda one: getattr(one, "__name__", repr(one)))
 def test_a_reference_is_compared_with_and_never_applied(
     rule: Rule, expected: Callable[..., torch.Tensor], told: list[str]
 ) -> None:
@@ -353,7 +353,7 @@ def test_a_reference_is_compared_with_and_never_applied(
     torch.testing.assert_close(job.update(brings), expected(rule, brings, 2 * reference(1)), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("rule", "expected"), RULES, ids=repr)
+@pytest.mark.parametrize(("rule", "expected"), RULES, ids=lambda one: getattr(one, "__name__", repr(one)))
 def test_a_reference_that_is_not_finite_takes_no_other_s_place(
     rule: Rule, expected: Callable[..., torch.Tensor], told: list[str]
 ) -> None:
