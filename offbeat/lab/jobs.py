@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from offbeat.attack_spec import AttackSpec
     from offbeat.fault_spec import Fault, Part
-    from offbeat.lab.launch import WorkerPlacement
+    from offbeat.lab.worker_placement import WorkerPlacement
     from offbeat.plan import Plan
     from offbeat.sync import Policy
 

@@ -15,13 +15,13 @@ import socket
 import subprocess
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offbeat.errors import WorkerLostError
 from offbeat.exit_codes import how_it_ended
 from offbeat.lab import command_lines, lab_registry, recorder, validator_process
 from offbeat.lab.network import INTERFACE
+from offbeat.lab.worker_placement import WorkerPlacement
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -33,21 +33,6 @@ MASTER_PORT = 29500
 """Every host of a lab has all ports to itself."""
 _SUMMING = re.compile(r"^summing at (\S+):", re.MULTILINE)
 _SWITCH_START_S, _SWITCH_LOOK_S, _SWITCH_END_S = 30.0, 0.05, 5.0
-
-
-@dataclass(frozen=True)
-class WorkerPlacement:
-    """The place of a worker. `namespace` None is this machine itself, `compute_factor` 2.0 half as fast.
-
-    `port` is the switch's end of its link: namespace and interface; None if it has no link.
-    """
-
-    host: str
-    namespace: str | None
-    address: str
-    interface: str
-    compute_factor: float = 1.0
-    port: tuple[str, str] | None = None
 
 
 def places(network: Network) -> list[WorkerPlacement]:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from offbeat.lab.jobs import RowJob
     from offbeat.lab.swap_cost import TimedSwap
+    from offbeat.lab.worker_placement import WorkerPlacement
     from offbeat.scenario import Replay, Scenario, TrainingScript
 
 _log = logging.getLogger("offbeat")
@@ -137,7 +138,7 @@ def run(
 
 
 def run_once(
-    job: RowJob, places: Sequence[launch.WorkerPlacement], folder: Path, index: int, network: Network | None
+    job: RowJob, places: Sequence[WorkerPlacement], folder: Path, index: int, network: Network | None
 ) -> RunResult:
     """Run one row once, in an empty folder.
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from offbeat.lab.launch import WorkerPlacement
+    from offbeat.lab.worker_placement import WorkerPlacement
 
 LINGERS_S = 20.0
 """From the end of a validator that ended well until the last worker has, too."""
