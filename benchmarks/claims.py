@@ -385,12 +385,22 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     "byzantine": (
         Claim(POINTS, "honest: trimmed mean", "honest: mean", at_least=-0.01),
         Claim(POINTS, "honest: median", "honest: mean", at_least=-0.02),
+        Claim(POINTS, "honest: MultiKrum", "honest: mean", at_least=-0.02),
+        Claim(POINTS, "honest: ZenoPS", "honest: mean", at_least=-0.02),
         Claim(POINTS, "sign x 6: mean", "honest: mean", at_most=-0.3),
         *(
             Claim(POINTS, f"{attack}: {rule}", "honest: mean", at_least=-0.03)
             for attack in ("sign x 6", "flipped labels", "IPM")
-            for rule in ("trimmed mean", "median")
+            for rule in ("trimmed mean", "median", "MultiKrum", "ZenoPS")
         ),
+        Claim(POINTS, "6 of 10 signs x 6: mean", "honest: mean", at_most=-0.3),
+        Claim(POINTS, "6 of 10 signs x 6: MultiKrum", "honest: mean", at_most=-0.3),
+        Claim(POINTS, "6 of 10 signs x 6: ZenoPS", "honest: mean", at_least=-0.03),
+    ),
+    "byzantine_stragglers": (
+        Claim(POINTS, "sign x 6: asp", "honest: asp", at_most=-0.3),
+        Claim(POINTS, "sign x 6: asp, Zeno++", "honest: asp", at_least=-0.05),
+        Claim(TIME, "sign x 6: asp, Zeno++", "sign x 6: bsp, trimmed mean", at_most=0.75),
     ),
     "accuracy_mnist": (Claim(NEVER, "", at_most=0),),
     "accuracy_chars": (Claim(NEVER, "", at_most=0),),

@@ -70,7 +70,7 @@ class Chars:
         codes = torch.tensor([numbers[letter] for letter in text])
         train = codes[: round(len(codes) * (1 - HELD_OUT))]
         self._train, self._held_out = _windows(train), _windows(codes[len(train) :])[:EVALUATED]
-        self.samples = len(self._train)
+        self.samples, self.trusted = len(self._train), 0
         self.note = (
             f"{FILE}: trained on {len(train):,} characters, bits per character of {EVALUATED * CONTEXT:,} others"
         )

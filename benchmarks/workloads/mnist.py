@@ -90,11 +90,13 @@ def _idx(folder: Path, pattern: str) -> torch.Tensor | None:
 
 
 class Digits:
-    """Which digit an image shows."""
+    """Which digit an image shows; the last `trusted` ones are a validator's."""
 
-    def __init__(self, folder: str | None, model: str = "cnn") -> None:
+    def __init__(self, folder: str | None, model: str = "cnn", trusted: int = 0) -> None:
         (self._images, self._labels), (self._test, self._answers), self.note = load(folder)
-        self.samples = len(self._labels)
+        self.samples, self.trusted = len(self._labels) - trusted, trusted
+        if trusted:
+            self.note += f"; {trusted:,} of those to train on are trusted, for a validator alone"
         torch.manual_seed(0)
         self.model: nn.Module = _MODELS[model](self._images.shape[-1])
 
@@ -113,6 +115,7 @@ def main() -> None:
     options.add_argument("--lr", type=float, default=0.05)
     options.add_argument("--momentum", type=float, default=0.9)
     options.add_argument("--model", choices=sorted(_MODELS), default="cnn")
+    options.add_argument("--trusted", type=int, default=0, help="samples for a validator, which no worker trains on")
     asked = options.parse_args()
     torch.set_num_threads(1)
     work = Work.from_environment()
@@ -120,7 +123,7 @@ def main() -> None:
     def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=asked.lr, momentum=asked.momentum)
 
-    race.run(Digits(work.data, asked.model), sgd, asked, work)
+    race.run(Digits(work.data, asked.model, asked.trusted), sgd, asked, work)
 
 
 if __name__ == "__main__":

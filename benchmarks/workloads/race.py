@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import copy
 import hashlib
+import itertools
 import os
 import statistics
 import time
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
+from offbeat.errors import ScenarioError
 from offbeat.lab.peer_checkpoint import Snapshots
 from offbeat.lab.recorder import Recorder, Work, alone_s, begun
 from offbeat.lab.systems import bind
@@ -28,10 +30,13 @@ if TYPE_CHECKING:
 
 
 class Task(Protocol):
-    """What is learnt. `samples` are there to train on; `note` says what they are."""
+    """What is learnt. `samples` are there to train on, and `trusted` ones behind them, on which a validator trains and
+    no worker; `note` says what they are.
+    """
 
     model: torch.nn.Module
     samples: int
+    trusted: int
     note: str
 
     def loss(self, model: torch.nn.Module, indices: torch.Tensor) -> torch.Tensor:
@@ -67,8 +72,12 @@ def run(task: Task, optimizer: Optimizer, asked: argparse.Namespace, work: Work)
     recorder = Recorder(compute_s=compute_s, gradient_bytes=gradient_bytes, work=work, done=done)
     recorder.note(task.note)
     straggler = Straggler(work.straggle, rank)
-    # Who has joined later has a rank beyond those of the beginning, and is alone in its own.
-    share = shares(task.samples, batch=asked.batch, rank=rank % world, world=world)
+    validates = bound.run is not None and bound.run.is_validator
+    if validates:
+        share = trusted(task, asked.batch)
+    else:
+        # Who has joined later has a rank beyond those of the beginning, and is alone in its own.
+        share = shares(task.samples, batch=asked.batch, rank=rank % world, world=world)
     # Where a server holds the parameters, backward waits for nobody.
     waits = bound.run is None or not bound.run.plan.is_served
     tries = 15 if began is None else 3
@@ -76,7 +85,8 @@ def run(task: Task, optimizer: Optimizer, asked: argparse.Namespace, work: Work)
     snapshots = []
     for _ in range(done):
         next(share)
-    for index in range(done, work.warmup_steps + work.steps):
+    # A validator's loop has no end: it is ended with the job.
+    for index in itertools.count() if validates else range(done, work.warmup_steps + work.steps):
         # Many workers on few cores: each computes for as long as a machine of its own would. What is waited for others
         # in backward is no computing, so there the rest of the time comes before it.
         began_s = time.perf_counter()
@@ -117,6 +127,20 @@ def shares(samples: int, *, batch: int, rank: int, world: int) -> Iterator[torch
         order = torch.randperm(samples, generator=generator)
         for start in range(0, samples - batch * world + 1, batch * world):
             yield order[start + rank * batch : start + (rank + 1) * batch]
+
+
+def trusted(task: Task, batch: int) -> Iterator[torch.Tensor]:
+    """A validator's indices [batch], step by step.
+
+    Raises:
+        ScenarioError: if there are not so many samples for it.
+    """
+    if task.trusted < batch:
+        raise ScenarioError(
+            f"Cannot validate with {task.trusted} trusted samples: a batch has {batch}. Have workers leave some to the "
+            'validator, such as "--trusted", "1000" (workload.args).'
+        )
+    return (task.samples + indices for indices in shares(task.trusted, batch=batch, rank=0, world=1))
 
 
 def _backward_s(task: Task, twin: torch.nn.Module, batch: int, tries: int) -> float:

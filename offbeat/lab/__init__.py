@@ -21,7 +21,8 @@ A run:
 * `runner` - run every row of a scenario, interleaved and repeated
 * `refusals` - what this machine cannot measure, and what measuring takes
 * `jobs` - what the programs of one row are told; `command_lines` - their commands and environment
-* `launch` - one worker per host with the environment of torchrun
+* `launch` - one worker per host with the environment of torchrun; `validator_process` - what they are judged by;
+  `worker_placement` - where a process runs
 * `systems` - offbeat and the systems it is compared with, behind one function
 * `replay` - the worker program that replays a profile; `peer_checkpoint` - from what a script under torchrun goes on
 * `fault_injection` - the faults of a run

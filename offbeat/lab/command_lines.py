@@ -1,9 +1,12 @@
-"""Command lines and environment of the lab's own programs, so that they start from any folder and from any checkout."""
+"""Command lines and environment of the lab's own programs, so that they start from any folder and from any checkout;
+and what they said last.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +20,10 @@ TORCHRUN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Else workers that are started again find the addresses of those before them in the store, and fail to connect."""
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 """How many threads libraries compute with; MKL's own counts for more than OpenMP's."""
+VALIDATOR_TOKEN = "OFFBEAT_VALIDATOR_TOKEN"
+"""The variable with the secret of validators, which no other process is to have."""
+LAST_LINES = 20
+"""Of what a process said, where it is quoted."""
 _ENTER = Path(__file__).resolve().with_name("netns_exec.py")
 
 
@@ -53,11 +60,19 @@ def under_torchrun(command: Sequence[str], *, nodes: int, address: str, store: s
 
 
 def environment() -> dict[str, str]:
-    """The environment of a command: ours, this very package first where Python looks for modules, one thread for each
-    process.
+    """The environment of a command: ours without a validator's secret, this very package first where Python looks for
+    modules, one thread for each process.
 
     All processes of all systems start with the same threads: what torch would make of the cores of this machine, which
     stands for many, differs between those that a launcher starts and others.
     """
     paths = [str(_PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **dict.fromkeys(_THREADS, "1")}
+    ours = {name: value for name, value in os.environ.items() if name != VALIDATOR_TOKEN}
+    return {**ours, "PYTHONPATH": os.pathsep.join(paths), **dict.fromkeys(_THREADS, "1")}
+
+
+def last_lines(log: Path) -> str:
+    """Quote the last lines of a process's output."""
+    with log.open(errors="replace") as lines:
+        last = "".join(f"  {line.rstrip()}\n" for line in deque(lines, LAST_LINES))
+    return last.rstrip("\n") or "  (nothing)"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from offbeat.attack_spec import AttackSpec
     from offbeat.fault_spec import Fault, Part
-    from offbeat.lab.launch import WorkerPlacement
+    from offbeat.lab.worker_placement import WorkerPlacement
     from offbeat.plan import Plan
     from offbeat.sync import Policy
 
@@ -56,6 +56,7 @@ class RowJob:
     tolerance: float | None
     served: bool = False  # whether its plan has a parameter server
     switched: bool = False  # whether a switch sums its gradients
+    validated: bool = False  # whether its contributions are judged beside a validator's
     elastic: bool = False  # whether it is all-reduce that goes on without the workers it loses
     demand: Demand = field(default_factory=Demand)  # what a step demands of machines and links
     sends_each_gradient: bool = True  # of every step, of the batches that the baseline has, without a server
@@ -143,6 +144,11 @@ class RowJob:
         """Variables for each worker: its work."""
         return [{WORK: msgspec.json.encode(self._work(rank, place)).decode()} for rank, place in enumerate(places)]
 
+    def of_validator(self, place: WorkerPlacement) -> dict[str, str]:
+        """Variables for a validator: the work of a worker that never straggles, as the others wait for it."""
+        work = msgspec.structs.replace(self._work(len(self.scenario.workers.hosts), place), straggle=None)
+        return {WORK: msgspec.json.encode(work).decode()}
+
     def _work(self, rank: int, place: WorkerPlacement) -> Work:
         workload = self.scenario.workload
         is_spoilt = bool(self.attacks) or any(fault.changes_sum for fault in self.faults)
@@ -207,10 +213,15 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> RowJob:
             f'servers = 1 (hosts.servers), or role = "server" (host.role).'
         )
     _check_attacks(index, row, scenario, made)
+    if made.validator is not None and row.swap:
+        raise ScenarioError(
+            f"Cannot have worker 0 swap the policy of row {row.name!r}: its plan has a validator, whose word alone "
+            f"that is. Leave out one of the two (row[{index}].swap)."
+        )
     promises = made.codec.promises
     exact = promises.linear and promises.contraction == 1.0 and not isinstance(made.codec, Rescales)
     rounding = _ROUNDING if promises.variance is not None else _ROUNDING_16_BIT
-    tolerance = rounding if exact and _adds_up(made.sync) else None
+    tolerance = rounding if exact and _adds_up(made.sync) and made.validator is None else None
     each = all(made.contributes(step) == "gradient" for step in range(scenario.measured_steps.stop))
     return RowJob(
         row,
@@ -220,6 +231,7 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> RowJob:
         made.to_toml(),
         tolerance,
         served,
+        validated=made.validator is not None,
         switched=made.fabric.offers.holds == "switch",
         elastic=made.has_elastic_group,
         demand=Demand.of(made, scenario.measured_steps, len(scenario.workers.hosts)),

@@ -14,15 +14,14 @@ import signal
 import socket
 import subprocess
 import time
-from collections import deque
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offbeat.errors import WorkerLostError
 from offbeat.exit_codes import how_it_ended
-from offbeat.lab import command_lines, lab_registry, recorder
+from offbeat.lab import command_lines, lab_registry, recorder, validator_process
 from offbeat.lab.network import INTERFACE
+from offbeat.lab.worker_placement import WorkerPlacement
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -32,24 +31,8 @@ if TYPE_CHECKING:
 
 MASTER_PORT = 29500
 """Every host of a lab has all ports to itself."""
-LAST_LINES = 20
 _SUMMING = re.compile(r"^summing at (\S+):", re.MULTILINE)
 _SWITCH_START_S, _SWITCH_LOOK_S, _SWITCH_END_S = 30.0, 0.05, 5.0
-
-
-@dataclass(frozen=True)
-class WorkerPlacement:
-    """The place of a worker. `namespace` None is this machine itself, `compute_factor` 2.0 half as fast.
-
-    `port` is the switch's end of its link: namespace and interface; None if it has no link.
-    """
-
-    host: str
-    namespace: str | None
-    address: str
-    interface: str
-    compute_factor: float = 1.0
-    port: tuple[str, str] | None = None
 
 
 def places(network: Network) -> list[WorkerPlacement]:
@@ -81,6 +64,7 @@ class Shards:
         timeout_s: a worker that is silent for longer is gone.
         lab: the lab's identity; None outside of namespaces.
         is_struck: they keep snapshots there, and are started again when they are killed.
+        validator_token: the secret of validators, which is in no worker's environment; "" for none.
     """
 
     def __init__(
@@ -91,6 +75,7 @@ class Shards:
         timeout_s: float,
         lab: str | None = None,
         is_struck: bool = False,
+        validator_token: str = "",
     ) -> None:
         from offbeat.server.launch import RESTARTS, ShardSettings, start_shard
 
@@ -105,6 +90,7 @@ class Shards:
                     bind=place.address,
                     coordinator=addresses[0] if addresses else "",
                     token=token,
+                    validator_token=validator_token,
                     timeout_s=timeout_s,
                     snapshots=str(folder / "server" / f"shard-{index}") if is_struck else "",
                     is_fresh=is_struck,
@@ -291,28 +277,46 @@ class Workers:
         """The file that a worker's recorder writes."""
         return self.folder / f"rank{rank}.jsonl"
 
-    def wait(self, timeout_s: float, struck: Collection[int] = ()) -> None:
+    def wait(
+        self,
+        timeout_s: float,
+        struck: Collection[int] = (),
+        *,
+        validator: validator_process.ValidatorProcess | None = None,
+    ) -> None:
         """Return when all workers have ended well.
 
         Args:
             struck: ranks that may end otherwise.
+            validator: that they are judged by; it ends no sooner than they do.
 
         Raises:
             WorkerLostError: if one ends otherwise, or not all have ended after `timeout_s`.
         """
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s, is_left = time.monotonic() + timeout_s, False
+        pids, beside = [process.pid for process in self._processes], len(self._processes)
+        if validator is not None:
+            pids.append(validator.pid)
         with selectors.DefaultSelector() as selector, ExitStack() as handles:
-            for rank, process in enumerate(self._processes):
-                handle = os.pidfd_open(process.pid)
+            for rank, pid in enumerate(pids):
+                handle = os.pidfd_open(pid)
                 handles.callback(os.close, handle)
                 selector.register(handle, selectors.EVENT_READ, rank)
-            while selector.get_map():
+            while running := [key.data for key in selector.get_map().values() if key.data != beside]:
                 ready = selector.select(max(0.0, deadline_s - time.monotonic()))
+                if not ready and validator is not None and is_left:
+                    raise WorkerLostError(validator.obituary(0))
                 if not ready:
-                    raise WorkerLostError(self._overdue([key.data for key in selector.get_map().values()], timeout_s))
+                    raise WorkerLostError(self._overdue(running, timeout_s))
                 codes = {key.data: _exit_code(key.fd) for key, _ in ready}
+                its_code = codes.pop(beside, None)
                 if any(code for rank, code in codes.items() if rank not in struck):
                     raise WorkerLostError(self._obituary(codes))
+                if validator is not None and its_code is not None:
+                    if its_code:
+                        raise WorkerLostError(validator.obituary(its_code))
+                    # It hears of the last good-bye before that worker's process has ended.
+                    deadline_s, is_left = min(deadline_s, time.monotonic() + validator_process.LINGERS_S), True
                 for key, _ in ready:
                     selector.unregister(key.fd)
 
@@ -346,20 +350,16 @@ class Workers:
         # Of several that ended together, one that a signal killed did not die of the others' death.
         rank = min((rank for rank, code in codes.items() if code), key=lambda rank: (codes[rank] > 0, rank))
         code = codes[rank]
-        how = how_it_ended(code)
-        return f"rank {rank} on host {self.places[rank].host} {how}, its last output was\n{self._last_lines(rank)}"
+        how, last = how_it_ended(code), command_lines.last_lines(self.log(rank))
+        return f"rank {rank} on host {self.places[rank].host} {how}, its last output was\n{last}"
 
     def _overdue(self, running: list[int], timeout_s: float) -> str:
         names = ", ".join(f"{rank} on {self.places[rank].host}" for rank in running)
+        last = command_lines.last_lines(self.log(running[0]))
         return (
             f"after {timeout_s:g} s rank {names} still run. Raise the limit (run.timeout_s) or "
-            f"shorten the run (run.steps). The last output of rank {running[0]} was\n{self._last_lines(running[0])}"
+            f"shorten the run (run.steps). The last output of rank {running[0]} was\n{last}"
         )
-
-    def _last_lines(self, rank: int) -> str:
-        with self.log(rank).open(errors="replace") as lines:
-            last = "".join(f"  {line.rstrip()}\n" for line in deque(lines, LAST_LINES))
-        return last.rstrip("\n") or "  (nothing)"
 
 
 def _exit_code(handle: int) -> int:

@@ -14,6 +14,7 @@ real backward, on two cores as on eight GPUs. Rules:
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from typing import TYPE_CHECKING, Any
@@ -163,7 +164,8 @@ def main() -> None:
     data = ReplayBatches(work, bound)
     # One step more than is measured, for the second check.
     steps = work.warmup_steps + work.steps + 1
-    for step in range(steps):
+    validates = bound.run is not None and bound.run.is_validator  # which ends when the workers do
+    for step in itertools.count() if validates else range(steps):
         count = data.next()
         _step(model, bound, step, work.replay.work_of(count))
         time.sleep(straggler.lost_s(compute_s))

@@ -8,6 +8,7 @@ that whoever interrupts a long one, or a row that fails, loses nothing else.
 from __future__ import annotations
 
 import logging
+import secrets
 import statistics
 import tempfile
 import time
@@ -30,6 +31,7 @@ from offbeat.lab.refusals import refuse
 from offbeat.lab.results import LinkUse, LossCurve, RawRun, ResultFile, RowResult, Spread, Staleness
 from offbeat.lab.run_result import RunResult
 from offbeat.lab.swap_cost import course, handovers, swaps
+from offbeat.lab.validator_process import ValidatorProcess
 from offbeat.report.records import Records, StepRecord
 from offbeat.report.scheduled_steps import scheduled_steps
 from offbeat.safe_read import read_file
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
     from offbeat.lab.jobs import RowJob
     from offbeat.lab.swap_cost import TimedSwap
+    from offbeat.lab.worker_placement import WorkerPlacement
     from offbeat.scenario import Replay, Scenario, TrainingScript
 
 _log = logging.getLogger("offbeat")
@@ -135,12 +138,12 @@ def run(
 
 
 def run_once(
-    job: RowJob, places: Sequence[launch.WorkerPlacement], folder: Path, index: int, network: Network | None
+    job: RowJob, places: Sequence[WorkerPlacement], folder: Path, index: int, network: Network | None
 ) -> RunResult:
     """Run one row once, in an empty folder.
 
     Raises:
-        WorkerLostError: if a worker fails that no fault ends.
+        WorkerLostError: if a worker fails that no fault ends, or the validator does.
         ScenarioError: if a worker measured nothing, or a fault never fired.
         DisagreementError: if the replicas are not equal at the end.
     """
@@ -151,11 +154,27 @@ def run_once(
     servers = [place for place in places if place.host not in names]
     places = [place for place in places if place.host in names]
     with ExitStack() as resources:
+        validator = None
         if job.served:
             is_struck = any(fault.target != "worker" and not fault.stays for fault in job.faults)
             timeout_s = _FAULTY_TIMEOUT_S if job.faults or job.given_up else _SERVER_TIMEOUT_S
-            shards = launch.Shards(servers, folder=folder, timeout_s=timeout_s, lab=lab, is_struck=is_struck)
+            token = secrets.token_hex(32) if job.validated else ""
+            shards = launch.Shards(
+                servers, folder=folder, timeout_s=timeout_s, lab=lab, is_struck=is_struck, validator_token=token
+            )
             environment |= resources.enter_context(shards).environment
+            if job.validated:
+                own = job.environment(folder / "validator") | shards.environment | job.of_validator(servers[0])
+                validator = ValidatorProcess(
+                    job.command,
+                    place=servers[0],
+                    folder=folder,
+                    world=len(places),
+                    token=token,
+                    environment=own,
+                    lab=lab,
+                )
+                resources.enter_context(validator)
         if job.switched:
             namespace, address = (None, "127.0.0.1") if network is None else network.switch
             ports: list[str] = []
@@ -180,7 +199,7 @@ def run_once(
         watch = None if watched is None or watched.port is None else link_sampler.Sampler(watched.host, *watched.port)
         try:
             with strikes, watch or nullcontext():
-                workers.wait(job.scenario.run.timeout_s, strikes.struck)
+                workers.wait(job.scenario.run.timeout_s, strikes.struck, validator=validator)
         except WorkerLostError as error:
             raise WorkerLostError(f"Cannot measure row {job.row.name!r}, repeat {index}: {error}") from None
         lines = [recorder.read(workers.result(rank)) for rank in range(len(places))]
