@@ -160,7 +160,7 @@ class Attacker:
         return [piece.view(vector.shape).to(vector) for vector, piece in pieces]
 
     def _striking(self, step: int, kind: str) -> Iterator[AttackSpec]:
-        """Those of a kind that lie in this step, which is noted."""
+        """The attacks of a kind that lie in this step, which is noted."""
         for number, spec in self._mine:
             if spec.kind == kind and self._strikes(number, spec, step):
                 self._note(number, step)
@@ -236,7 +236,7 @@ def _made(spec: AttackSpec, world: int) -> Attack:
 
 
 def _least(spec: AttackSpec) -> int:
-    """How many updates it has to know; 0 if it looks at none but the own."""
+    """The number of updates that it has to know; 0 if it looks at none but the own."""
     return 1 + int(spec.amounts["age"]) if spec.kind == "replay" else _NEEDS.get(spec.kind, 0)
 
 

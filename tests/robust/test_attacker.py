@@ -11,6 +11,8 @@ import torch
 
 from offbeat import contribution_hooks
 from offbeat.attack_spec import AttackSpec, read_forged
+from offbeat.protocol.training import EncodedPayload
+from offbeat.server.encoded_block import EncodedBlock
 from offbeat.testing.attacker import Attacker, assert_forged
 
 if TYPE_CHECKING:
@@ -123,13 +125,13 @@ def test_a_rate_is_drawn_for_each_worker_and_step_and_for_all_buckets_alike(tmp_
 def test_blocks_that_are_encoded_keep_their_form(tmp_path: Path) -> None:
     """Places and scales are not numbers of the gradient: of what is encoded the floats are forged."""
     places, values = torch.tensor([3, 9]), torch.tensor([1.0, -2.0])
-    blocks = {0: torch.full((2,), 4.0, dtype=torch.float16), 1: (places, values)}
+    blocks = {0: torch.full((2,), 4.0, dtype=torch.float16), 1: EncodedBlock(EncodedPayload(0), (places, values))}
     with closing(Attacker([spec("sign", when="after")], tmp_path / "lies", 1, world=2)):
         sent = contribution_hooks.before_push(blocks, "model", 0)
     assert sent[0].tolist() == [-24.0, -24.0]
     assert sent[0].dtype == torch.float16
-    assert sent[1][0] is places
-    assert sent[1][1].tolist() == [-6.0, 12.0]
+    assert sent[1].tensors[0] is places
+    assert sent[1].tensors[1].tolist() == [-6.0, 12.0]
     assert values.tolist() == [1.0, -2.0], "which may be what a residual is made of"
 
 

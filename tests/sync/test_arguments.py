@@ -10,7 +10,7 @@ import pytest
 from offbeat.errors import PlanError
 from offbeat.fabric import ParameterServer
 from offbeat.plan import Plan
-from offbeat.sync import BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, OuterSGD, Policy, RoundRobin
+from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, OuterSGD, Policy, RoundRobin
 
 NO_WHOLE = (True, "3", -1, 2.5, math.nan, math.inf, [1])
 NO_NUMBER = (True, None, "3", -1, math.nan, [1])
@@ -25,6 +25,7 @@ MADE: list[tuple[type, dict[str, Any], str, str, tuple[Any, ...]]] = [
     (LocalSGD, {"every": 2}, "after", "plan.sync", (*NO_WHOLE, None)),
     (LocalSGD, {"every": 2}, "outer", "plan.sync", (0.7, "OuterSGD", True, OuterSGD)),
     (LocalSGD, {"every": 2}, "delay", "plan.sync", (*NO_WHOLE, None, 2)),
+    (LocalSGD, {"every": 2}, "policy", "plan.sync", (3, "ASP", ASP, KSync(2), RoundRobin(), LocalSGD(2))),
     (LocalSGD, {"every": 2}, "fragments", "plan.sync", (*NO_WHOLE, None, 0, 3)),
     (OuterSGD, {}, "lr", "plan.sync.outer", (*NO_NUMBER, 0, math.inf)),
     (OuterSGD, {}, "momentum", "plan.sync.outer", (*NO_NUMBER, 1, math.inf)),

@@ -105,7 +105,7 @@ class ModelShard:
         self.model, self._give = model, give
         self.sizes = {index: block.size_bytes for index, block in blocks.items()}
         rule, codec = parts.rule, parts.codec
-        self.is_judged = rule is not None and rule.needs_reference
+        self.is_judged = rule is not None and rule.needs_reference and not rule.reference_is_previous
         self._codec = None if codec is None else BlockCodec(codec, list(blocks.values()), details.seed or 0)
         self._robust = None if rule is None else RobustAggregator(rule, _log.warning)
         self._store = ParameterStore(list(blocks.values()), details.optimizer, self._robust or WeightedMean())

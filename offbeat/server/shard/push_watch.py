@@ -24,7 +24,7 @@ Mark = tuple[int, int]
 
 
 class PushWatch:
-    """Watches one shard's contributions; it looks only while one is awaited.
+    """The watch over one shard's contributions, which looks only while one is awaited.
 
     Args:
         timeout_s: without a byte, after which one is overdue; 0 for never.
@@ -57,7 +57,7 @@ class PushWatch:
             self._timer.cancel()
 
     def look(self, elapsed_s: float) -> None:
-        """So much time has passed since the last look."""
+        """Look again, so much time after the last look."""
         before, self._idle = self._idle, {}
         for model, push in tuple(self._awaited()):
             seen, idle_s = before.get((model, push), (None, 0.0))
