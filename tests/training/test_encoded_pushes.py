@@ -77,7 +77,11 @@ def train_each(plans: list[Plan]) -> list[dict[str, Any]]:
     return [train(plan) for plan in plans]
 
 
-POLICIES: list[Any] = [BSP(), ASP(), SSP(3), RoundRobin(), LocalSGD(2)]
+POLICIES: list[Any] = [
+    BSP(),
+    ASP(),
+    *(pytest.param(policy, marks=pytest.mark.slow) for policy in (SSP(3), RoundRobin(), LocalSGD(2))),
+]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)

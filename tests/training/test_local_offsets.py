@@ -133,7 +133,7 @@ def test_what_is_dropped_leads_one_interval_and_is_gone() -> None:
             before = common
 
 
-@pytest.mark.parametrize("policy", [ASP(), SSP(2)], ids=repr)
+@pytest.mark.parametrize("policy", [ASP(), pytest.param(SSP(2), marks=pytest.mark.slow)], ids=repr)
 def test_nobody_waits_and_nothing_is_lost(policy: Any, tmp_path: Path) -> None:
     """Each change moves the server by a worker's share of it; behind the last, pushed whole, nothing is left."""
     plans = [Plan(sync=LocalSGD(EVERY, policy=policy), codec=Carry(inner), fabric=FABRIC) for inner in INNER]

@@ -125,7 +125,7 @@ def test_most_workers_lie_and_the_model_learns(policy: Policy, rule: Rule, tmp_p
     ("policy", "codec", "rule"),
     [
         (LocalSGD(2), Carry(GRBS(2, 4)), ZenoPS()),
-        (LocalSGD(2), ErrorReset(GRBS(2, 4)), ZenoPS(scope="block")),
+        pytest.param(LocalSGD(2), ErrorReset(GRBS(2, 4)), ZenoPS(scope="block"), marks=pytest.mark.slow),
         (LocalSGD(2, policy=ASP()), LookAhead(GRBS(2, 4)), ZenoPSAsync(alpha=1.0)),
     ],
     ids=repr,
