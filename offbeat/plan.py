@@ -242,12 +242,8 @@ class Plan:
             self._check_validator(self.validator)
 
     def _check_validator(self, rule: Rule) -> None:
-        if (
-            isinstance(rule, type)
-            or not isinstance(rule, Rule)
-            or not rule.needs_reference
-            or rule.reference_is_previous
-        ):
+        is_rule = isinstance(rule, Rule) and not isinstance(rule, type)
+        if not is_rule or not rule.needs_reference or rule.reference_is_previous:
             raise PlanError(
                 f"Cannot judge by {rule!r} beside a validator: use one of {', '.join(sorted(_KINDS['validator']))}, "
                 "made with (...), or None; for rules without a reference there is rule= - at `plan.validator`."

@@ -107,7 +107,7 @@ def moved(forged: float, told: int = STEPS, steps: int = STEPS) -> float:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("row", ["server", "all-reduce"])
+@pytest.mark.parametrize("row", ["server", pytest.param("all-reduce", marks=pytest.mark.slow)])
 def test_a_liar_moves_the_mean_by_what_it_says(tmp_path: Path, row: str) -> None:
     done = run(tmp_path, row, {"kind": "sign", "scale": 2})
     assert lies(done) == [STEPS]
@@ -115,6 +115,7 @@ def test_a_liar_moves_the_mean_by_what_it_says(tmp_path: Path, row: str) -> None
     assert done.events[0] == f"attack: sign (scale 2) of worker 1: {STEPS} lies of worker 1"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_lies_about_what_is_encoded_in_a_part_of_the_steps(tmp_path: Path) -> None:
     done = run(tmp_path, "server", {"kind": "inflate", "scale": 10, "when": "after", "rate": 0.4, "from_step": 3})
@@ -133,6 +134,7 @@ def test_changes_are_forged_as_gradients_are(tmp_path: Path, row: str) -> None:
     assert float(done.workers[0].digest) == pytest.approx(moved(-12), rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_labels_are_flipped_where_the_loss_is_computed(tmp_path: Path) -> None:
     """One pulls towards the second class, the other towards the first, so that in the mean nothing moves.
