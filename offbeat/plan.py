@@ -95,6 +95,7 @@ from offbeat.sync import (
     StepsLocally,
     TakesTurns,
     check_workers,
+    own_steps,
 )
 
 if TYPE_CHECKING:
@@ -242,8 +243,7 @@ class Plan:
             self._check_validator(self.validator)
 
     def _check_validator(self, rule: Rule) -> None:
-        is_rule = isinstance(rule, Rule) and not isinstance(rule, type)
-        if not is_rule or not rule.needs_reference or rule.reference_is_previous:
+        if isinstance(rule, type) or not isinstance(rule, Rule) or not rule.needs_validator:
             raise PlanError(
                 f"Cannot judge by {rule!r} beside a validator: use one of {', '.join(sorted(_KINDS['validator']))}, "
                 "made with (...), or None; for rules without a reference there is rule= - at `plan.validator`."
@@ -306,7 +306,7 @@ class Plan:
                 "fabric=ParameterServer()",
             ),
             (
-                not rule.needs_reference or rule.reference_is_previous,
+                not rule.needs_validator,
                 "it compares contributions with a reference on trusted data, which only a validator can bring: give it "
                 "as validator=, or use Median(), MultiKrum(...) or GeometricMedian(), which compare them with each "
                 "other",
@@ -372,9 +372,7 @@ class Plan:
                 "and this fabric's switch has others for all. Use ProcessGroup() or Elastic(), or ErrorFeedback(...) "
                 "- at `plan.codec`."
             )
-        if isinstance(codec, ErrorReset):
-            self._check_reset(codec)
-        elif holds == "workers":
+        if holds == "workers" and not isinstance(codec, ErrorReset):
             raise PlanError(
                 f"Cannot use {codec!r} on {self.fabric!r}: it is for workers of a server, which may go on at their own "
                 f"pace. Use fabric=ParameterServer(), or ErrorReset({innermost(codec)!r}) - at `plan.codec`."
@@ -385,6 +383,8 @@ class Plan:
                 "stays in its parameters, and here the server's optimizer steps. Use sync=LocalSGD(8), or "
                 "LocalSGD(8, policy=ASP()) to wait for nobody, or ErrorFeedback(...) - at `plan.codec`."
             )
+        if isinstance(codec, ErrorReset):
+            self._check_reset(codec)
         if holds == "server" and isinstance(codec, ErrorReset) and not self.sync.replicated:
             raise PlanError(
                 f"Cannot use {codec!r} with {self.sync!r}: a reset is of what all workers have at one version, and "
@@ -520,10 +520,12 @@ class Plan:
         """
         if self.rule is not None and (why := self.rule.check(self._most_in_update(world))):
             raise PlanError(f"Cannot combine: {why} - at `plan.rule`.")
-        if self.rule is not None and self.rule.needs_gram and self._most_in_update(world) > MOST_COMPARED:
+        rule, count = self.judging_rule, self._most_in_update(world)
+        if rule is not None and rule.needs_gram and count > MOST_COMPARED:
             raise PlanError(
-                f"Cannot compare {self._most_in_update(world)} contributions by {self.rule!r}: {MOST_COMPARED} is the "
-                "most. Use Median(), which looks at each coordinate, or KSync(...) - at `plan.rule`."
+                f"Cannot compare {count} contributions by {rule!r}: {MOST_COMPARED} is the most. Use "
+                f"{'Median(), which looks at each coordinate, or KSync(...)' if self.rule else 'ASP()'} - at "
+                f"`plan.{'rule' if self.rule else 'validator'}`."
             )
         most = self.codec.promises.most_workers
         if most is not None and world > most:
@@ -565,6 +567,12 @@ class Plan:
         return new
 
     def _check_swap(self, new: Plan) -> None:
+        if self.judging_rule is not None and own_steps(self.sync) != own_steps(new.sync):
+            raise PlanError(
+                f"Cannot swap {self.sync!r} for {new.sync!r} while {self.judging_rule!r} compares contributions: "
+                "gradients and changes would be in updates by themselves. Save a checkpoint, and start again with the "
+                "other plan - at `plan.sync`."
+            )
         for name, (here, there) in self.diff(new).items():
             if name == "fabric" and self.is_served != new.is_served:
                 self._check_crossing(here, there)
@@ -597,6 +605,11 @@ class Plan:
     def _takes_single_turns(self) -> bool:
         """Whether only one worker at a time, or the workers of one group, may push, however many hosts have shards."""
         return isinstance(self.sync, TakesTurns) and self.sync.slots_over(hosts=2) == 1
+
+    @property
+    def judging_rule(self) -> Rule | None:
+        """The rule by which a server makes updates, beside a validator or without; None for their mean."""
+        return self.rule or self.validator
 
     @property
     def pushed_codec(self) -> OneRoundCodec:

@@ -14,7 +14,6 @@ import pytest
 
 from offbeat import (
     ASP,
-    BSP,
     GRBS,
     QSGD,
     SSP,
@@ -131,11 +130,13 @@ REFUSALS = [
     ),
     refusal(
         "R10",
-        {"sync": ASP(), "codec": ErrorReset(every=8), "fabric": SERVER},
-        f"Cannot use {ErrorReset(every=8)!r} with ASP(): all workers are to have a consensus in common behind each "
-        "step. Use BSP() or LocalSGD(...) - at `plan.sync`.",
-        {"sync": BSP(), "fabric": ProcessGroup()},
-        {"sync": LocalSGD(8), "codec": ErrorReset()},
+        {"sync": ASP(), "codec": ErrorReset(), "fabric": SERVER},
+        f"Cannot use {ErrorReset()!r} with ASP() on {SERVER!r}: what is not sent of a worker's own steps stays in its "
+        "parameters, and here the server's optimizer steps. Use sync=LocalSGD(8), or LocalSGD(8, policy=ASP()) to "
+        "wait for nobody, or ErrorFeedback(...) - at `plan.codec`.",
+        {"sync": LocalSGD(8)},
+        {"sync": LocalSGD(8, policy=ASP()), "codec": Carry(GRBS(8))},
+        {"codec": ErrorFeedback(GRBS(8))},
     ),
     refusal(
         "R10",

@@ -83,6 +83,7 @@ class PolicyReplay:
         updates: that were decided, by version.
         judged: what a robust rule decided about them, by version.
         judges: whether it decides about each of them.
+        has_validator: whether it does so beside a validator, than which no contribution weighs more.
         weights: of contributions that were announced, in samples.
         unarrived: contributions whose workers were gone before they had arrived.
         arrived: those that are known to have.
@@ -94,7 +95,7 @@ class PolicyReplay:
         self.began, self.model, self.life = began, began.model, began.life
         self.updates: dict[int, DecidedUpdate] = {}
         self.judged: dict[int, UpdateJudged] = {}
-        self.judges = False
+        self.judges = self.has_validator = False
         self.weights: dict[Push, float] = {}
         self.unarrived: set[Push] = set()
         self.arrived: set[Push] = set()
@@ -301,7 +302,8 @@ class PolicyReplay:
     def _read(self, plan: str) -> Policy:
         try:
             read = Plan.from_toml(plan)
-            self.judges = read.rule is not None and read.rule.judges_model
+            self.judges = read.judging_rule is not None and read.judging_rule.judges_model
+            self.has_validator = read.validator is not None
             return read.sync
         except PlanError as error:
             self._knows_policy = False

@@ -171,6 +171,7 @@ class UpdateAudit:
         self._shares: dict[Push, float] = {}  # of those in updates that shards have recorded
         self._in_part: set[Push] = set()
         self._brought: set[Push] = set()
+        self._has_validator = False  # than which no contribution weighs more
         self._outdated = 0  # contributions that were dropped before they were announced
         self._lives: list[tuple[int, Mapping[int, int]]] = []  # and where each worker went on in it
         self._versions: dict[Push, int] = {}  # of the update that a contribution is in
@@ -233,6 +234,7 @@ class UpdateAudit:
                     if missing[push]:
                         self._in_part.add(push)
         self.weights |= decisions.weights
+        self._has_validator = decisions.has_validator
         self._version = decisions.version
 
     def brought(
@@ -275,7 +277,8 @@ class UpdateAudit:
             if used and push not in used and self.fates.get(push) == "lost":
                 del self.fates[push]  # it came again under another number
         weight = next((self.weights[push] for push in pushes if push in self.weights), 0.0)
-        if weight and abs(weight - has.samples) > _A_LITTLE * max(1.0, weight):
+        is_less = self._has_validator and weight < has.samples
+        if weight and abs(weight - has.samples) > _A_LITTLE * max(1.0, weight) and not is_less:
             result.violated(
                 2, f"Contribution {pushes[0]} was computed from {has.samples:g} samples, but weighs {weight:g}."
             )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from offbeat.cli.rule_benchmark import RuleFigure
     from offbeat.cli.switch_benchmark import SwitchFigure
     from offbeat.cli.wire_benchmark import WireFigure
+    from offbeat.robust import Rule
 
 
 class BenchTargetName(enum.Enum):
@@ -153,12 +154,11 @@ def rule(
     json: Annotated[Path | None, typer.Option(help="File for the raw records.")] = None,
 ) -> None:
     """Measure what a robust rule takes at a parameter server, beside the mean."""
-    from offbeat.cli.part_syntax import read_part
     from offbeat.cli.rule_benchmark import measure_rules
     from offbeat.cli.rule_benchmark import rules as all_rules
 
     _check_folder(json)
-    chosen = [None, *(read_part("rule", text) for text in rules)] if rules else all_rules(workers)
+    chosen = [None, *map(_read_rule, rules)] if rules else all_rules(workers)
     for one in chosen:
         if one is not None and (why := one.check(workers)):
             raise PlanError(f"Cannot measure: {why}.")
@@ -174,6 +174,21 @@ def rule(
     if json is not None:
         _write_parts(json, "rule", figures, workers=workers, size_mb=size_mb)
     _show_rule(figures)
+
+
+def _read_rule(text: str) -> Rule:
+    """Read a rule, be it one that a plan has as `rule` or as `validator`."""
+    from offbeat.cli.part_syntax import read_part
+
+    found: Rule
+    try:
+        found = read_part("rule", text)
+    except PlanError as error:
+        try:
+            found = read_part("validator", text)
+        except PlanError:
+            raise error from None
+    return found
 
 
 def _show_rule(figures: list[RuleFigure]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,7 +33,6 @@ from offbeat.robust import (
     ZenoPSAsync,
 )
 from offbeat.server.aggregator import BlockContribution, WeightedMean
-from offbeat.server.judge import Judge
 from offbeat.server.pushed_block import PushedBlock
 from offbeat.server.robust_aggregator import RobustAggregator
 
@@ -125,11 +124,13 @@ class _RuleBench:
         self._rule = rule
         self._mean = WeightedMean()
         self._robust = None if rule is None else RobustAggregator(rule, lambda text: None)
-        self._judge = None if rule is None else Judge(rule, lambda text: None)
         workers = len(blocks[0]) - 1
         self._size_bytes = workers * sum(4 * len(parts[0]) for parts in blocks)
         self._blocks = [
-            [BlockContribution(worker, 1.0, PushedBlock(DensePayload(), part)) for worker, part in enumerate(parts)]
+            [
+                BlockContribution(worker, 1.0, PushedBlock(DensePayload(), part), is_reference=worker == workers)
+                for worker, part in enumerate(parts)
+            ]
             for parts in blocks
         ]
         self.figure = RuleFigure("" if rule is None else repr(rule))
@@ -143,23 +144,19 @@ class _RuleBench:
         return updates * self._size_bytes / (time.perf_counter() - began_s) / 1e9
 
     def _update(self) -> None:
-        if self._robust is None or self._rule is None or self._judge is None:
+        if self._robust is None or self._rule is None:
             for *parts, _ in self._blocks:
                 self._mean.combine(parts, torch.float32)
             return
         needs = self._rule.needs_reference
         pairs = [(parts, reference if needs else None) for *parts, reference in self._blocks]
-        scales: list[float] | None = None
+        scales: list[float] = []
         if self._rule.judges_model:
             gram = sum(self._robust.measure(parts, torch.float32, one) for parts, one in pairs)
             assert isinstance(gram, torch.Tensor)
             workers = [one.worker for one in pairs[0][0]]
-            scales = self._judge.scales(gram, workers, [1.0] * len(workers)).tolist()
+            scales = self._robust.judge.scales(gram, workers, [1.0] * len(workers)).tolist()
         for parts, reference in pairs:
-            judged = parts if scales is None else _scaled(parts, scales)
-            self._robust.combine(judged, torch.float32, reference)
-
-
-def _scaled(parts: Sequence[BlockContribution], scales: Sequence[float]) -> list[BlockContribution]:
-    pairs = zip(parts, scales, strict=False)
-    return [BlockContribution(one.worker, one.weight, one.part, scale) for one, scale in pairs]
+            judged = [replace(one, scale=scale) for one, scale in zip(parts, scales, strict=False)] or parts
+            last = replace(reference, scale=scales[-1]) if reference is not None and scales else reference
+            self._robust.combine(judged, torch.float32, last)

@@ -17,11 +17,13 @@ Where all workers wait for each other the first is `ErrorReset(C)`, whose consen
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Literal
+from abc import ABC
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from offbeat.codec.codec import Codec  # noqa: TC001 - read when a plan is
 from offbeat.codec.error_feedback import ErrorFeedback
+from offbeat.codec.grbs import GRBS
 from offbeat.codec.one_round import OneRoundCodec
 from offbeat.errors import PlanError
 
@@ -34,22 +36,21 @@ if TYPE_CHECKING:
     from offbeat.layout import Bucket
 
 
+@dataclass(frozen=True)
 class LocalOffset(ABC):
-    """A codec around another one, `inner`, whose leavings stay in the worker's own parameters."""
+    """A codec around another one whose leavings stay in the worker's own parameters.
 
-    inner: Codec
+    Attributes:
+        offset: what becomes of them with the next contribution.
 
-    @property
-    @abstractmethod
-    def offset(self) -> Literal["carried", "dropped"]:
-        """The fate of the offset with the next contribution."""
+    Raises:
+        PlanError: if `inner` has no decoder of its own, or what it does not send may grow without end.
+    """
 
-    def check_inner(self) -> None:
-        """See that a codec can be within.
+    offset: ClassVar[Literal["carried", "dropped"]]
+    inner: Codec = field(default_factory=lambda: GRBS(5))
 
-        Raises:
-            PlanError: if it cannot.
-        """
+    def __post_init__(self) -> None:
         inner = self.inner
         if not isinstance(inner, OneRoundCodec):
             way = f"{inner.inner!r}" if isinstance(inner, ErrorFeedback) else "a codec of one round, such as GRBS(8)"

@@ -73,7 +73,7 @@ class Contributions:
                 f"{member.step} is next."
             )
         try:
-            _check(one, worker, message, swapped=self._swaps.count > 0)
+            _check(one, worker, message, swapped=self._swaps.count > 0 and not job.compares)
             if not message.about.change:
                 self._check_hyper(one.optimizer, message.about.hyper, worker)
         except PeerError as error:  # it would come back with the same
@@ -86,7 +86,8 @@ class Contributions:
         hidden_s = _hidden_s(member, about.computing_s, job.now_s)
         # The first steps of a worker pay for what later ones do not.
         computing_s = job.now_s - member.since_s + hidden_s if member.steps_here >= UNCOUNTED_STEPS else None
-        most = self._leases.most_samples(worker, about.used)
+        # Of several models one may be stepped less often, on more leases than it names.
+        most = self._leases.most_samples(worker, about.used) if len(job.models) == 1 else None
         is_valid = self._leases.announce(message.model, push, about.used, computing_s, hidden_s=hidden_s)
         if not is_valid and about.weight:
             self._tell_void(one, push, about.weight)
@@ -99,15 +100,17 @@ class Contributions:
             about, weight = self._trusted(one, worker, about)
         one.announced[push] = about
         one.record(worker).step = about.step
-        goes_by = "those of the validator" if job.needs_validator else "those of its first contribution"
+        goes_by = "those of its first contribution"
+        if job.compares:
+            goes_by = "those of the validator" if job.needs_validator else "those that most name"
         if not about.change and (differs := one.schedules.hear(worker, about.step, about.hyper, goes_by)):
             job.out.record(NoticeGiven(message.model, one.runner.state.version, worker, differs))
             job.tell(differs, worker)
             job.out.send(worker, Notice(differs))
         one.clocks[worker] = clock
         ready = Ready(worker, clock, job.now_s, weight)
-        # Who says that its own steps end is in an update by itself; where one may lie they end with a swap alone.
-        ends = about.ends and (self._swaps.count > 0 or not job.needs_validator)
+        # Who says that its own steps end is in an update by itself, which is compared with nothing.
+        ends = about.ends and not job.compares
         self._decisions.carry_out(message.model, one.runner.bring(ready, change=about.change, ends=ends))
 
     def _trusted(self, one: ModelRecord, worker: int, about: ContributionInfo) -> tuple[ContributionInfo, float]:

@@ -11,6 +11,7 @@ from offbeat.protocol.training import Notice
 
 if TYPE_CHECKING:
     from offbeat.coordinator.model_record import ModelRecord
+    from offbeat.coordinator.plan_proposal import JudgingRule
     from offbeat.protocol.worker_status import TrainingStatus
 
 
@@ -28,6 +29,7 @@ class JobRecord:
         workers: that are connected.
         statuses: what workers say of themselves.
         evicted: by model and worker: why.
+        compares: a robust rule, or a validator's, makes updates: no contribution is taken by itself.
         needs_validator: contributions are judged beside a validator's.
         validators: ranks of those that came as one, also if they are gone.
     """
@@ -41,8 +43,13 @@ class JobRecord:
     workers: set[int] = field(default_factory=set)
     statuses: dict[int, TrainingStatus] = field(default_factory=dict)
     evicted: dict[tuple[int, int], str] = field(default_factory=dict)
+    compares: bool = False
     needs_validator: bool = False
     validators: set[int] = field(default_factory=set)
+
+    def goes_by(self, rule: JudgingRule | None) -> None:
+        """Note by which rule contributions are compared; None for none."""
+        self.compares, self.needs_validator = rule is not None, rule is not None and rule.needs_validator
 
     def time_s(self) -> float:
         """Time of the event at hand."""

@@ -76,12 +76,14 @@ class Membership:
                 "Cannot continue: the parameter server was restarted, and has no snapshot to resume from. Start the "
                 "job again, from a checkpoint if there is one."
             )
+        if details.holders > details.shards:
+            raise PeerError(f"Cannot deal a model over {details.holders} shards: there are {details.shards}.")
         try:
             plan = self._swaps.begin(details.plan)
         except PlanError as error:
             raise PeerError(f"Cannot coordinate by this worker's plan: {error}") from error
         ranks = details.begins_with
-        job.needs_validator = plan.validator is not None
+        job.goes_by(plan.judging_rule)
         runner = PolicyRunner(plan.sync, len(ranks), job.time_s, State(hosts=details.hosts))
         to_fill = details.shards - self._filled_early.pop(model, 0)
         job.models[model] = ModelRecord(
@@ -99,7 +101,7 @@ class Membership:
             for worker in event.gone:
                 self._leases.lose(worker)
         plan = self._swaps.begin(details.plan, details.swaps)
-        job.needs_validator = plan.validator is not None
+        job.goes_by(plan.judging_rule)
         job.validators.update(progress.validators or ())
         job.models[event.model] = revived(
             plan.sync, details, event.version, progress, job.time_s, event.gone, job.validators

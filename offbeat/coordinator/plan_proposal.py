@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     Tell = Callable[[str, str], None]  # what has changed, or why nothing has
 
 
+class JudgingRule(Protocol):
+    """A rule by which contributions are compared, as far as the coordinator looks at it."""
+
+    @property
+    def needs_validator(self) -> bool: ...
+
+
 class DecidingParts(Protocol):
     """The parts of a plan that decide.
 
@@ -24,7 +31,7 @@ class DecidingParts(Protocol):
         tuning: how large their batches are; None if that is not tuned.
         keeps: what stays as it is when workers come and go, if it is not.
         controller: swaps the policy; None if nobody but people do.
-        validator: judges contributions beside those of validators; None without these.
+        judging_rule: compares contributions, perhaps with those of validators; None where they are only averaged.
         is_served: whether parameters live at a server.
         is_tabled: whether each worker's own optimizer steps, and a switch sums their changes.
         has_elastic_group: whether there is no server, and the others go on without a worker that is lost.
@@ -40,7 +47,7 @@ class DecidingParts(Protocol):
     @property
     def controller(self) -> Controller | None: ...
     @property
-    def validator(self) -> object | None: ...
+    def judging_rule(self) -> JudgingRule | None: ...
     @property
     def is_served(self) -> bool: ...
     @property

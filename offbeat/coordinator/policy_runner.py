@@ -183,7 +183,7 @@ class PolicyRunner:
         before, self.policy, self._explained = self.policy, policy, ""
         if not self.started:
             return ()
-        return self._decide(event, former=before)
+        return self.tell(event) if self.is_paused else self._decide(event, former=before)
 
     def bring(self, event: Ready, *, change: bool, ends: bool = False) -> tuple[Action, ...]:
         """A worker has computed a contribution; what is decided.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from offbeat.coordinator.plan_swap import PlanSwaps
     from offbeat.coordinator.questions import CollectiveQuestions
     from offbeat.coordinator.replacements import Replacements
-    from offbeat.protocol.training import AskAllWorkers
+    from offbeat.protocol.training import AllWorkersAnswer, AskAllWorkers
 
 
 class QuestionRounds:
@@ -42,6 +42,8 @@ class QuestionRounds:
         self._job, self._questions, self._replacements = job, questions, replacements
         self._swaps, self._arrivals, self._decisions = swaps, arrivals, decisions
         self._brought: dict[int, AskAllWorkers] = {}  # by validator: that it has brought a checkpoint, or cannot
+        self._late: set[int] = set()  # validators that have not said so of the checkpoint that was loaded last,
+        self._loaded: AllWorkersAnswer | None = None  # and what all were answered then
 
     def ask(self, worker: int, message: AskAllWorkers) -> None:
         """A worker asks what all are to be asked; until they have it takes no part, so that nobody waits for it.
@@ -55,6 +57,7 @@ class QuestionRounds:
             if message.question != LOADING:
                 raise PeerError(f"Cannot ask the workers for {message.question!r} as rank {worker}, a validator.")
             self._brought[worker] = message
+            self._answer_late()
             self.answer()
             return
         self._questions.ask(worker, message)
@@ -69,8 +72,11 @@ class QuestionRounds:
         if not all(one.runner.started for one in self._job.models.values()):
             return  # those who are not here, or not back, are to be asked, too
         for asked in self._questions.settle(self._job.asked, self._with_validators):
-            if any(ask.question == LEAVING for ask in asked.values()):
+            questions = {ask.question for ask in asked.values()}
+            if LEAVING in questions:
                 self._swaps.left()
+            if LOADING in questions:
+                self._late, self._loaded = (self._job.validators & self._job.workers) - self._brought.keys(), None
             for worker, ask in sorted(asked.items()):
                 self._step_in(worker, refresh=ask.refresh)
             self.answer_those_who_are_ready()
@@ -83,14 +89,27 @@ class QuestionRounds:
 
         for worker, answer in self._questions.take_ready(has_parameters):
             own = self._brought.pop(worker, None)  # validators count their questions by themselves
+            if own is not None:
+                self._loaded = answer
             number = answer.number if own is None else own.number
             self._job.out.send(worker, msgspec.structs.replace(answer, number=number))
+        self._answer_late()
+
+    def _answer_late(self) -> None:
+        """Answer validators that nobody has waited for: of several the first one brings what all load."""
+        if self._loaded is None:
+            return
+        for worker in sorted(self._late & self._brought.keys()):
+            self._late.discard(worker)
+            number = self._brought.pop(worker).number
+            self._job.out.send(worker, msgspec.structs.replace(self._loaded, number=number))
 
     def _with_validators(self, asked: dict[int, AskAllWorkers]) -> dict[int, AskAllWorkers] | None:
         """Add what validators say to what all workers asked; None if that is waited for."""
         if not self._job.needs_validator or all(ask.question != LOADING for ask in asked.values()):
             return asked
-        return {**asked, **self._brought} if self._brought else None
+        first = min(self._job.validators & self._job.workers, default=None)
+        return {**asked, **self._brought} if first in self._brought else None
 
     def step_out_who_asked(self, model: int) -> None:
         """Let the workers that asked before the first decision wait for the others, not the others for them."""
@@ -103,6 +122,7 @@ class QuestionRounds:
         """A worker is gone; what it alone was missing to is answered."""
         self._questions.leave(worker)
         self._brought.pop(worker, None)
+        self._late.discard(worker)
         self._replacements.leave(worker)
         for one in self._job.models.values():
             one.left_at.pop(worker, None)

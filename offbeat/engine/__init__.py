@@ -20,7 +20,7 @@
 * `local_sgd` - workers that step by themselves, and average now and then: `local_sgd_allreduce` without a server,
   `local_sgd_server` with one, `local_sgd_switch` at each worker's own pace; `anchor` - one bucket's parameters after
   the last average
-* `averaged_replicas` - the mean of all replicas, shown for a while
+* `averaged_replicas` - what all replicas have in common, shown for a while
 * `state_average` - makes what optimizers have gathered in local steps the same; `optimizer_state` - an optimizer goes
   on from another one's state; `codec_state` - what the codec keeps of a model on this worker
 * `bucket_buffer` - one bucket's memory: the gradients are views into it; `bucket_exchange` - its exchange under way;

@@ -11,51 +11,42 @@ from offbeat.engine.prepared_model import tensors_of
 from offbeat.payload import Sum, Total
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Sequence
 
     from offbeat.engine.communicator import Communicator
     from offbeat.engine.prepared_model import PreparedModel
 
 
-@contextlib.contextmanager
-def averaged_replicas(model: PreparedModel, communicator: Communicator) -> Iterator[None]:
-    """Have a model's parameters and buffers be the mean of those of all workers; then this worker's own again.
+def mean_of_replicas(model: PreparedModel, communicator: Communicator) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Average a model's parameters and buffers over all workers, for `shown`: each tensor, and its mean. Collective.
 
-    What is no floating-point number, such as a count of batches, stays as it is here. Collective, where it begins.
+    What is no floating-point number, such as a count of batches, is not among them.
     """
     differ = {*model.parameters, *(name for name, _ in model.model.named_buffers())}
-    kept = [
-        (name, tensor, tensor.clone())
-        for name, tensor in tensors_of(model.model)
-        if tensor.is_floating_point() and name in differ
-    ]
+    tensors = [(name, own) for name, own in tensors_of(model.model) if own.is_floating_point() and name in differ]
     with torch.no_grad():
         begun = [
             communicator.start(Sum((own / communicator.world).reshape(-1).contiguous(), exact=True))
-            for _, _, own in kept
+            for _, own in tensors
         ]
-        for (name, tensor, _), pending in zip(kept, begun, strict=True):
+        means = []
+        for (name, own), pending in zip(tensors, begun, strict=True):
             reply = communicator.wait(pending, "averaging of the replicas", name)
             assert isinstance(reply, Total)
-            tensor.copy_((reply.tensor / reply.weight).view_as(tensor))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for _, tensor, own in kept:
-                tensor.copy_(own)
+            means.append((own, (reply.tensor / reply.weight).view_as(own)))
+    return means
 
 
 @contextlib.contextmanager
-def shown_values(parameters: Mapping[str, torch.nn.Parameter], values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Have parameters be `values`, by name, which a server has; then this worker's own again."""
-    own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+def shown(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """Have each first tensor hold what the second one does; then its own again."""
+    kept = [own.detach().clone() for own, _ in pairs]
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(values[name])
+        for own, value in pairs:
+            own.copy_(value)
     try:
         yield
     finally:
         with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(own[name])
+            for (own, _), before in zip(pairs, kept, strict=True):
+                own.copy_(before)

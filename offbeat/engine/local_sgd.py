@@ -47,6 +47,10 @@ class Averager(Protocol):
     def is_even(self) -> bool:
         """Whether nothing is on its way, and no part of the model was left out by the last average."""
 
+    @property
+    def common(self) -> dict[str, torch.Tensor]:
+        """The parameters that all workers have in common while theirs differ, by name; empty if there are none."""
+
     def begin(self) -> None:
         """Anchor here, before the first step of a worker's own; the parameters are the same on all workers."""
 

@@ -228,12 +228,7 @@ class AllReduceAverager:
 
     @property
     def common(self) -> dict[str, torch.Tensor]:
-        """The parameters that all workers have in common, by name: the anchors."""
-        return self.anchors
-
-    @property
-    def anchors(self) -> dict[str, torch.Tensor]:
-        """The parameters after the last average that was applied, by name."""
+        """The anchors, by parameter name: the parameters after the last average that was applied."""
         return {name: anchor for delta in self._deltas for name, _, anchor in delta.anchor.slots}
 
     @property

@@ -82,7 +82,7 @@ class ServerAverager:
         for anchor, grad in zip(self._anchors, gradients.grads, strict=True):
             anchor.delta(grad)
         weight = gradients.weight(float(steps)) * part
-        if not steps and self._has_parted:  # an offset by itself, which is of the steps before
+        if not weight and self._has_parted:  # an offset by itself, which is of the steps before
             weight = self._weight
         self._weight = weight
         info = ContributionInfo(weight, outer_hyper(self._policy.outer), change=True, ends=is_last)

@@ -94,6 +94,11 @@ class SwitchAverager:
         return self
 
     @property
+    def common(self) -> dict[str, torch.Tensor]:
+        """Nothing: each worker has what the table was for it."""
+        return {}
+
+    @property
     def is_even(self) -> bool:
         """Whether nothing is on its way: always, behind `average`."""
         return True

@@ -6,7 +6,7 @@
              = whole                       if it says that it is in none
 
 So updates and residuals add up to the gradients also where a policy drops what comes late, or a server comes back from
-a snapshot. A contribution without weight, such as one that holds NaN, changes no residual.
+a snapshot. One that holds NaN changes no residual, and leaves nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 
 from offbeat.codec import Dense
 from offbeat.codec.error_feedback import RESIDUAL
-from offbeat.protocol.training import EncodedPayload
 from offbeat.server.encoded_block import BlockCodec
 
 if TYPE_CHECKING:
@@ -123,7 +122,7 @@ class PushEncoder:
                 residual.copy_(part)
 
     def forget(self) -> None:
-        """Leave residuals as they are: the last contribution is not to count, whatever becomes of it."""
+        """Keep nothing of the last contribution, which is not to be sent later either; residuals stay as they are."""
         self._unbooked = []
 
     def _whole(self, state: State, bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
@@ -142,7 +141,7 @@ class PushEncoder:
         *,
         sent: torch.Tensor | None = None,
     ) -> torch.Tensor | EncodedBlock:
-        turn = self._block_codec.turn(block.index, self._rank, EncodedPayload(step, purpose == "change"))
+        turn = self._block_codec.turn(block.index, self._rank, step, change=purpose == "change")
         if codec.is_plain:
             (part,) = codec.encode(grad, turn)
             if sent is not None:

@@ -291,8 +291,9 @@ class ServerSync:
         purpose: Purpose = "change" if info.change else "gradient"
         contribution_hooks.before_encode(self.grads, (number, info.change), step)
         parts = self._encoder.encode(self.grads, step=self._ahead + step, purpose=purpose, is_whole=is_whole)
-        weight = info.weight if self._finite(parts, purpose, step) else 0.0
-        if not weight:
+        weight = info.weight
+        if not self._finite(parts, purpose, step):
+            weight = 0.0
             self._encoder.forget()
         info = msgspec.structs.replace(info, weight=weight, used=tuple(self._server.used), step=step)
         self._server.used = []
@@ -322,7 +323,7 @@ class ServerSync:
         if self._early is not None:
             self._after_exchange(self._early, metrics.now_s() - flight.issued_s)
         pulled = request.value
-        self._encoder.book(counts=pulled.is_counted)
+        self._encoder.book(counts=pulled.is_counted and weight > 0)
         if pulled.fate:
             text = f"Rank {self._client.rank} is back: what it had computed in step {step} {pulled.fate}."
             _log.warning("%s", text)

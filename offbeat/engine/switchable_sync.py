@@ -30,10 +30,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offbeat.engine import state_checks
-from offbeat.engine.averaged_replicas import averaged_replicas, shown_values
+from offbeat.engine.averaged_replicas import mean_of_replicas, shown
 from offbeat.engine.communicator import Communicator
 from offbeat.engine.local_sgd import LocalSGDSync
-from offbeat.engine.local_sgd_allreduce import AllReduceAverager
 from offbeat.engine.local_sgd_server import ServerAverager
 from offbeat.engine.optimizer_state import load, load_optimizer_state, optimizer_state
 from offbeat.fabric import SumsSome
@@ -160,14 +159,13 @@ class SwitchableSync:
     def averaged(self) -> Iterator[None]:
         """Have the model be the mean of all replicas, then this worker's own again. Collective, where it begins."""
         self.synchronize()
-        if self._keeps_replica and not self.is_collective:
-            with shown_values(self._model.parameters, self.anchors):  # a server has what all have in common
-                yield
-            return
-        if self._local is None or not self.is_collective or self._context.control.world == 1:
-            yield  # the others have the same, or a server has
-            return
-        with averaged_replicas(self._model, Communicator(self._model.fabric, self._context, self._model.number)):
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # none where the others have the same, or a server has
+        if self._keeps_replica and not self.is_collective:  # a server has what all have in common
+            pairs = [(self._model.parameters[name], value) for name, value in self.anchors.items()]
+        elif self._local is not None and self.is_collective and self._context.control.world > 1:
+            communicator = Communicator(self._model.fabric, self._context, self._model.number)
+            pairs = mean_of_replicas(self._model, communicator)
+        with shown(pairs):
             yield
 
     def leave(self) -> None:
@@ -203,8 +201,7 @@ class SwitchableSync:
         """
         if self._local is None or not self._local.is_anchored or not self._plan.replicas_differ:
             return {}
-        averager = self._local.averager
-        return averager.common if isinstance(averager, AllReduceAverager | ServerAverager) else {}
+        return self._local.averager.common
 
     @property
     def history_values(self) -> Mapping[str, torch.Tensor]:

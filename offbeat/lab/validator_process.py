@@ -74,7 +74,7 @@ class ValidatorProcess:
 
     @property
     def pid(self) -> int:
-        """Its process, which is not waited for before the end."""
+        """Tell its process id; the process is not waited for before the end."""
         return self._process.pid
 
     def obituary(self, code: int) -> str:

@@ -9,7 +9,7 @@ import msgspec
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 Model = Annotated[int, msgspec.Meta(ge=0, lt=256)]
 Samples = Annotated[float, msgspec.Meta(ge=0, lt=1e15)]  # neither NaN nor infinite, as are seconds
-Factor = Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]  # of a vector; neither NaN nor infinite
+Factor = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]  # of a vector; neither NaN nor infinite
 Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
 Text = Annotated[str, msgspec.Meta(max_length=1 << 16)]
 Digest = Annotated[str, msgspec.Meta(max_length=64)]

@@ -26,7 +26,7 @@ from offbeat.robust.meamed import MeaMed
 from offbeat.robust.mean import Mean
 from offbeat.robust.median import Median
 from offbeat.robust.phocas import Phocas
-from offbeat.robust.rule import Rule, gram_of
+from offbeat.robust.rule import Rule, add_scaled, gram_of
 from offbeat.robust.trimmed_mean import TrimmedMean
 from offbeat.robust.zeno import Zeno
 from offbeat.robust.zeno_plus_plus import ZenoPlusPlus
@@ -53,5 +53,6 @@ __all__ = [
     "ZenoPS",
     "ZenoPSAsync",
     "ZenoPlusPlus",
+    "add_scaled",
     "gram_of",
 ]

@@ -57,6 +57,16 @@ class Rule(ABC):
     scope: Scope = "model"
 
     @property
+    def adds_up(self) -> bool:
+        """Whether contributions that have their scales are added up, and no more."""
+        return type(self).combine is Rule.combine
+
+    @property
+    def needs_validator(self) -> bool:
+        """Whether its reference is of trusted data, which only a validator can bring."""
+        return self.needs_reference and not self.reference_is_previous
+
+    @property
     def judges_model(self) -> bool:
         """Whether nothing can be combined before all blocks of all contributions are there."""
         return self.needs_gram and self.scope == "model"
@@ -160,7 +170,7 @@ def distances_of(gram: torch.Tensor) -> torch.Tensor:
     return (norms[:, None] + norms[None] - 2 * gram).clamp_(min=0).fill_diagonal_(0)
 
 
-def add_scaled(stack_ND: torch.Tensor, scales_N: torch.Tensor) -> torch.Tensor:
+def add_scaled(stack_ND: torch.Tensor | Sequence[torch.Tensor], scales_N: torch.Tensor) -> torch.Tensor:
     """Add up vectors [n, D] that are multiplied by scales [n]; one with the scale 0 may hold anything."""
     counts = scales_N.nonzero().view(-1).tolist()
     total = torch.zeros_like(stack_ND[0])

@@ -427,6 +427,7 @@ class Run:
             one.settle()
         if session.server is not None:
             session.server.settle(session.waiter)
+            session.plans.take_plan()  # one may have been agreed upon while this worker waited for the others
             for one in models:
                 one.refreshed()
 

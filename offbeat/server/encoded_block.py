@@ -24,7 +24,7 @@ from offbeat.tensors import flat_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat.codec import OneRoundCodec, Purpose
+    from offbeat.codec import OneRoundCodec
     from offbeat.codec.one_round import EncodedShapes
     from offbeat.server.blocks import Block
 
@@ -68,10 +68,14 @@ class BlockCodec:
         self.codec, self._seed = codec, seed
         self._buckets = {block.index: _bucket(block) for block in blocks}
 
-    def turn(self, block: int, worker: int, payload: EncodedPayload) -> Turn:
-        """The turn of a worker's block."""
-        purpose: Purpose = "change" if payload.change else "gradient"
-        return Turn(self._buckets[block], payload.step, worker, 1, self._seed, purpose)
+    def turn(self, block: int, worker: int, step: int, *, change: bool) -> Turn:
+        """The turn of a worker's block.
+
+        Args:
+            step: by which turns count.
+            change: whether it is of a change of the parameters, and not of a gradient.
+        """
+        return Turn(self._buckets[block], step, worker, 1, self._seed, "change" if change else "gradient")
 
     def encode(self, part: torch.Tensor, turn: Turn) -> EncodedBlock:
         """Encode [D] of a block."""

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from offbeat.robust import Rule
 
 
+MOST_SCALE = 1e30  # which every float type can be multiplied by
+
+
 def pack_gram(gram: torch.Tensor) -> bytes:
     """Write a part of a Gram matrix [n, n] as it travels; of what is not finite only that is left, on the diagonal."""
     finite = gram.diagonal().isfinite()
@@ -66,6 +69,10 @@ class Judge:
             kept = torch.cat((kept, torch.tensor([count])))
         given = [weights[i] if rule.is_weighted else 1.0 for i in kept.tolist() if i < count]
         judged = rule.judge(gram[kept][:, kept], torch.tensor(given, dtype=torch.float64))
+        huge = judged.abs() > MOST_SCALE
+        for place in huge.nonzero().view(-1).tolist():
+            self.say(f"What rank {workers[int(kept[place])]} pushes is next to nothing, and is rejected.")
+        judged = torch.where(huge, 0.0, judged)
         if not bool(judged.isfinite().all()):
             self.say(f"Updates are left out: {rule!r} makes no numbers of contributions as long as these.")
             return none

@@ -18,6 +18,7 @@ from offbeat.server.encoded_block import EncodedBlock
 from offbeat.tensors import dtype_name
 
 if TYPE_CHECKING:
+    from offbeat.codec import Turn
     from offbeat.protocol.training import BlockPayload
     from offbeat.server.encoded_block import BlockCodec
 
@@ -81,27 +82,26 @@ class EncodedReader:
     """The reader of blocks that the plan's codec has encoded.
 
     Args:
-        codec: of the plan; None if it sends each element, so that no block is encoded.
+        codec: of the plan.
         block: index of the block.
         worker: who pushes it.
     """
 
-    def __init__(self, codec: BlockCodec | None, block: int, worker: int) -> None:
+    def __init__(self, codec: BlockCodec, block: int, worker: int) -> None:
         self._codec, self._block, self._worker = codec, block, worker
 
     def body(self, payload: EncodedPayload, values: torch.Tensor) -> tuple[int, torch.dtype]:
-        codec = self._codec
-        if codec is None:
-            raise PeerError(f"Cannot take an encoded block {self._block}: with this plan workers push each element.")
-        return codec.size_bytes(codec.turn(self._block, self._worker, payload)), torch.uint8
+        return self._codec.size_bytes(self._turn(payload)), torch.uint8
 
     def check(self, payload: EncodedPayload, body: torch.Tensor) -> None:
-        assert self._codec is not None
-        self._codec.check(body, self._codec.turn(self._block, self._worker, payload))
+        self._codec.check(body, self._turn(payload))
 
     def decode(self, payload: EncodedPayload, body: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        assert self._codec is not None
-        return self._codec.decode(body, self._codec.turn(self._block, self._worker, payload))
+        return self._codec.decode(body, self._turn(payload))
+
+    def _turn(self, payload: EncodedPayload) -> Turn:
+        """Make it anew each time: one that is kept keeps what was drawn, which is to be no larger than what came."""
+        return self._codec.turn(self._block, self._worker, payload.step, change=payload.change)
 
 
 _READERS: dict[type, BlockReader] = {DensePayload: DenseReader(), CastPayload: CastReader()}
@@ -160,14 +160,14 @@ def receive(
         payload: what the worker says about it.
         values: [D] the block's parameters.
         size_bytes: of the body that comes.
-        encoded: reads it if it is encoded.
+        encoded: reads it if it is encoded; None if no worker encodes blocks.
 
     Raises:
         PeerError: if such a body has another size; nothing is allocated.
     """
     reader = encoded if isinstance(payload, EncodedPayload) else _READERS[type(payload)]
     if reader is None:
-        raise PeerError(f"Cannot take an encoded block {block}: nothing is known of its codec.")
+        raise PeerError(f"Cannot take an encoded block {block}: with this plan workers push each element.")
     numel, dtype = reader.body(payload, values)
     if numel * dtype.itemsize != size_bytes:
         raise PeerError(f"Cannot take {size_bytes} bytes as block {block}: it has {numel * dtype.itemsize}.")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat.robust import gram_of
+from offbeat.robust import add_scaled, gram_of
 from offbeat.server.judge import Judge
 
 if TYPE_CHECKING:
@@ -32,10 +32,13 @@ class RobustAggregator:
     Args:
         rule: that combines.
         tell: says what people should know.
+
+    Attributes:
+        judge: decides what counts.
     """
 
     def __init__(self, rule: Rule, tell: Callable[[str], None]) -> None:
-        self._rule, self._judge = rule, Judge(rule, tell)
+        self._rule, self.judge = rule, Judge(rule, tell)
         self.keeps_update = rule.reference_is_previous
 
     def measure(
@@ -59,7 +62,7 @@ class RobustAggregator:
             return self._scaled([(one.part.decode(dtype), one.scale) for one in rows if one.scale])
         decoded = [one.part.decode(dtype) for one in rows]
         own = [one for one in rows if not one.is_reference]
-        scales = self._judge.scales(gram_of(decoded), [one.worker for one in own], [one.weight for one in own])
+        scales = self.judge.scales(gram_of(decoded), [one.worker for one in own], [one.weight for one in own])
         return self._scaled([(values, scale) for values, scale in zip(decoded, scales.tolist(), strict=True) if scale])
 
     def _rows(
@@ -73,26 +76,32 @@ class RobustAggregator:
         if not kept:
             return None
         scales = torch.tensor([scale for _, scale in kept], dtype=torch.float64)
-        return self._rule.combine(torch.stack([values for values, _ in kept]), scales)
+        return self._combined([values for values, _ in kept], scales)
+
+    def _combined(self, rows: Sequence[torch.Tensor], scales: torch.Tensor) -> torch.Tensor:
+        """Combine; where it is but a sum contributions are not copied into one stack for it."""
+        return add_scaled(rows, scales) if self._rule.adds_up else self._rule.combine(torch.stack(list(rows)), scales)
 
     def _by_coordinate(self, contributions: Sequence[BlockContribution], dtype: torch.dtype) -> torch.Tensor | None:
         decoded = [(one, one.part.decode(dtype)) for one in contributions if one.weight > 0]
         finite = [(one, values) for one, values in decoded if bool(torch.isfinite(values).all())]
         for one, _ in decoded if len(finite) < len(decoded) else ():
             if all(one is not other for other, _ in finite):
-                self._judge.say(f"What rank {one.worker} pushes holds NaN or Inf: such blocks are rejected.")
+                self.judge.say(f"What rank {one.worker} pushes holds NaN or Inf: such blocks are rejected.")
         if not finite:
             return None
         if why := self._rule.check(len(finite)):
-            self._judge.say(f"Updates are left out: {why}.")
+            self.judge.say(f"Updates are left out: {why}.")
             return None
         weights = [one.weight if self._rule.is_weighted else 1.0 for one, _ in finite]
         scales = torch.tensor(weights, dtype=torch.float64)
-        return self._rule.combine(torch.stack([values for _, values in finite]), scales / scales.sum())
+        return self._combined([values for _, values in finite], scales / scales.sum())
 
 
 def agreed_hyper(said: Sequence[tuple[Hyper, ...]]) -> tuple[Hyper, ...]:
     """The hyper-parameters that most contributions name; of as many the first. One that lies about them is outvoted."""
+    if all(one == said[0] for one in said):
+        return said[0]
     count = Counter(repr(one) for one in said)
     ((most, _),) = count.most_common(1)
     return next(one for one in said if repr(one) == most)

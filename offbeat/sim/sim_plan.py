@@ -26,7 +26,7 @@ class SimPlan:
     is_served = True
     is_tabled = False
     has_elastic_group = False
-    validator = None
+    judging_rule = None
 
     @classmethod
     def of(cls, plan: Plan) -> SimPlan:

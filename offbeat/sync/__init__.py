@@ -32,6 +32,7 @@ from offbeat.sync.policy import (
     adoption,
     check_workers,
     on,
+    own_steps,
     settle,
 )
 from offbeat.sync.round_robin import RoundRobin
@@ -80,5 +81,6 @@ __all__ = [
     "adoption",
     "check_workers",
     "on",
+    "own_steps",
     "settle",
 ]

@@ -117,7 +117,7 @@ class Parts:
         return ""
 
     controller = None
-    validator = None
+    judging_rule = None
 
     def controlled(self, sync: Policy) -> Parts:
         raise AssertionError("There is no controller.")

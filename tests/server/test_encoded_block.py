@@ -27,7 +27,7 @@ def pushed(codec: OneRoundCodec, block: int, step: int = 3, worker: int = 2) -> 
     """A gradient, and what the worker sends of it."""
     grad = torch.randn(BLOCKS[block].numel, generator=torch.Generator().manual_seed(block))
     here = BlockCodec(codec, BLOCKS, seed=7)
-    return grad, here.encode(grad, here.turn(block, worker, EncodedPayload(step)))
+    return grad, here.encode(grad, here.turn(block, worker, step, change=False))
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
@@ -41,7 +41,7 @@ def test_a_shard_decodes_what_a_worker_has_encoded(codec: OneRoundCodec) -> None
         got.body.copy_(encoded.body)
         got.check()
         decoded = got.decode(torch.float32)
-        turn = BlockCodec(codec, BLOCKS, seed=7).turn(block.index, 2, encoded.payload)
+        turn = BlockCodec(codec, BLOCKS, seed=7).turn(block.index, 2, encoded.payload.step, change=False)
         expected = codec.decode(codec.encode(grad, turn), turn, torch.empty(block.numel))
         assert torch.equal(decoded, expected)
         assert decoded.any()
@@ -63,7 +63,7 @@ def test_another_size_is_refused_before_memory_is_allocated(
 
 def test_a_plan_whose_workers_push_each_element_takes_no_encoded_block() -> None:
     with pytest.raises(PeerError, match="with this plan workers push each element"):
-        receive(EncodedPayload(0), torch.zeros(10), 0, 40, EncodedReader(None, 0, 0))
+        receive(EncodedPayload(0), torch.zeros(10), 0, 40)
 
 
 @pytest.mark.parametrize(

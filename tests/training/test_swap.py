@@ -112,6 +112,26 @@ def test_a_hundred_swaps_lose_nothing_and_count_nothing_twice(fabric: str, world
     assert 50 < max(one["swaps"] for one in results) <= 100
 
 
+def settle_or_swap(mark: Path) -> Policy:
+    """Have rank 0 swap while the other one waits for it to settle."""
+    with open_run("server") as run:
+        model = nn.Linear(2, 1)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
+        if run.rank:
+            mark.touch()
+        else:
+            while not mark.exists():
+                time.sleep(0.01)
+            time.sleep(0.2)  # by then it has asked
+            run.swap(sync=ASP())
+        run.settle()
+        return run.plan.sync
+
+
+def test_who_waits_for_the_others_to_settle_goes_by_what_they_swap_to(tmp_path: Path) -> None:
+    assert run_workers(2, settle_or_swap, tmp_path / "mark") == [ASP(), ASP()]
+
+
 def swap_by_all(fabric: str, policy: Policy) -> list[str]:
     """Every worker runs the same script."""
     model = nn.Linear(4, 1)

@@ -39,6 +39,7 @@ def compare(rank: int, theirs: ModelInfo, ours: ModelInfo) -> None:
         ("way to cut it into blocks", digest_of(str(theirs.blocks)), digest_of(str(ours.blocks))),
         ("number of workers", str(theirs.world), str(ours.world)),
         ("number of shards", str(theirs.shards), str(ours.shards)),
+        ("number of shards that hold it", str(theirs.holders), str(ours.holders)),
         ("seed", str(seed), str(ours.seed)),
         *(("optimizer", there, here) for there, here in optimizers),
     ):

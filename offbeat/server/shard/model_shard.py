@@ -27,7 +27,6 @@ from offbeat.protocol.training import PullBlock
 from offbeat.server.aggregator import WeightedMean
 from offbeat.server.blocks import Block, ParameterSlice
 from offbeat.server.encoded_block import BlockCodec
-from offbeat.server.judge import Judge
 from offbeat.server.optimizer_checkpoint import Portion
 from offbeat.server.optimizers import check_spec
 from offbeat.server.pushed_block import DTYPES, EncodedReader
@@ -79,7 +78,7 @@ class ModelShard:
         report: called with what is to be judged; the answer is a decision, which comes later.
 
     Attributes:
-        is_judged: contributions are judged beside a validator's.
+        needs_validator: contributions are judged beside a validator's.
 
     Raises:
         PeerError: if the model or its optimizer cannot be held.
@@ -105,13 +104,12 @@ class ModelShard:
         self.model, self._give = model, give
         self.sizes = {index: block.size_bytes for index, block in blocks.items()}
         rule, codec = parts.rule, parts.codec
-        self.is_judged = rule is not None and rule.needs_reference and not rule.reference_is_previous
+        self.needs_validator = rule is not None and rule.needs_validator
         self._codec = None if codec is None else BlockCodec(codec, list(blocks.values()), details.seed or 0)
         self._robust = None if rule is None else RobustAggregator(rule, _log.warning)
         self._store = ParameterStore(list(blocks.values()), details.optimizer, self._robust or WeightedMean())
-        judges, self._report = rule is not None and rule.judges_model, report
-        self._judge = Judge(rule, _log.warning) if rule is not None and judges else None
-        self._scheduler = UpdateScheduler(blocks, version, judges=judges)
+        self._judges, self._report = rule is not None and rule.judges_model, report
+        self._scheduler = UpdateScheduler(blocks, version, judges=self._judges)
         self._store.versions.update(dict.fromkeys(blocks, version))
         self._snapshot_builder = snapshot_builder
         self._recorder = UpdateRecorder(model, len(blocks), record)
@@ -203,9 +201,9 @@ class ModelShard:
         """Whether nobody waits for this contribution any more, so that what still comes of it is discarded."""
         return self._scheduler.is_past(push)
 
-    def reader(self, block: int, worker: int) -> EncodedReader:
-        """The reader of what a worker has encoded of a block."""
-        return EncodedReader(self._codec, block, worker)
+    def reader(self, block: int, worker: int) -> EncodedReader | None:
+        """The reader of what a worker has encoded of a block; None if the plan has none encode."""
+        return None if self._codec is None else EncodedReader(self._codec, block, worker)
 
     def arrive(self, push: Push, block: int, part: PushedBlock, *, again: bool = False) -> int:
         """A block of a contribution is here; returns how many are still to come."""
@@ -292,11 +290,11 @@ class ModelShard:
         Raises:
             PeerError: if nothing is to be judged.
         """
-        if self._judge is None:
+        if self._robust is None or not self._judges:
             raise PeerError(f"Cannot judge an update of model {self.model}: its plan has no rule that does.")
         count = math.isqrt(len(gram))
         matrix = torch.tensor(gram, dtype=torch.float64).view(count, count)
-        scales: list[float] = self._judge.scales(
+        scales: list[float] = self._robust.judge.scales(
             matrix, [it.worker for it in rows], [it.weight for it in rows]
         ).tolist()
         return scales

@@ -291,7 +291,8 @@ class Peer:
         self._check_turn(message, model_shard)
         try:
             self._pushed = receive(message.payload, values, block, size_bytes, model_shard.reader(block, self.rank))
-            self._pushes += 1
+            if model_shard.expects((self.rank, message.clock), block, again=message.again):
+                self._pushes += 1
             return bytes_of(self._pushed.body)
         except PeerError as error:
             raise self._refused(error) from error

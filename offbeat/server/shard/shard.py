@@ -17,6 +17,8 @@ import logging
 import secrets
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from offbeat.coordinator.coordinator import Coordinator
 from offbeat.coordinator.events import (
     ModelBegun,
@@ -348,6 +350,8 @@ class Shard:
                     f"Cannot serve this worker with {details.shards} shards: this one coordinates {shards}. Start all "
                     "but the first with --coordinator, and name all of them to the workers, the first one first."
                 )
+            # What others are compared with begins with this plan, whatever plans this worker says there were before.
+            details = msgspec.structs.replace(details, former=(), swaps=0)
             model_shard = self._new_model_shard(model, details)
             self._post_event(ModelBegun(now_s(), model, details))
             # Not before nothing of it can be refused: it is what others are compared with.
@@ -355,8 +359,6 @@ class Shard:
             for decision in self._decided.pop(model, []):
                 model_shard.decide(decision)
         compare(peer.rank, details, model_shard.details)
-        if peer.role == "validator":
-            self._validators.add(peer.rank)
         if not is_same:
             self._secrets[peer.rank] = secrets.token_bytes(SECRET_BYTES)
         self._peers[peer.rank] = peer
@@ -371,6 +373,8 @@ class Shard:
         if not details.blocks and is_first and details.back is None:  # more shards than blocks
             self._report(ModelFilled(model))
         self._post_event(WorkerOpened(now_s(), peer.rank, model, details, entry, is_validator=peer.role == "validator"))
+        if peer.role == "validator":
+            self._validators.add(peer.rank)
 
     def _new_model_shard(self, model: int, details: ModelInfo, version: int = 0) -> ModelShard:
         model_shard = ModelShard(
@@ -756,7 +760,15 @@ class Shard:
 
     def _report_soon(self, message: UpdateMeasured) -> None:
         """Tell the coordinator how far this shard is, once it has done all that is due."""
-        asyncio.get_running_loop().call_soon(lambda: None if self.is_over else self._report(message))
+
+        def report() -> None:
+            try:
+                self._report(message)
+            except PeerError as error:  # shards disagree, which no worker is to blame for: the update cannot be made
+                _log.error("%s", error)
+                self._done()
+
+        asyncio.get_running_loop().call_soon(lambda: None if self.is_over else report())
 
     def _report(self, message: ModelFilled | PushNearlyDone | PushDone | UpdateMeasured) -> None:
         """Tell the coordinator how far this shard is."""
@@ -773,7 +785,7 @@ class Shard:
 
 def _may_fill(peer: Peer, model_shard: ModelShard) -> bool:
     """Whether the first values of a model may be a peer's: where contributions are judged, only a validator's."""
-    return peer.role == "validator" or not model_shard.is_judged
+    return peer.role == "validator" or not model_shard.needs_validator
 
 
 def _all_have(theirs: list[set[SnapshotId]], one: SnapshotId) -> bool:

@@ -431,9 +431,15 @@ class UpdateScheduler:
                 first = False
 
     def _has(self, block: int, push: Push, update: LoggedUpdate) -> bool:
-        """Whether a block of a contribution is here, as it is to be in the update."""
+        """Whether a block of a contribution is here, as it is to be in the update.
+
+        Of one that is whole nothing comes any more: what was to come again has, but from who breaks its word.
+        """
         arrival = self._arrivals[push]
-        return block in arrival.blocks and (block in arrival.again or block not in update.again.get(push, ()))
+        is_whole = len(arrival.blocks) == len(self._blocks)
+        return block in arrival.blocks and (
+            is_whole or block in arrival.again or block not in update.again.get(push, ())
+        )
 
     def _make(self, block: int, update: LoggedUpdate, parts: Mapping[Push, Any]) -> ApplyUpdate:
         entry = self._undo_log.write(block, update, parts)
