@@ -95,7 +95,7 @@ class SwitchAverager:
 
     @property
     def common(self) -> dict[str, torch.Tensor]:
-        """Nothing: each worker has what the table was for it."""
+        """Name nothing: each worker has what the table was for it."""
         return {}
 
     @property

@@ -258,6 +258,43 @@ def test_parameters_are_replaced_by_a_validator_alone() -> None:
     }
 
 
+def test_of_several_the_first_brings_a_checkpoint_and_the_others_are_answered_too() -> None:
+    job = Job(BSP(), ZenoPS())
+    for validator in (VALIDATOR, VALIDATOR + 1):
+        job.open(validator, is_validator=True)
+        job.arrive(validator)
+    did = job.say(VALIDATOR + 1, AskAllWorkers(5, LOADING, refresh=True, numbers=(0.0, 0.0)))
+    for worker in range(WORLD):
+        did += job.say(worker, AskAllWorkers(0, LOADING, refresh=True, numbers=(0.0, 0.0)))
+    assert not _answers(did), "the first has not brought it"
+    did += job.say(VALIDATOR, AskAllWorkers(3, LOADING, refresh=True, numbers=(1.0, 0.0)))
+    for worker in (*range(WORLD), VALIDATOR, VALIDATOR + 1):
+        did += job.say(worker, PullDone(0, job.coordinator.models[0].runner.state.members[worker].step))
+    assert {worker: (one.number, one.numbers) for worker, one in _answers(did).items()} == {
+        0: (0, (1.0, 0.0)),
+        1: (0, (1.0, 0.0)),
+        VALIDATOR: (3, (1.0, 0.0)),
+        VALIDATOR + 1: (5, (1.0, 0.0)),
+    }
+
+
+def test_one_that_nobody_has_waited_for_is_answered_as_all_were() -> None:
+    job = Job(BSP(), ZenoPS())
+    for validator in (VALIDATOR, VALIDATOR + 1):
+        job.open(validator, is_validator=True)
+        job.arrive(validator)
+    did = job.say(VALIDATOR, AskAllWorkers(3, LOADING, refresh=True, numbers=(1.0, 0.0)))
+    for worker in range(WORLD):
+        did += job.say(worker, AskAllWorkers(0, LOADING, refresh=True, numbers=(0.0, 0.0)))
+    for worker in (*range(WORLD), VALIDATOR):
+        did += job.say(worker, PullDone(0, job.coordinator.models[0].runner.state.members[worker].step))
+    assert VALIDATOR + 1 not in _answers(did)
+    did = job.say(VALIDATOR + 1, AskAllWorkers(5, LOADING, refresh=True, numbers=(0.0, 0.0)))
+    assert {worker: (one.number, one.numbers) for worker, one in _answers(did).items()} == {
+        VALIDATOR + 1: (5, (1.0, 0.0))
+    }
+
+
 def test_it_takes_part_in_no_question() -> None:
     job = Job(BSP(), ZenoPS())
     job.open(VALIDATOR, is_validator=True)

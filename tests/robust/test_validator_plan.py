@@ -122,6 +122,15 @@ def test_an_error_ends_with_its_path() -> None:
             "use fabric=ParameterServer()",
         ),
         (lambda: Plan(fabric=SERVER, validator=ZenoPS()).swapped('sync = { kind = "ASP" }'), "it is for updates of"),
+        (
+            lambda: Plan(fabric=SERVER, validator=ZenoPS()).swapped('sync = { kind = "LocalSGD", every = 8 }'),
+            "gradients and changes would be in updates by themselves",
+        ),
+        (
+            lambda: Plan(fabric=SERVER, rule=Median()).swapped('sync = { kind = "LocalSGD", every = 8 }'),
+            "gradients and changes would be in updates by themselves",
+        ),
+        (lambda: Plan(fabric=SERVER, validator=ZenoPS()).check_world(257), "256 is the most. Use ASP()"),
         (lambda: Plan(fabric=SERVER).swapped('validator = { kind = "ZenoPS" }'), "Cannot swap None for ZenoPS"),
     ],
 )

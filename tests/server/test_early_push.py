@@ -245,6 +245,14 @@ def test_what_comes_again_may_be_the_first_that_a_shard_has() -> None:
     assert made(one) == [(0, 1, [(0, 0)])]
 
 
+def test_who_says_that_a_block_comes_again_and_does_not_bring_it_holds_nobody_up() -> None:
+    one = scheduler(workers=[0])
+    one.arrive((0, 0), 0, "old")
+    one.arrive((0, 0), 1, "last")
+    one.apply(Apply(((0, 0),)), ABOUT, {(0, 0): {0}})
+    assert made(one) == [(0, 1, [(0, 0)]), (1, 1, [(0, 0)])]
+
+
 def test_what_was_pushed_of_a_contribution_that_is_dropped_is_forgotten() -> None:
     one = scheduler(workers=[0])
     one.arrive((0, 0), 0, "early")

@@ -46,6 +46,7 @@ from offbeat.robust import (
     ZenoPSAsync,
 )
 from offbeat.server.blocks import cut
+from offbeat.server.judge import Judge
 from offbeat.server.optimizers import describe, hyper
 from offbeat.server.pushed_block import PushedBlock
 from offbeat.server.shard.model_shard import ModelShard
@@ -494,3 +495,15 @@ def test_a_sum_over_shards_does_not_depend_on_who_came_first() -> None:
 
 def test_a_norm_that_does_not_fit_is_infinite() -> None:
     assert sums([measured([1.5e308, 0.0, 0.0, 1.0])] * 2) == [float("inf"), 0.0, 0.0, 2.0]
+
+
+def test_what_is_next_to_nothing_is_rejected_and_stops_no_server() -> None:
+    """Brought to the reference's norm it would be multiplied by more than a number can be."""
+    said: list[str] = []
+    judge = Judge(ZenoPlusPlus(), said.append)
+    tiny, own = 1e-40, 1.0
+    gram = torch.tensor([[1.0, 0.0, 1.0], [0.0, tiny**2, tiny], [1.0, tiny, own]], dtype=torch.float64)
+    scales = judge.scales(gram, [0, 1], [1.0, 1.0])
+    assert scales[0] > 0
+    assert scales[1] == 0
+    assert said == ["What rank 1 pushes is next to nothing, and is rejected."]

@@ -222,3 +222,30 @@ def test_without_leases_a_worker_is_believed_how_many_samples_it_has() -> None:
         assert await job.step() == pytest.approx(-LR * 4, rel=1e-6)
 
     play(story)
+
+
+def test_the_first_to_open_a_model_names_no_plans_that_were_there_before() -> None:
+    """With one that knows of later swaps than all others a liar could have its own plan hold."""
+
+    async def story(job: Job) -> None:
+        lie = msgspec.structs.replace(DETAILS, world=3, former=("a plan of its own",), swaps=7)
+        shard = Shard(lambda plan: Parts(BSP()), parts_of=lambda plan: ShardParts(None))
+        liar, honest = FakePeer(shard, 2), FakePeer(shard, 0)
+        liar.say(pack(OpenModel(0)), pack(lie))
+        honest.say(pack(OpenModel(0)), pack(msgspec.structs.replace(DETAILS, world=3)))
+        assert shard._model_shards[0].details.former == ()
+        assert shard._model_shards[0].details.swaps == 0
+        assert honest.line.connected
+
+    play(story)
+
+
+def test_one_that_deals_a_model_over_another_number_of_shards_is_turned_away() -> None:
+    async def story(job: Job) -> None:
+        assert await job.step() == -LR
+        stranger = FakePeer(job.shard, 3)
+        with pytest.raises(PeerError, match="number of shards that hold it"):
+            stranger.say(pack(OpenModel(0)), pack(msgspec.structs.replace(DETAILS, world=3, holders=2)))
+        assert await job.step() == -2 * LR
+
+    play(story)

@@ -21,7 +21,7 @@ from tests.workers import listen, run_workers
 if TYPE_CHECKING:
     from pathlib import Path
 
-STEPS, SILENT_S, STILL_S = 16, 2.0, 3.5
+STEPS, SILENT_S, STILL_S = 16, 3.0, 4.0  # it is given up after twice the silence
 SYNCS = [
     offbeat.BSP(),
     pytest.param(offbeat.SSP(2), marks=pytest.mark.slow),

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from offbeat import ASP, BSP, GRBS, Carry, ErrorReset, LocalSGD, LookAhead, ParameterServer, Plan
+from offbeat.audit import verify
 from offbeat.errors import PlanError
 from offbeat.robust import FLTrust, ZenoPlusPlus, ZenoPS, ZenoPSAsync
 from tests.cli.commands import offbeat as command
@@ -71,7 +72,7 @@ def come(folder: str) -> int:
     if rank >= WORLD:
         del os.environ["OFFBEAT_STORE"], os.environ["OFFBEAT_STORE_PREFIX"]
         os.environ.update(OFFBEAT_ROLE="validator", OFFBEAT_VALIDATOR_TOKEN=SECRET)
-    serve(Path(folder), validator_token=SECRET)
+    serve(Path(folder), validator_token=SECRET, history=str(Path(folder) / "history"))
     return rank
 
 
@@ -88,7 +89,7 @@ def train(folder: str, plan: Plan, liars: int, kills: int = -1, waits: int = -1)
         time.sleep(0.05)
     net, ended = model(rank), False
     try:
-        with offbeat.init(plan, seed=3, timeout=timedelta(seconds=5)) as run:
+        with offbeat.init(plan, seed=3, timeout=timedelta(seconds=5), history=here / "history") as run:
             assert run.is_validator == (rank >= WORLD)
             data = samples(100 + rank, 256 if run.is_validator else 32 * STEPS * WORLD)
             optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=LR)
@@ -119,6 +120,9 @@ def test_most_workers_lie_and_the_model_learns(policy: Policy, rule: Rule, tmp_p
     results = run_workers(WORLD, train, str(tmp_path), plan(policy, rule), 2, newcomers=1, timeout_s=100)
     assert [one.ended for one in results] == [False] * WORLD + [True]
     assert min(one.accuracy for one in results) > 0.7, results
+    verdict = verify(tmp_path / "history")
+    assert verdict.holds, verdict.violations[0]
+    assert (verdict.judged > 0, verdict.rejected > 0) == (True, True)
 
 
 @pytest.mark.parametrize(
