@@ -29,6 +29,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
+import math
 import typing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -81,6 +82,7 @@ from offbeat.robust import (
     ZenoPSAsync,
 )
 from offbeat.scheduling import FIFO, Credit, MergedGradient, Priority, Prophet, ReduceScatterGather, Scheduler
+from offbeat.short_name import short_name
 from offbeat.switch.strategy import compile_policy
 from offbeat.sync import (
     ASP,
@@ -105,6 +107,7 @@ if TYPE_CHECKING:
 
 Nonfinite = Literal["pass", "raise", "skip"]
 _LOOKED_AT = range(1000)  # steps
+_LARGE_VARIANCE = 8.0  # in units of the square of the gradient's norm
 _CAME_LATER = frozenset({"delay", "fragments"})  # left out at their default, so that older plans keep their digest
 _NONFINITE: tuple[Nonfinite, ...] = typing.get_args(Nonfinite)
 
@@ -605,6 +608,18 @@ class Plan:
     def _takes_single_turns(self) -> bool:
         """Whether only one worker at a time, or the workers of one group, may push, however many hosts have shards."""
         return isinstance(self.sync, TakesTurns) and self.sync.slots_over(hosts=2) == 1
+
+    @property
+    def caution(self) -> str:
+        """Say what people should know before they train by it; "" if there is nothing."""
+        variance = self.codec.promises.variance
+        if variance is None or variance < _LARGE_VARIANCE:
+            return ""
+        return (
+            f"{short_name(self.codec)} sends what is right on average, and up to {math.sqrt(variance):.2g} times the "
+            "gradient's norm beside it, as noise that no residual makes up for. Use a codec that sends more, or "
+            "ErrorFeedback(...) around one that is biased - at `plan.codec`."
+        )
 
     @property
     def judging_rule(self) -> Rule | None:

@@ -1,8 +1,8 @@
 """What may not be composed: each refusal word for word, and that what it advises can be made.
 
 The codes are those of the design. There is no refusal yet of joint codes (R1 to R3), of noise (R16), of optimizers that
-are not linear (R18) and of parameters that are sharded (R21), since there is none of it; nor a word of warning of
-residuals that a lost worker takes along (R11) and of unbiased sketches (R12).
+are not linear (R18) and of parameters that are sharded (R21), since there is none of it. That a lost worker takes a
+residual along (R11) is said when it happens (`tests/training/test_worker_loss.py`).
 """
 
 from __future__ import annotations
@@ -245,3 +245,14 @@ def test_fewer_than_a_rule_needs_are_refused_once_the_world_is_known(
     Plan(fabric=SERVER, **{**parts, **instead}).check_world(world)
     if workers is not None:
         plan.check_world(workers)
+
+
+def test_what_is_right_on_average_alone_is_warned_of() -> None:
+    """R12: an unbiased sketch of a large variance, without feedback."""
+    assert Plan(codec=RandomK(0.1, is_unbiased=True)).caution == (
+        "RandomK(ratio=0.1, is_unbiased=True) sends what is right on average, and up to 3 times the gradient's norm "
+        "beside it, as noise that no residual makes up for. Use a codec that sends more, or ErrorFeedback(...) around "
+        "one that is biased - at `plan.codec`."
+    )
+    for quiet in (RandomK(0.2, is_unbiased=True), RandomK(0.01), ErrorFeedback(RandomK(0.01)), TopK(0.01)):
+        assert Plan(codec=quiet).caution == ""

@@ -13,6 +13,7 @@ from offbeat.history import LifeBegan
 from offbeat.protocol.rank_reservation import MOST_RANKS, RanksReserved
 from offbeat.protocol.shards import AdmitWorker
 from offbeat.protocol.training import ModelOpened, Notice
+from offbeat.protocol.worker_status import residual_lost
 from offbeat.sync import State
 
 if TYPE_CHECKING:
@@ -311,7 +312,9 @@ class Membership:
             if worker in job.validators:
                 job.tell(f"Rank {worker}, a validator, is gone: {error}", worker)
             elif all(worker != evicted for _, evicted in job.evicted):  # else all know
-                job.tell(f"Rank {worker} is gone: {error} The others continue; {changes}.", worker)
+                status = job.statuses.get(worker)
+                lost = residual_lost(0.0 if status is None else status.residual)
+                job.tell(f"Rank {worker} is gone: {error}{lost} The others continue; {changes}.", worker)
             return "gone"
         if step is None:
             return "done"

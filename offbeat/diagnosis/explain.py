@@ -18,6 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from offbeat.protocol.worker_status import residual_lost
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -201,7 +203,7 @@ def gone(cluster: ClusterReport, *, patience_s: float) -> dict[int, str]:
             continue
         silent = verdict.reason == "unreachable" and words.age_s > patience_s and bool(words.host)
         if silent or verdict.reason in ("dead", "raised"):
-            lost[words.rank] = f"{verdict.text} {error_line(verdict.detail)}".rstrip()
+            lost[words.rank] = f"{verdict.text} {error_line(verdict.detail)}".rstrip() + residual_lost(words.residual)
     return lost
 
 

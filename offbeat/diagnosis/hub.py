@@ -153,7 +153,8 @@ class Hub:
         silent = age_s > SILENCE_S and words.process != "dead" and words.phase not in _FINAL
         if silent:
             words = msgspec.structs.replace(words, process="unreachable", state_since_s=age_s)
-        return msgspec.structs.replace(words, age_s=age_s)
+        status = self._statuses.get(rank)
+        return msgspec.structs.replace(words, age_s=age_s, residual=0.0 if status is None else status.residual)
 
     def _ask_for_stack(self, rank: int) -> bool:
         """Have the stack of `rank` shown; once for all who ask at the same time, as all who wait for it do."""

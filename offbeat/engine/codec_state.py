@@ -15,6 +15,8 @@ from offbeat.engine import state_checks
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
+
     from offbeat.codec import Codec, Purpose, State
     from offbeat.layout import Bucket, Layout
 
@@ -71,6 +73,11 @@ class CodecState:
             for state in self._states.values():
                 codec.rescale_(state, scale / self.scale)
         self.scale = scale
+
+    def residuals(self) -> list[torch.Tensor]:
+        """List the residuals, of all parameters and purposes."""
+        kept = [tensors for state in self._states.values() for tensors in state.values()]
+        return [tensors[RESIDUAL] for tensors in kept if RESIDUAL in tensors]
 
     def state_dict(self) -> dict[str, Any]:
         """The state, for this worker's own part of a checkpoint; empty if the codec keeps nothing."""

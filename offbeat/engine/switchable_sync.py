@@ -29,6 +29,8 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from offbeat.engine import state_checks
 from offbeat.engine.averaged_replicas import mean_of_replicas, shown
 from offbeat.engine.communicator import Communicator
@@ -43,8 +45,6 @@ from offbeat.sync import BSP
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    import torch
-
     from offbeat.engine.batch_accounting import BatchAccount
     from offbeat.engine.exchange_result import ExchangeResult
     from offbeat.engine.local_sgd import Averager
@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from offbeat.engine.worker_context import WorkerContext
     from offbeat.layout import Layout
     from offbeat.plan import Plan
+
+_MEASURE_S = 5.0  # from one look at what was not sent to the next
 
 
 class Transport(NamedTuple):
@@ -71,6 +73,9 @@ class SwitchableSync:
         model: that is kept together.
         transport: of the beginning.
         context: of this worker.
+
+    Attributes:
+        unsent_norm: the norm of what this worker has computed and not sent, lately.
     """
 
     def __init__(self, model: PreparedModel, transport: Transport, context: WorkerContext) -> None:
@@ -79,6 +84,7 @@ class SwitchableSync:
         self._plan = self._gradients.plan
         self._local: LocalSGDSync | None = None
         self._unreported: ExchangeResult | None = None  # of an average between two steps
+        self.unsent_norm, self._measured_s = 0.0, -_MEASURE_S
         self._begin()
 
     # -- called around a step ------------------------------------------------------------------------------------
@@ -132,7 +138,18 @@ class SwitchableSync:
         earlier, self._unreported = self._unreported, None
         result = self._active.after_step()
         self._end_local_steps_if_due()
+        self._measure_unsent()
         return earlier if result is None else result.after(earlier)
+
+    def _measure_unsent(self) -> None:
+        """Measure now and then what is lost if this worker is; rarely enough to cost nothing."""
+        if (now_s := self._context.clock.now_s()) < self._measured_s + _MEASURE_S:
+            return
+        self._measured_s = now_s
+        unsent = self._model.codec_state.residuals()
+        unsent += [self._model.parameters[name].detach() - value for name, value in self.anchors.items()]
+        norms = torch.tensor([float(torch.linalg.vector_norm(one, dtype=torch.float32)) for one in unsent])
+        self.unsent_norm = float(torch.linalg.vector_norm(norms))
 
     def synchronize(self) -> None:
         """Have all of the steps that the optimizer was told to make done; this worker's own."""

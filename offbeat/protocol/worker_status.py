@@ -18,7 +18,8 @@ MOST_NAME, MOST_TEXT, MOST_EVENT = 64, 256, 320
 MOST_BYTES = 16 << 10  # of one, as the page has it
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-_Number = Annotated[float, msgspec.Meta(gt=-1e15, lt=1e15)]  # refuses NaN as well
+MOST_NUMBER = 1e15
+_Number = Annotated[float, msgspec.Meta(gt=-MOST_NUMBER, lt=MOST_NUMBER)]  # refuses NaN as well
 _Name = Annotated[str, msgspec.Meta(max_length=MOST_NAME)]
 _Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
 
@@ -61,6 +62,7 @@ class TrainingStatus(msgspec.Struct, frozen=True, kw_only=True):
         cpu_cores, memory_bytes, sent_bytes_per_s: what it uses of its machine, lately; memory is 0 if that is unknown.
         values: what the script logged last, by name; also NaN.
         policy, fabric: of the plan that holds, as Python.
+        residual: the norm of what it has computed and not sent, lately.
         events: the last ones.
         left: it was asked to leave, and did in order.
         clocks: of all workers, where they go on by a switch's table, and this is the one that looks.
@@ -87,6 +89,7 @@ class TrainingStatus(msgspec.Struct, frozen=True, kw_only=True):
     values: Annotated[dict[_Name, float], msgspec.Meta(max_length=MOST_VALUES)] = {}
     policy: _Text = ""
     fabric: _Text = ""
+    residual: _Number = 0.0
     events: Annotated[tuple[StatusEvent, ...], msgspec.Meta(max_length=MOST_EVENTS)] = ()
     left: bool = False
     clocks: Annotated[tuple[TableClock, ...], msgspec.Meta(max_length=64)] = ()
@@ -102,6 +105,15 @@ class TrainingStatus(msgspec.Struct, frozen=True, kw_only=True):
     def epoch_left_s(self) -> float | None:
         """Seconds until the end of this epoch, at the present rate; None if that is not known."""
         return _until(1.0 - self.epochs % 1.0, self.epochs_per_s) if self.epochs >= 0 else None
+
+
+def residual_lost(norm: float) -> str:
+    """Say what is lost with a worker, as a sentence behind another one; "" if that is nothing.
+
+    >>> residual_lost(3.24159)
+    ' What it had computed and not sent, of norm 3.24, is lost with it.'
+    """
+    return f" What it had computed and not sent, of norm {norm:.3g}, is lost with it." if norm else ""
 
 
 def _until(rest: float, per_s: float) -> float | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING
 
 from offbeat.engine import happenings, named_values, shortened
-from offbeat.protocol.worker_status import TrainingStatus
+from offbeat.protocol.worker_status import MOST_NUMBER, TrainingStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,7 +77,13 @@ class RunStatus:
             values=named_values({} if context.is_validator else dict(metrics.values)),  # of data that is nobody else's
             policy=shortened(repr(plan.sync)),
             fabric=shortened(repr(plan.fabric)),
+            residual=self._unsent_norm(),
             events=happenings(tuple(metrics.events)),
             left=self._was_told(),
             clocks=self._plans.clocks(),
         )
+
+    def _unsent_norm(self) -> float:
+        """The norm of what this worker has computed and not sent, of all models; 0 if it is no number."""
+        norm = math.hypot(*(one.unsent_norm for one in self._models.synchronizers))
+        return norm if norm < MOST_NUMBER else 0.0

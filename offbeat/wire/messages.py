@@ -59,6 +59,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         busy: share of one core it used lately.
         traceback: of the exception that ended it, or "".
         stack: where its threads are, if that was asked for, or "".
+        residual: the norm of what it has computed and not sent; filled in by the hub.
         age_s: seconds since its sentinel said so; filled in by the hub.
     """
 
@@ -79,6 +80,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     busy: float = 0.0
     traceback: Text = ""
     stack: Text = ""
+    residual: float = 0.0
     age_s: float = 0.0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import time
 from collections import Counter
@@ -18,10 +19,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
+from tests.training.server_jobs import serve, told
 from tests.workers import listen, run_workers
 
 if TYPE_CHECKING:
     from offbeat.batching import Keeps
+    from offbeat.codec import Codec
 
 WORLD = 4
 
@@ -50,6 +53,47 @@ def count(lost: int, at: int, steps: int) -> tuple[list[float], float, list[str]
         moves.append(moved)
     run.close()
     return moves, worst, said
+
+
+def keep(codec: Codec, sync: offbeat.BSP | offbeat.LocalSGD, folder: Path, served: bool) -> list[str]:
+    """Rank 2 is killed once it has said a while what it has not sent; what the others are told."""
+    said = listen()
+    if served:
+        serve(folder)
+    fabric = offbeat.ParameterServer() if served else offbeat.Elastic()
+    plan = offbeat.Plan(codec=codec, sync=sync, fabric=fabric)
+    with offbeat.init(plan, timeout=timedelta(seconds=3), run_dir=folder) as run:
+        model = nn.Linear(300, 300, bias=False)
+        prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        began_s, killed = time.monotonic(), folder / "killed"
+        while not killed.exists() or time.time() - killed.stat().st_mtime < 3:
+            (prepared(torch.randn(4, 300)) ** 2).mean().backward()
+            if run.rank == 2 and time.monotonic() - began_s > 3:
+                killed.touch()
+                kill()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.01)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("codec", "sync", "served"),
+    [
+        (offbeat.ErrorFeedback(offbeat.TopK(0.01)), offbeat.BSP(), False),
+        (offbeat.ErrorFeedback(offbeat.TopK(0.01)), offbeat.BSP(), True),
+        (offbeat.Carry(offbeat.GRBS(4)), offbeat.LocalSGD(4), True),
+    ],
+    ids=["elastic", "server", "offset"],
+)
+def test_what_a_lost_worker_had_not_sent_is_said(
+    codec: Codec, sync: offbeat.BSP | offbeat.LocalSGD, served: bool, tmp_path: Path
+) -> None:
+    said, *_ = run_workers(3, keep, codec, sync, tmp_path, served, faulty=2)
+    text = " ".join(told(tmp_path, 0) if served else said)
+    found = re.search(r"What it had computed and not sent, of norm ([0-9.e+-]+), is lost with it\.", text)
+    assert found is not None, text
+    assert float(found[1]) > 0
 
 
 @pytest.mark.parametrize("lost", [0, 2])
