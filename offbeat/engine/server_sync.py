@@ -291,7 +291,7 @@ class ServerSync:
         metrics, number, contribution = self._context.metrics, self._model.number, self.number
         issued_s, stamp = metrics.now_s(), self.accounting.stamp
         purpose: Purpose = "change" if info.change else "gradient"
-        if self._protect_():
+        if self._protect_(info.weight):
             unused = ()  # there is noise in each element, and where it is useless is nobody else's business
         contribution_hooks.before_encode(self.grads, (number, info.change), step)
         parts = self._encoder.encode(self.grads, step=self._ahead + step, purpose=purpose, is_whole=is_whole)
@@ -313,13 +313,16 @@ class ServerSync:
         metrics.sent_bytes += request.sent_bytes
         return ServerFlight(request, step, weight, issued_s, stamp, contribution)
 
-    def _protect_(self) -> bool:
+    def _protect_(self, weight: float) -> bool:
         """Clip what is in `grads`, and add noise, if the plan says so; a reference stays as it is but for its norm."""
         mechanism = self.plan.privacy
         if mechanism is None:
             return False
         if self._context.is_validator:
             clip_reference_(self.grads, mechanism)
+        elif not weight:  # it is in no update: nothing is shown of it, and nothing spent
+            for grads in self.grads:
+                grads.zero_()
         else:
             self._model.private.protect_(self.grads, mechanism)
         return True
