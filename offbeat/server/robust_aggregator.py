@@ -80,9 +80,10 @@ class RobustAggregator:
         Only elements that were sent have noise: 0 is what a codec has left out.
         """
         gram = gram_of(decoded)
-        for place, values in enumerate(decoded) if self._privacy is not None else ():
-            if not rows[place].is_reference:
-                gram[place, place] -= self._privacy.most_energy(int(values.count_nonzero()))
+        if self._privacy is not None:
+            for place, (values, row) in enumerate(zip(decoded, rows, strict=True)):
+                if not row.is_reference:
+                    gram[place, place] -= self._privacy.most_energy(int(values.count_nonzero()))
         return gram
 
     def _scaled(self, kept: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor | None:
