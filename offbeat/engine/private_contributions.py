@@ -3,9 +3,10 @@
     contribution   min(1, S / |u|) u + N(0, (noise S)^2)      |u| over all blocks of the model
     reference      min(1, S / |v|) v                          as long as the others; it stays where it is trusted
 
-Noise is this worker's alone. It comes neither from the run's seed, which all know, nor from torch's generators: that of
-the CPU goes by the lowest 32 bits of its seed, all of which a server could try out. Each contribution has a key of 128
-bits of its own, from the operating system.
+Noise is this worker's alone. It comes neither from the run's seed, which all know, nor from torch's generator of the
+CPU: that goes by the lowest 32 bits of its seed, all of which a server could try out, and it is linear, so that some
+noise which is seen as it is, where a gradient is zero, gives away the rest. Each contribution has a key of 128 bits of
+its own, from the operating system, for Philox4x64-10.
 """
 
 from __future__ import annotations

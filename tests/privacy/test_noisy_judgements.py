@@ -77,6 +77,21 @@ def test_rules_by_the_angle(rule: Rule) -> None:
     assert float((alone.abs() * (1e4 * noisy).norm(dim=1)).sum()) <= 2 * HONEST * float(reference.norm())
 
 
+def test_block_by_block() -> None:
+    """Where a rule looks at each block by itself, each has the noise of its own elements."""
+    generator = torch.Generator().manual_seed(7)
+    clean, reference = honest(0.9, generator)
+    noisy = clean + MECHANISM.deviation * torch.randn(clean.shape, generator=generator)
+    aggregator = RobustAggregator(ZenoPS(scope="block"), lambda text: None, MECHANISM)
+    for part, of_reference in zip(noisy.chunk(BLOCKS, 1), reference.chunk(BLOCKS), strict=True):
+        rows = [BlockContribution(i, 1.0, PushedBlock(DensePayload(), one)) for i, one in enumerate(part)]
+        lies = [BlockContribution(i, 1.0, PushedBlock(DensePayload(), -6 * one)) for i, one in enumerate(part)]
+        own = BlockContribution(-1, 1.0, PushedBlock(DensePayload(), of_reference), is_reference=True)
+        combined = aggregator.combine(rows + lies, torch.float32, own)
+        assert combined is not None
+        assert float((combined - part.mean(0)).norm()) < 0.3 * float(part.mean(0).norm()), "a few are left out"
+
+
 def test_elements_that_were_not_sent_are_not_forgiven() -> None:
     """A block that a codec leaves out has no noise: who sends one element only may not send much in it."""
     _, reference = honest(0.5, torch.Generator().manual_seed(5))

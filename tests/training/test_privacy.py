@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -148,4 +149,6 @@ def test_a_judged_run_is_proved(tmp_path: Path) -> None:
     assert "Privacy" not in said, "a validator is trusted, and adds no noise"
     code, proof = command("verify-run", "job/history", folder=tmp_path)
     assert code == 0, proof
-    assert "judged" in proof
+    found = re.search(r"(\d+) applied.* updates judged, (\d+) contributions? rejected", proof)
+    assert found is not None, proof
+    assert int(found[2]) < int(found[1]) / 2, "without knowing of noise all are rejected"
