@@ -2,7 +2,7 @@
 
 A run goes by its `plan`, made of parts: when workers may go on (`sync`), what is sent (`codec`), where it is summed
 (`fabric`), in what order (`scheduling`), how batches are dealt (`batching`), who swaps the policy (`control`). Whom to
-believe is a matter of `robust`.
+believe is a matter of `robust`, how little can be learnt about a worker one of `privacy`.
 
 * what a user holds: `run` - a worker; `cli`, `__main__` - the commands; `testing` - conformance checks and faults
 * training: `loading` - batches; `engine` - gradients; `server` - the parameter server; `coordinator` - its decisions;
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     )
     from offbeat.fabric import Elastic, InMemory, ParameterServer, ProcessGroup, Switch
     from offbeat.plan import Plan
+    from offbeat.privacy import GaussianMechanism
     from offbeat.run.checkpoints import Checkpoints
     from offbeat.run.replica import Replica
     from offbeat.run.run import Run, init
@@ -81,6 +82,7 @@ _HOMES = {
     "FIFO": "offbeat.scheduling",
     "FixedPoint": "offbeat.codec",
     "GRBS": "offbeat.codec",
+    "GaussianMechanism": "offbeat.privacy",
     "Hybrid": "offbeat.sync",
     "InMemory": "offbeat.fabric",
     "KSync": "offbeat.sync",
@@ -128,6 +130,7 @@ __all__ = [
     "ErrorFeedback",
     "ErrorReset",
     "FixedPoint",
+    "GaussianMechanism",
     "Hybrid",
     "InMemory",
     "KSync",

@@ -61,6 +61,7 @@ from offbeat.codec import (
 from offbeat.control import AdaptQuorum, ByProgress, Controller, WaitThreshold
 from offbeat.errors import PlanError, brief
 from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup, Served, Switch, check_spec
+from offbeat.privacy import GaussianMechanism
 from offbeat.protocol.shards import MOST_COMPARED
 from offbeat.robust import (
     FABA,
@@ -139,6 +140,8 @@ class Plan:
             that compares whole contributions has each update held until all of it is there, at all shards.
         validator: the rule by which a server judges contributions beside those of validators, which compute on data
             that is trusted (`offbeat run --validator`) and never move the model themselves; None for no validators.
+        privacy: how each worker clips and noises what it contributes to a server, before it is encoded, so that nobody
+            has to be trusted with it; None for contributions as they are.
 
     Raises:
         PlanError: if the parts cannot work together; the plan is checked when it is made.
@@ -155,6 +158,7 @@ class Plan:
     scheduling: Scheduler | None = None
     rule: Rule | None = None
     validator: Rule | None = None
+    privacy: GaussianMechanism | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -244,6 +248,63 @@ class Plan:
             self._check_rule(self.rule)
         if self.validator is not None:
             self._check_validator(self.validator)
+        if self.privacy is not None:
+            self._check_privacy(self.privacy)
+
+    def _check_privacy(self, privacy: GaussianMechanism) -> None:
+        if not isinstance(privacy, GaussianMechanism):
+            raise PlanError(
+                f"Cannot protect contributions by {privacy!r}: use GaussianMechanism(max_norm=1.0, noise=1.0), or None "
+                "- at `plan.privacy`."
+            )
+        lacking = (
+            (
+                self.is_served,
+                f"on {self.fabric!r} the first parts of a gradient leave before the norm of the whole is known: use "
+                "fabric=ParameterServer()",
+            ),
+            (
+                not self.codec.promises.offset,
+                f"with {self.codec!r} what is not sent stays in a worker's own parameters, and its noise would be "
+                "clipped, and noised, with the next contribution: use ErrorFeedback(...)",
+            ),
+            (
+                self.scheduling is None,
+                f"with {self.scheduling!r} blocks are pushed before the norm of all of them is known: use "
+                "scheduling=None",
+            ),
+            (
+                not isinstance(self.rule, CentredClipping) or self.rule.radius is None,
+                f"with {self.rule!r} all contributions are cut, since noise is in their distances and not in the "
+                "radius: use CentredClipping(), which goes by their median",
+            ),
+        )
+        if why := next((text for is_met, text in lacking if not is_met), None):
+            raise PlanError(f"Cannot use {privacy!r}: {why} - at `plan.privacy`.")
+        if self.validator is not None:
+            self._check_validator_of_noise(self.validator, privacy)
+
+    def _check_validator_of_noise(self, rule: Rule, privacy: GaussianMechanism) -> None:
+        """See that it is known how much noise there is in what a rule holds against a reference."""
+        promises = self.codec.promises
+        lacking = (
+            (
+                innermost(self.codec) == self.codec,
+                f"with {self.codec!r} noise of earlier contributions is sent with later ones, and nobody knows of how "
+                "many: use a codec without a residual, such as Dense() or GRBS(4)",
+            ),
+            (
+                promises.keeps_norm and not promises.variance,
+                f"with {self.codec!r} elements, and the noise in them, are not sent as they are: use Dense(), Cast() "
+                "or GRBS(4)",
+            ),
+            (
+                not isinstance(rule, ZenoPS) or rule.rho > 0,
+                "what is shorter than the reference cannot be told from noise: use rho=0.6",
+            ),
+        )
+        if why := next((text for is_met, text in lacking if not is_met), None):
+            raise PlanError(f"Cannot use {rule!r} with privacy={privacy!r}: {why} - at `plan.validator`.")
 
     def _check_validator(self, rule: Rule) -> None:
         if isinstance(rule, type) or not isinstance(rule, Rule) or not rule.needs_validator:

@@ -1,8 +1,8 @@
 """What may not be composed: each refusal word for word, and that what it advises can be made.
 
-The codes are those of the design. There is no refusal yet of joint codes (R1 to R3), of noise (R16), of optimizers that
-are not linear (R18) and of parameters that are sharded (R21), since there is none of it. That a lost worker takes a
-residual along (R11) is said when it happens (`tests/training/test_worker_loss.py`).
+The codes are those of the design. There is no refusal yet of joint codes (R1 to R3), of optimizers that are not linear
+(R18) and of parameters that are sharded (R21), since there is none of it. That a lost worker takes a residual along
+(R11) is said when it happens (`tests/training/test_worker_loss.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from offbeat import (
     Elastic,
     ErrorFeedback,
     ErrorReset,
+    GaussianMechanism,
     KSync,
     LocalSGD,
     LookAhead,
@@ -95,6 +96,19 @@ REFUSALS = [
         {"codec": ErrorFeedback(GRBS(32))},
         {"codec": QSGD(8)},
         {"validator": FLTrust()},
+    ),
+    *(
+        refusal(
+            "R16",
+            {"codec": ErrorFeedback(GRBS(32)), "fabric": SERVER, "validator": rule, "privacy": GaussianMechanism()},
+            f"Cannot use {rule!r} with privacy={GaussianMechanism()!r}: with {ErrorFeedback(GRBS(32))!r} noise of "
+            "earlier contributions is sent with later ones, and nobody knows of how many: use a codec without a "
+            "residual, such as Dense() or GRBS(4) - at `plan.validator`.",
+            {"codec": Dense()},
+            {"codec": GRBS(4)},
+            {"privacy": None},
+        )
+        for rule in (ZenoPS(), FLTrust())
     ),
     *(
         refusal(

@@ -38,6 +38,7 @@ NAMES = {
     "FIFO",
     "FixedPoint",
     "GRBS",
+    "GaussianMechanism",
     "Hybrid",
     "InMemory",
     "KSync",
@@ -67,6 +68,7 @@ NAMES = {
 RUN = {
     "averaged",
     "close",
+    "epsilon",
     "expect",
     "has_data",
     "has_joined",

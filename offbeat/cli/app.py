@@ -14,6 +14,7 @@ from offbeat.cli.certs import certs
 from offbeat.cli.doctor import doctor
 from offbeat.cli.lab import app as lab_app
 from offbeat.cli.plan import app as plan_app
+from offbeat.cli.privacy import privacy
 from offbeat.cli.report import report
 from offbeat.cli.run import run
 from offbeat.cli.serve import serve
@@ -41,6 +42,7 @@ app.command()(verify_run)
 app.command()(simulate)
 app.command()(doctor)
 app.command()(certs)
+app.command()(privacy)
 app.add_typer(plan_app, name="plan")
 app.add_typer(lab_app, name="lab")
 app.add_typer(bench_app, name="bench")

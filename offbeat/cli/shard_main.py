@@ -138,7 +138,8 @@ def _parts_of(text: str) -> ShardParts:
         plan = Plan.from_toml(text)
     except PlanError:
         return ShardParts()
-    return ShardParts(rule=plan.judging_rule, codec=plan.pushed_codec if plan.encodes_blocks else None)
+    codec = plan.pushed_codec if plan.encodes_blocks else None
+    return ShardParts(rule=plan.judging_rule, codec=codec, privacy=plan.privacy)
 
 
 async def _live(

@@ -84,7 +84,7 @@ def _check(message: UpdateMeasured) -> None:
         raise PeerError(f"Cannot judge {len(message.rows)} contributions by {len(message.gram)} bytes.")
     gram = _values(message)
     squares = gram[:: count + 1]
-    if not all(square >= 0 for square in squares) or not all(
+    if not all(square > -math.inf for square in squares) or not all(
         math.isfinite(value) for place, value in enumerate(gram) if place % (count + 1)
     ):
         raise PeerError("Cannot judge by a Gram matrix that is not finite beside its diagonal.")

@@ -22,7 +22,8 @@
   the last average
 * `averaged_replicas` - what all replicas have in common, shown for a while
 * `state_average` - makes what optimizers have gathered in local steps the same; `optimizer_state` - an optimizer goes
-  on from another one's state; `codec_state` - what the codec keeps of a model on this worker
+  on from another one's state; `codec_state` - what the codec keeps of a model on this worker;
+  `private_contributions` - clips and noises what it contributes
 * `bucket_buffer` - one bucket's memory: the gradients are views into it; `bucket_exchange` - its exchange under way;
   `issue_queue` - in which order buckets are issued
 * `communicator` - one model's way to the other workers, counted and waited for

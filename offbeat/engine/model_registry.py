@@ -43,6 +43,11 @@ class ModelRegistry:
         return self.synchronizers[0].step if self.synchronizers else 0
 
     @property
+    def private_contributions(self) -> int:
+        """Contributions that were made with privacy, of all models: they spend together."""
+        return sum(one.private.count for one in self.prepared)
+
+    @property
     def modules(self) -> list[torch.nn.Module]:
         """The users' models."""
         return [one.model for one in self.prepared]

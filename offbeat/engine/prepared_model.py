@@ -12,6 +12,7 @@ from offbeat.engine.buffers import distinct
 from offbeat.engine.codec_state import CodecState
 from offbeat.engine.ignored_parameters import ignored_names
 from offbeat.engine.optimizer_state import gathered
+from offbeat.engine.private_contributions import PrivateContributions
 from offbeat.engine.sparse import sparse_names
 from offbeat.errors import ModelError
 from offbeat.fabric import SumsSome
@@ -38,6 +39,7 @@ class PreparedModel:
         parameters: trainable ones by name, in order of registration.
         fabric: this worker's end of the workers' own; beside a server it carries what is the same at the beginning.
         codec_state: what the codec keeps of it on this worker, whichever way gradients take.
+        private: protects what this worker contributes, if the plan has privacy, and counts it.
     """
 
     number: int
@@ -46,6 +48,7 @@ class PreparedModel:
     optimizer: torch.optim.Optimizer
     fabric: Fabric
     codec_state: CodecState = dataclasses.field(default_factory=CodecState)
+    private: PrivateContributions = dataclasses.field(default_factory=PrivateContributions)
 
     def describe(self) -> OptimizerSpec:
         """The optimizer in words.

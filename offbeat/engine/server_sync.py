@@ -4,7 +4,8 @@ The loop is the user's own. Its `optimizer.step()` brings what has been accumula
 waits until the policy lets this worker go on, and returns with the parameters of the next step; the local optimizer
 itself finds no gradient and does nothing. What it was asked to do (learning rate, momentum ...) travels along.
 
-Clipping, accumulation and scaling act on this worker's own gradient, before it is sent.
+Clipping, accumulation and scaling act on this worker's own gradient, before it is sent. Then a plan's privacy clips and
+noises it, and only then it is encoded.
 
 With a scheduler gradients leave while backward computes (`early_push`), and what they weigh and are to be applied with
 follows at `optimizer.step()`: it is the server that weighs contributions. That returns at once, and the next forward
@@ -30,6 +31,7 @@ from offbeat.engine.exchange_result import ExchangeResult
 from offbeat.engine.nonfinite import leave_out
 from offbeat.engine.optimizer_state import load
 from offbeat.engine.parameter_return import ParameterReturn
+from offbeat.engine.private_contributions import clip_reference_
 from offbeat.engine.push_encoder import PushEncoder
 from offbeat.engine.synchronizer import RUN_IS_CLOSED
 from offbeat.errors import ModelError, PeerError
@@ -289,6 +291,8 @@ class ServerSync:
         metrics, number, contribution = self._context.metrics, self._model.number, self.number
         issued_s, stamp = metrics.now_s(), self.accounting.stamp
         purpose: Purpose = "change" if info.change else "gradient"
+        if self._protect_(info.weight):
+            unused = ()  # there is noise in each element, and where it is useless is nobody else's business
         contribution_hooks.before_encode(self.grads, (number, info.change), step)
         parts = self._encoder.encode(self.grads, step=self._ahead + step, purpose=purpose, is_whole=is_whole)
         weight = info.weight
@@ -308,6 +312,20 @@ class ServerSync:
         )
         metrics.sent_bytes += request.sent_bytes
         return ServerFlight(request, step, weight, issued_s, stamp, contribution)
+
+    def _protect_(self, weight: float) -> bool:
+        """Clip what is in `grads`, and add noise, if the plan says so; a reference stays as it is but for its norm."""
+        mechanism = self.plan.privacy
+        if mechanism is None:
+            return False
+        if self._context.is_validator:
+            clip_reference_(self.grads, mechanism)
+        elif not weight:  # it is in no update: nothing is shown of it, and nothing spent
+            for grads in self.grads:
+                grads.zero_()
+        else:
+            self._model.private.protect_(self.grads, mechanism)
+        return True
 
     def _finish(self, flight: ServerFlight) -> ExchangeResult:
         """Wait for the next parameters, and take those that were not taken yet."""

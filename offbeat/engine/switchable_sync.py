@@ -354,8 +354,11 @@ class SwitchableSync:
         self.load_codec_state_dict(state["codec"])
 
     def codec_state_dict(self) -> dict[str, Any]:
-        """The codec's state, with the rank of this worker, whose it is; empty if the codec keeps nothing."""
-        state = self._model.codec_state.state_dict() | self._replica_state()
+        """The codec's state, with the rank of this worker, whose it is, and what it has spent of its privacy; empty if
+        nothing is kept.
+        """
+        one = self._model
+        state = one.codec_state.state_dict() | self._replica_state() | one.private.state_dict()
         return {"rank": self._context.rank, **state} if state else {}
 
     def load_codec_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -363,6 +366,7 @@ class SwitchableSync:
         own = state if state.get("rank") == self._context.rank else {}
         codec = self._plan.codec if self._plan.codec.promises.offset else self._plan.working_codec
         self._model.codec_state.load_state_dict(codec, self.layout, own)
+        self._model.private.load_state_dict(own)
         if self._keeps_replica:
             self._load_replica(own)
 

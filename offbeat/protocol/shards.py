@@ -128,7 +128,8 @@ class UpdateMeasured(msgspec.Struct, tag=True, frozen=True):
         version: of the update.
         rows: the contributions that weigh something, and are no references.
         gram: of them in the blocks of this shard, float64 row by row, little-endian; with the reference last, if there
-            is one. What holds NaN or Inf has no finite square of its norm, on the diagonal.
+            is one. What holds NaN or Inf has no finite square of its norm, on the diagonal. Where contributions are
+            noised for privacy their squares are less what may be noise, and may be below 0.
         reference: the version that the reference is of; 0 for none yet.
     """
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _TOGETHER_S = 10.0  # records of one event; a worker that was stopped hears of it late
 _STOPPED = "KeyboardInterrupt"
-UNMARKED = ("pace", "contributions")
+UNMARKED = ("pace", "contributions", "privacy")
 """Events that sum up the whole run: they are at no moment of it."""
 
 

@@ -253,7 +253,10 @@ def _said(culprit: ReportedCulprit) -> str:
 def _on_the_way(records: Sequence[Record]) -> str:
     events = [record for record in records if isinstance(record, EventRecord)]
     # Every worker is told the same about the server; who paced the rounds is told by one, at the end.
-    told = [f" {text}" for text in dict.fromkeys(event.text for event in events if event.what in ("server", "pace"))]
+    told = [
+        f" {text}"
+        for text in dict.fromkeys(event.text for event in events if event.what in ("server", "pace", "privacy"))
+    ]
     if warned := [event.text for event in events if event.what == "warning"]:  # each worker's own says the same
         told.insert(0, f" {warned[0]}")
     stalls = sum(event.what == "stall" for event in job_events(records))

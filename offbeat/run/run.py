@@ -16,6 +16,7 @@ end of a ``with`` block, or of the process.
 from __future__ import annotations
 
 import logging
+import math
 import operator
 import os
 from contextlib import ExitStack, contextmanager
@@ -330,6 +331,17 @@ class Run:
         What it takes part in with others is nothing but that: `mean` returns its own value, and `settle` does nothing.
         """
         return self._session.context.is_validator
+
+    @property
+    def epsilon(self) -> float:
+        """The privacy that this worker has spent so far: epsilon, at the delta of the plan's `privacy`.
+
+        Compared with its contributions being zero; infinite without such a plan, and on a validator, which is trusted.
+        """
+        session = self._session
+        if self.plan.privacy is None or session.context.is_validator:
+            return math.inf
+        return self.plan.privacy.epsilon(session.models.private_contributions)
 
     @property
     def step(self) -> int:

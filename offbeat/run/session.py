@@ -410,6 +410,7 @@ class WorkerSession:
         self.plans.close()
         open_sessions.closed(self)
         replica.closed(self)
+        self._tell_privacy()
         error = error or self.waiter.failure  # what a wait ended with, whoever caught it: the workers are apart
         error = self._leave(error)
         self.end_metrics(error)
@@ -486,6 +487,18 @@ class WorkerSession:
                 metrics.event("contributions", fate, step)
         if text := " ".join(filter(None, told)):
             metrics.event("pace", text, step)
+
+    def _tell_privacy(self) -> None:
+        """Say what this worker's contributions have spent, however the run ends."""
+        privacy, count = self.plan.privacy, self.models.private_contributions
+        if privacy is None or not count:
+            return
+        text = (
+            f"Privacy: rank {self.context.rank} has spent epsilon {privacy.epsilon(count):.3g} at delta "
+            f"{privacy.delta:g} in {count} contributions."
+        )
+        self.context.metrics.event("privacy", text, self.models.step)
+        _log.warning("%s", text)
 
     def _record_given(self) -> None:
         """Write down what is in a mean with which the others step, and this worker does not."""

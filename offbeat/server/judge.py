@@ -24,16 +24,38 @@ def pack_gram(gram: torch.Tensor) -> bytes:
     return struct.pack(f"<{whole.numel()}d", *whole.view(-1).tolist())
 
 
+def less_noise(gram: torch.Tensor, turn: float) -> torch.Tensor:
+    """The Gram matrix as honest contributions would have it without their noise, or better; see `docs/robust.md`.
+
+    Nobody can tell a contribution that noise has made longer, or turned away from the reference, from one that was so
+    before. So each has the benefit of the doubt: it is no longer than the reference unless noise does not explain its
+    length, and leads away from it only by what noise does not explain.
+
+    Args:
+        gram: [n, n] with the reference last; of the others the squares of norms are less what may be noise, and may be
+            below 0.
+        turn: the part of an inner product with a unit vector that may be noise.
+    """
+    gram, own = gram.clone(), gram[-1, -1]
+    squares = gram.diagonal()[:-1]
+    squares.clamp_(min=float(own))
+    bound = (squares * own).sqrt()  # of Cauchy and Schwarz: no cosine is beyond 1
+    products = (gram[:-1, -1] + turn * own.sqrt()).clamp(-bound, bound)
+    gram[:-1, -1] = gram[-1, :-1] = products
+    return gram
+
+
 class Judge:
     """A rule at work: what it decides about each contribution; what it has to leave out is said once.
 
     Args:
         rule: that decides.
         tell: says what people should know.
+        turn: by which noise may turn contributions away from a reference, see `less_noise`; 0 without noise.
     """
 
-    def __init__(self, rule: Rule, tell: Callable[[str], None]) -> None:
-        self._rule, self._tell = rule, tell
+    def __init__(self, rule: Rule, tell: Callable[[str], None], turn: float = 0.0) -> None:
+        self._rule, self._tell, self._turn = rule, tell, turn
         self._told: set[str] = set()
 
     def scales(self, gram: torch.Tensor, workers: Sequence[int], weights: Sequence[float]) -> torch.Tensor:
@@ -68,7 +90,10 @@ class Judge:
                 return none
             kept = torch.cat((kept, torch.tensor([count])))
         given = [weights[i] if rule.is_weighted else 1.0 for i in kept.tolist() if i < count]
-        judged = rule.judge(gram[kept][:, kept], torch.tensor(given, dtype=torch.float64))
+        seen = gram[kept][:, kept]
+        if self._turn:
+            seen = less_noise(seen, self._turn)
+        judged = rule.judge(seen, torch.tensor(given, dtype=torch.float64))
         huge = judged.abs() > MOST_SCALE
         for place in huge.nonzero().view(-1).tolist():
             self.say(f"What rank {workers[int(kept[place])]} pushes is next to nothing, and is rejected.")

@@ -18,6 +18,7 @@ from offbeat.server.judge import Judge
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from offbeat.privacy import GaussianMechanism
     from offbeat.protocol.optimizer_spec import Hyper
     from offbeat.robust import Rule
     from offbeat.server.aggregator import BlockContribution
@@ -32,13 +33,15 @@ class RobustAggregator:
     Args:
         rule: that combines.
         tell: says what people should know.
+        privacy: by which contributions were noised, and references were not; None if none were.
 
     Attributes:
         judge: decides what counts.
     """
 
-    def __init__(self, rule: Rule, tell: Callable[[str], None]) -> None:
-        self._rule, self.judge = rule, Judge(rule, tell)
+    def __init__(self, rule: Rule, tell: Callable[[str], None], privacy: GaussianMechanism | None = None) -> None:
+        self._privacy = privacy if rule.needs_validator else None  # else what is compared is noised alike
+        self._rule, self.judge = rule, Judge(rule, tell, 0.0 if self._privacy is None else self._privacy.most_turn)
         self.keeps_update = rule.reference_is_previous
 
     def measure(
@@ -46,7 +49,7 @@ class RobustAggregator:
     ) -> torch.Tensor:
         """Compute the Gram matrix of one block: of what weighs something, and the reference if the rule needs one."""
         rows = self._rows(contributions, reference)
-        return gram_of([one.part.decode(dtype) for one in rows])
+        return self._gram([one.part.decode(dtype) for one in rows], rows)
 
     def combine(
         self,
@@ -62,7 +65,7 @@ class RobustAggregator:
             return self._scaled([(one.part.decode(dtype), one.scale) for one in rows if one.scale])
         decoded = [one.part.decode(dtype) for one in rows]
         own = [one for one in rows if not one.is_reference]
-        scales = self.judge.scales(gram_of(decoded), [one.worker for one in own], [one.weight for one in own])
+        scales = self.judge.scales(self._gram(decoded, rows), [one.worker for one in own], [one.weight for one in own])
         return self._scaled([(values, scale) for values, scale in zip(decoded, scales.tolist(), strict=True) if scale])
 
     def _rows(
@@ -70,6 +73,18 @@ class RobustAggregator:
     ) -> list[BlockContribution]:
         rows = [one for one in contributions if one.weight > 0]
         return [*rows, reference] if self._rule.needs_reference and reference is not None else rows
+
+    def _gram(self, decoded: Sequence[torch.Tensor], rows: Sequence[BlockContribution]) -> torch.Tensor:
+        """Compute the Gram matrix, with the squares of norms less what may be noise: they add up over blocks, too.
+
+        Only elements that were sent have noise: 0 is what a codec has left out.
+        """
+        gram = gram_of(decoded)
+        if self._privacy is not None:
+            for place, (values, row) in enumerate(zip(decoded, rows, strict=True)):
+                if not row.is_reference:
+                    gram[place, place] -= self._privacy.most_energy(int(values.count_nonzero()))
+        return gram
 
     def _scaled(self, kept: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor | None:
         """Combine what has a scale; the others are not looked at."""

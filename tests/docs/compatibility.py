@@ -11,6 +11,8 @@ from offbeat.codec import GRBS, ErrorFeedback, ErrorReset, RandomK
 from offbeat.errors import PlanError
 from offbeat.fabric import ParameterServer, ProcessGroup
 from offbeat.plan import _KINDS, Plan
+from offbeat.privacy import GaussianMechanism
+from offbeat.robust import FLTrust, Rule, ZenoPS
 from offbeat.short_name import short_name
 from offbeat.sync import BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, RoundRobin
 
@@ -180,6 +182,21 @@ def page() -> str:
         (
             "Rule and codec, over a server, in step",
             table(rule, codec, lambda r, c: {"rule": r, "codec": c, "fabric": server}, "`ParameterServer()`"),
+        ),
+        (
+            "Codec and privacy, over a server, with and without a validator",
+            table(
+                codec,
+                [GaussianMechanism(), ZenoPS(), FLTrust()],
+                lambda c, v: {
+                    "codec": c,
+                    "sync": LocalSGD(8) if c.promises.offset and c != ErrorReset(every=8) else BSP(),
+                    "fabric": server,
+                    "privacy": GaussianMechanism(),
+                    "validator": v if isinstance(v, Rule) else None,
+                },
+                "`ParameterServer()`",
+            ),
         ),
         (
             "Scheduler and codec, without a server",

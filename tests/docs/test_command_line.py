@@ -109,6 +109,7 @@ COMMANDS = {
         "--history",
     ],
     "certs": ["FOLDER", "--host", "--validator", "--worker"],
+    "privacy": ["--noise", "--contributions", "--delta", "--max-norm", "--model-size", "--workers"],
 }
 
 

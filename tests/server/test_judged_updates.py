@@ -432,7 +432,7 @@ GRAM = [1.0, 0.5, 0.5, 1.0]
         ([measured(GRAM, workers=(0,) * 4)], "Cannot judge 4 contributions by 32 bytes"),
         ([measured([1.0, float("nan"), 0.5, 1.0])], "not finite beside its diagonal"),
         ([measured([1.0, float("inf"), 0.5, 1.0])], "not finite beside its diagonal"),
-        ([measured([-1.0, 0.5, 0.5, 1.0])], "not finite beside its diagonal"),
+        ([measured([float("-inf"), 0.5, 0.5, 1.0])], "not finite beside its diagonal"),
         ([measured([float("nan"), 0.5, 0.5, 1.0])], "not finite beside its diagonal"),
     ],
 )

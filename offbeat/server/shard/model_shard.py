@@ -106,7 +106,7 @@ class ModelShard:
         rule, codec = parts.rule, parts.codec
         self.needs_validator = rule is not None and rule.needs_validator
         self._codec = None if codec is None else BlockCodec(codec, list(blocks.values()), details.seed or 0)
-        self._robust = None if rule is None else RobustAggregator(rule, _log.warning)
+        self._robust = None if rule is None else RobustAggregator(rule, _log.warning, parts.privacy)
         self._store = ParameterStore(list(blocks.values()), details.optimizer, self._robust or WeightedMean())
         self._judges, self._report = rule is not None and rule.judges_model, report
         self._scheduler = UpdateScheduler(blocks, version, judges=self._judges)
