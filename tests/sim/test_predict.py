@@ -20,7 +20,24 @@ SCENARIOS = Path(__file__).parents[2] / "benchmarks/scenarios"
 OURS_ALONE = {"loopback"}
 
 
-@pytest.mark.parametrize("name", measured())
+# Simulated again in three seconds or more, each: `make test-slow`.
+LONG = {
+    "accuracy_chars",
+    "accuracy_mnist",
+    "innetwork_stragglers",
+    "innetwork_stragglers_eight",
+    "pause",
+    "schedule_accuracy",
+    "schedule_stragglers",
+    "slow_worker",
+    "stragglers",
+    "stragglers_four",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in measured()]
+)
 def test_every_result_says_what_the_simulator_says_today(name: str) -> None:
     report = results.read(RESULTS / f"{name}.json")
     scenario = Scenario.from_toml(report.scenario)
