@@ -437,8 +437,8 @@ _NOT_KNOWN = (
     "computed for twice as long it was 93, as predicted."
 )
 _SHARED_CORES = (
-    "The simulator has no cores. Where little is sent, four workers that compute and encode on two cores are what a step "
-    "waits for: of 256 x less, whose exchange takes 12 ms as predicted, a step still waits 32 to 34."
+    "The simulator has no cores. Where little is sent, four workers that compute and encode on two cores are what a "
+    "step waits for: of 256 x less, whose exchange takes 12 ms as predicted, a step still waits 32 to 34."
 )
 EXPLAINED: dict[str, dict[str, str]] = {
     "loopback": {"ddp": _CORES, "offbeat": _CORES},
