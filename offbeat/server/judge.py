@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat.robust import LossRule
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -36,7 +38,9 @@ class Judge:
         self._rule, self._tell = rule, tell
         self._told: set[str] = set()
 
-    def scales(self, gram: torch.Tensor, workers: Sequence[int], weights: Sequence[float]) -> torch.Tensor:
+    def scales(
+        self, gram: torch.Tensor, workers: Sequence[int], weights: Sequence[float], losses: Sequence[float] = ()
+    ) -> torch.Tensor:
         """Judge the contributions of one update.
 
         What holds NaN or Inf, or is so long that the square of its norm does not fit, is rejected: it has no finite
@@ -46,6 +50,8 @@ class Judge:
             gram: [n, n] float64, with the reference as one more row and column at the end, if there is one.
             workers: that brought each.
             weights: of each, above 0.
+            losses: on trusted samples, for a rule that needs them: without any contribution, and with each of those
+                that have a finite place on the diagonal.
 
         Returns:
             The scales, as many as `gram` has rows; 0 for what is rejected.
@@ -68,7 +74,10 @@ class Judge:
                 return none
             kept = torch.cat((kept, torch.tensor([count])))
         given = [weights[i] if rule.is_weighted else 1.0 for i in kept.tolist() if i < count]
-        judged = rule.judge(gram[kept][:, kept], torch.tensor(given, dtype=torch.float64))
+        matrix, said = gram[kept][:, kept], torch.tensor(given, dtype=torch.float64)
+        judged = rule.judge(matrix, said, losses) if isinstance(rule, LossRule) else rule.judge(matrix, said)
+        if isinstance(rule, LossRule) and not bool(judged.any()):
+            self.say(f"Updates are left out: by the loss on trusted samples {rule!r} accepts no contribution.")
         huge = judged.abs() > MOST_SCALE
         for place in huge.nonzero().view(-1).tolist():
             self.say(f"What rank {workers[int(kept[place])]} pushes is next to nothing, and is rejected.")

@@ -39,13 +39,19 @@ class RobustAggregator:
 
     def __init__(self, rule: Rule, tell: Callable[[str], None]) -> None:
         self._rule, self.judge = rule, Judge(rule, tell)
-        self.keeps_update = rule.reference_is_previous
+        self.keeps_update, self.needs_reference = rule.reference_is_previous, rule.needs_reference
 
     def measure(
         self, contributions: Sequence[BlockContribution], dtype: torch.dtype, reference: BlockContribution | None
     ) -> torch.Tensor:
-        """Compute the Gram matrix of one block: of what weighs something, and the reference if the rule needs one."""
+        """Compute the Gram matrix of one block: of what weighs something, and the reference if the rule needs one.
+
+        Where a rule goes by losses nobody looks at what is not on the diagonal, and it is 0.
+        """
         rows = self._rows(contributions, reference)
+        if self._rule.needs_losses:
+            squares = [gram_of([one.part.decode(dtype)]).view(()) for one in rows]
+            return torch.diag(torch.stack(squares)) if rows else torch.zeros(0, 0, dtype=torch.float64)
         return gram_of([one.part.decode(dtype) for one in rows])
 
     def combine(

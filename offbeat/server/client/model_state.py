@@ -16,6 +16,7 @@ from offbeat.server.encoded_block import EncodedBlock
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from offbeat.protocol.loss_scores import ScoreContributions
     from offbeat.protocol.optimizer_spec import OptimizerSpec
     from offbeat.protocol.training import ContributionInfo, ReleaseWorker
     from offbeat.server.blocks import Block
@@ -47,7 +48,9 @@ class ModelState:
     beside: dict[int, torch.Tensor] = field(default_factory=dict)
     number: int = 0  # the highest that came with `PullBlock` for the step that it waits for
     last_number: int = 0  # with which the parameters that it has came
-    block_came: threading.Condition = field(default_factory=threading.Condition)  # or there is nothing to wait for
+    # A block has come, or a question about losses; or there is nothing to wait for any more.
+    block_came: threading.Condition = field(default_factory=threading.Condition)
+    to_score: collections.deque[ScoreContributions] = field(default_factory=collections.deque)  # by a validator
     going: ReleaseWorker | None = None  # the release whose parameters are still coming
     is_gated: bool = True  # whether it waits for its grant before it pushes
     granted: int | None = None  # number of the contribution that was granted before it was announced
