@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import random
 import signal
+import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -23,10 +24,12 @@ from offbeat.engine.loss_scorer import LossScorer
 from offbeat.errors import ModelError
 from offbeat.history import HistoryLog, UpdateJudged
 from offbeat.robust import Zeno
-from tests.training.server_jobs import kill, serve
+from tests.training.server_jobs import serve
 from tests.workers import listen, run_workers
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from offbeat.protocol.loss_scores import ScoreContributions
     from offbeat.sync import Policy
 
@@ -69,7 +72,7 @@ def batch(rank: int, step: int, count: int = 32) -> tuple[torch.Tensor, torch.Te
 
 def drawn() -> list[float]:
     """One number of each generator."""
-    return [random.random(), float(np.random.random()), float(torch.rand(()))]  # noqa: NPY002 - the global one
+    return [random.random(), float(np.random.random()), float(torch.rand(()))]
 
 
 def train(
@@ -113,14 +116,14 @@ def train(
                 for parameter in net.parameters() if rank in liars else ():
                     assert parameter.grad is not None
                     parameter.grad.mul_(-6)
-                state = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+                state = random.getstate(), np.random.get_state(), torch.get_rng_state()
                 optimizer.step()
                 optimizer.zero_grad()
                 if step == 0:
                     buffers = [buffer.clone() for buffer in net.buffers()]
                     here = drawn()
                     random.setstate(state[0])
-                    np.random.set_state(state[1])  # noqa: NPY002
+                    np.random.set_state(state[1])
                     torch.set_rng_state(state[2])
                     first = here, drawn()
             run.settle()
@@ -160,7 +163,9 @@ def accuracy(parameters: list[torch.Tensor]) -> float:
 
 
 def judgements(folder: Path) -> list[UpdateJudged]:
-    return [one for one in HistoryLog(folder / "history" / "coordinator.log") if isinstance(one, UpdateJudged)]
+    """Those of updates that are of any worker; the validator may have made a step more than they."""
+    log = HistoryLog(folder / "history" / "coordinator.log")
+    return [one for one in log if isinstance(one, UpdateJudged) and one.scales]
 
 
 def plan(policy: Policy, rule: Zeno | None) -> Plan:
@@ -181,6 +186,68 @@ def test_most_workers_lie_and_the_model_learns(policy: Policy, tmp_path: Path) -
     for got, expected in zip(*results[WORLD].buffers, strict=True):
         assert torch.equal(got, expected)
     assert results[WORLD].drawn[0] == results[WORLD].drawn[1]
-    result = verify([tmp_path / "history"])
-    assert result.ok, result.violations
-    assert (result.judged, result.rejected) == (updates, 2 * updates)
+    result = verify(tmp_path / "history")
+    assert not result.broken, result.violations
+    assert result.rejected == 2 * updates
+
+
+def test_those_that_are_kept_are_averaged_whoever_is_late(tmp_path: Path) -> None:
+    """An update is of the first two workers, of which one is left out; the validator counts as none of them."""
+    results = run_workers(WORLD, train, tmp_path, plan(KSync(2), Zeno(1)), (), newcomers=1, timeout_s=100)
+    assert min(accuracy(one.parameters) for one in results[:WORLD]) > 0.7
+    of_two = [sorted(scale for *_, scale in one.scales) for one in judgements(tmp_path) if len(one.scales) >= 2]
+    assert len(of_two) >= STEPS // 2
+    assert all(scales == [0.0, 1.0] if len(scales) == 2 else scales == [0.0, 0.5, 0.5] for scales in of_two)
+    result = verify(tmp_path / "history")
+    assert not result.broken, result.violations
+
+
+def test_a_validator_whose_script_has_no_loss_is_told_what_to_add(tmp_path: Path) -> None:
+    results = run_workers(WORLD, train_until_alone, tmp_path, newcomers=1, timeout_s=100)
+    assert results[WORLD] == (
+        "Cannot judge by Zeno(faulty=2, penalty=0.0005): this validator's script does not say what the loss is. Before "
+        "each optimizer.step() call run.score_by(lambda: loss_function(model(x), y)), with the batch at hand."
+    )
+
+
+def train_until_alone(folder: Path) -> str:
+    """Train until the validator has had its say; workers would wait for another one for ever."""
+    rank = int(os.environ["RANK"])
+    if rank >= WORLD:
+        error = train(folder, plan(BSP(), Zeno(2)), scores=False).error
+        (folder / "told").touch()
+        return error
+    stop_when(folder / "told")
+    try:
+        train(folder, plan(BSP(), Zeno(2)))
+    except KeyboardInterrupt:
+        return ""
+    return "it went on without a validator"
+
+
+def stop_when(there: Path) -> None:
+    """Interrupt the training thread once this file is there."""
+
+    def look() -> None:
+        while not there.exists():
+            time.sleep(0.05)
+        _thread.interrupt_main()
+
+    threading.Thread(target=look, daemon=True).start()
+
+
+def test_one_that_is_killed_while_it_scores_is_followed_by_another(tmp_path: Path) -> None:
+    """The update waits for the losses, and whoever comes finds them out before it has made any step with the others."""
+    results = run_workers(WORLD, train_with_two, tmp_path, newcomers=2, faulty=WORLD, timeout_s=100)
+    assert (tmp_path / "killed").exists()
+    assert results[WORLD + 1].ended
+    assert min(accuracy(results[rank].parameters) for rank in range(WORLD)) > 0.7
+    judged = judgements(tmp_path)
+    assert [one.version for one in judged] == list(range(1, STEPS + 1)), "each was judged once"
+    assert [[scale for *_, scale in one.scales] for one in judged] == [[0.0, 0.0, 1.0]] * STEPS
+    result = verify(tmp_path / "history")
+    assert not result.broken, result.violations
+
+
+def train_with_two(folder: Path) -> Trained:
+    return train(folder, plan(BSP(), Zeno(2)), kills=WORLD, waits=WORLD + 1)
