@@ -9,8 +9,9 @@ import signal
 import threading
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -24,6 +25,7 @@ from offbeat.engine.loss_scorer import LossScorer
 from offbeat.errors import ModelError
 from offbeat.history import HistoryLog, UpdateJudged
 from offbeat.robust import Zeno
+from tests.audit.recorded_runs import rewrite
 from tests.training.server_jobs import serve
 from tests.workers import listen, run_workers
 
@@ -189,6 +191,14 @@ def test_most_workers_lie_and_the_model_learns(policy: Policy, tmp_path: Path) -
     result = verify(tmp_path / "history")
     assert not result.broken, result.violations
     assert result.rejected == 2 * updates
+    rewrite(tmp_path / "history" / "coordinator.log", lower_the_loss_of_a_liar)
+    result = verify(tmp_path / "history")
+    assert any("Update 2 is judged [0.0, 0.0, 1.0], but Zeno(" in one.what for one in result.violations)
+
+
+def lower_the_loss_of_a_liar(records: list[Any]) -> None:
+    at = next(i for i, one in enumerate(records) if isinstance(one, UpdateJudged) and one.version == 2)
+    records[at] = msgspec.structs.replace(records[at], losses=(records[at].losses[0], -9.0, *records[at].losses[2:]))
 
 
 def test_those_that_are_kept_are_averaged_whoever_is_late(tmp_path: Path) -> None:
