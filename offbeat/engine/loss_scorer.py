@@ -63,13 +63,9 @@ class LossScorer:
         awaited = ParametersOrQuestion(request, state)
         while True:
             self._context.waiter.wait(awaited, where)
-            with state.block_came:
-                asked = state.to_score.popleft() if state.to_score else None
-            if request.is_over:  # what is asked of it now is for another wait
-                if asked is not None:
-                    state.to_score.appendleft(asked)
+            if request.is_over:  # what is asked now is for the next wait
                 return
-            if asked is not None:
+            if (asked := state.take_question()) is not None:
                 self._answer(asked)
 
     def _answer(self, asked: ScoreContributions) -> None:

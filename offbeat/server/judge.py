@@ -76,6 +76,8 @@ class Judge:
         given = [weights[i] if rule.is_weighted else 1.0 for i in kept.tolist() if i < count]
         matrix, said = gram[kept][:, kept], torch.tensor(given, dtype=torch.float64)
         judged = rule.judge(matrix, said, losses) if isinstance(rule, LossRule) else rule.judge(matrix, said)
+        if isinstance(rule, LossRule):
+            self._tell_rejected([workers[i] for i in kept.tolist()], judged.tolist(), losses)
         if isinstance(rule, LossRule) and not bool(judged.any()):
             self.say(f"Updates are left out: by the loss on trusted samples {rule!r} accepts no contribution.")
         huge = judged.abs() > MOST_SCALE
@@ -86,6 +88,12 @@ class Judge:
             self.say(f"Updates are left out: {rule!r} makes no numbers of contributions as long as these.")
             return none
         return none.index_copy(0, kept[: len(judged)], judged)
+
+    def _tell_rejected(self, workers: Sequence[int], scales: Sequence[float], losses: Sequence[float]) -> None:
+        """Say of whom something was rejected that raises the loss; not of whom others do more for it."""
+        for worker, scale, after in zip(workers, scales, losses[1:], strict=False):
+            if not scale and not after <= losses[0]:
+                self.say(f"What rank {worker} pushes raises the loss on trusted samples, and is rejected.")
 
     def say(self, text: str) -> None:
         """Tell people something, once."""

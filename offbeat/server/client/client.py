@@ -270,7 +270,7 @@ class Client:
 
     def tell_losses(self, asked: ScoreContributions, losses: Sequence[float]) -> None:
         """Answer a question about losses; void if the coordinator is away, which asks anew."""
-        self._loop.call(self._tell_losses, ContributionsScored(asked.model, asked.version, asked.number, tuple(losses)))
+        self._loop.call(self._tell_losses, asked, tuple(losses))
 
     def put(self, model: int, portions: Sequence[Portion]) -> ServerRequest[str]:
         """Have the shards take over the optimizer's state, and the values of all blocks as they are here now.
@@ -401,9 +401,9 @@ class Client:
         if self._links:
             self._connections.say(LeaveAfter(step))
 
-    def _tell_losses(self, message: ContributionsScored) -> None:
-        if self._connections.is_up and self._links and self.state(message.model).is_in:
-            self._connections.say(message)
+    def _tell_losses(self, asked: ScoreContributions, losses: tuple[float, ...]) -> None:
+        if self.state(asked.model).scoring is asked:
+            self._connections.say(ContributionsScored(asked.model, asked.version, asked.number, losses))
 
     def _tell_status(self, status: TrainingStatus) -> None:
         if self._connections.is_up and self._links:

@@ -268,7 +268,7 @@ class ModelExchanges:
         for state in self.states.values():
             state.is_in = state.is_outdated = False
             state.forget_pushes()
-            state.to_score.clear()  # it is asked anew when it is back, or somebody else is
+            state.forget_questions()
 
     def arrived(self) -> None:
         """Open all models: there are links to all shards again."""
