@@ -100,6 +100,7 @@ def train(
         die_while_scoring(folder)
     net, ended, error, step = model(), False, "", 0
     buffers, twin = list[torch.Tensor](), model()
+    assert isinstance(twin, nn.Sequential)
     first: tuple[list[float], list[float]] = ([], [])
     try:
         with offbeat.init(plan, seed=3, timeout=timedelta(seconds=5)) as run:
