@@ -191,12 +191,12 @@ class Bench:
         drawn = torch.randint(TRUSTED, (BATCH,), generator=self.generator)
         return self.gradient(flat, self.trusted[0][drawn], self.trusted[1][drawn]).mul_(-lr)
 
-    def zeno_scores(self, rule: Zeno, flat: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
-        """The scores [n] of updates on a few trusted samples."""
+    def losses(self, flat: torch.Tensor, updates: torch.Tensor) -> list[float]:
+        """The losses [1 + n] on a few trusted samples, without an update and with each."""
         drawn = torch.randint(TRUSTED, (BATCH,), generator=self.generator)
         x, y = self.trusted[0][drawn], self.trusted[1][drawn]
         after = vmap(lambda one: self.loss(flat + one, x, y))(updates)
-        return rule.scores(float(self.loss(flat, x, y)), after.tolist(), updates.square().sum(1).tolist())
+        return [float(self.loss(flat, x, y)), *after.tolist()]
 
 
 def synchronous(bench: Bench, rule: Any, threat: Threat) -> tuple[float, tuple[float, float] | None]:
@@ -206,7 +206,8 @@ def synchronous(bench: Bench, rule: Any, threat: Threat) -> tuple[float, tuple[f
     for _ in range(STEPS):
         updates = bench.updates(flat, threat, LR)
         if isinstance(rule, Zeno):
-            scales = rule.judge(bench.zeno_scores(rule, flat, updates))
+            squares = torch.diag(updates.square().sum(1))
+            scales = rule.judge(squares, torch.ones(WORKERS, dtype=torch.float64), bench.losses(flat, updates))
             flat += Mean().combine(updates, scales)
             counts += scales[:WORKERS] > 0
         elif rule.needs_reference:

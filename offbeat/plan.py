@@ -78,6 +78,7 @@ from offbeat.robust import (
     Phocas,
     Rule,
     TrimmedMean,
+    Zeno,
     ZenoPlusPlus,
     ZenoPS,
     ZenoPSAsync,
@@ -281,7 +282,7 @@ class Plan:
         )
         if why := next((text for is_met, text in lacking if not is_met), None):
             raise PlanError(f"Cannot use {privacy!r}: {why} - at `plan.privacy`.")
-        if self.validator is not None:
+        if self.validator is not None and self.validator.needs_reference:
             self._check_validator_of_noise(self.validator, privacy)
 
     def _check_validator_of_noise(self, rule: Rule, privacy: GaussianMechanism) -> None:
@@ -325,7 +326,12 @@ class Plan:
                 "fabric=ParameterServer()",
             ),
             (
-                waits or isinstance(policy, ASP),
+                waits or not rule.needs_losses or isinstance(policy, KSync),
+                f"it keeps the best contributions of an update, and with {self.sync!r} each is of one worker: use "
+                "ZenoPlusPlus() and ASP(), or BSP(), KSync(k) or LocalSGD(...)",
+            ),
+            (
+                waits or rule.needs_losses or isinstance(policy, ASP),
                 f"with {self.sync!r} it is not said which reference belongs to which update: use BSP(), LocalSGD(...) "
                 "or ASP()",
             ),
@@ -339,7 +345,7 @@ class Plan:
                 f"it adds up single updates, and with {self.sync!r} they are of all workers: use ZenoPS(), or ASP()",
             ),
             (
-                promises.support != "private",
+                promises.support != "private" or not rule.needs_reference,
                 f"with {self.codec!r} a contribution and its reference are of different elements: use a codec whose "
                 "elements are the same on all workers, such as GRBS(32)",
             ),
@@ -356,6 +362,8 @@ class Plan:
         )
         if why := next((text for is_met, text in lacking if not is_met), None):
             raise PlanError(f"Cannot judge by {rule!r}: {why} - at `plan.validator`.")
+        if isinstance(policy, KSync) and (why := rule.check(policy.k)):
+            raise PlanError(f"Cannot judge with {self.sync!r}: {why} - at `plan.validator`.")
 
     def _check_rule(self, rule: Rule) -> None:
         if isinstance(rule, type) or not isinstance(rule, Rule):
@@ -371,9 +379,9 @@ class Plan:
             ),
             (
                 not rule.needs_validator,
-                "it compares contributions with a reference on trusted data, which only a validator can bring: give it "
-                "as validator=, or use Median(), MultiKrum(...) or GeometricMedian(), which compare them with each "
-                "other",
+                f"it compares {'losses' if rule.needs_losses else 'contributions with a reference'} on trusted data, "
+                "which only a validator can bring: give it as validator=, or use Median(), MultiKrum(...) or "
+                "GeometricMedian(), which compare them with each other",
             ),
             (
                 self._most_in_update(2) > 1,
@@ -584,6 +592,9 @@ class Plan:
         """
         if self.rule is not None and (why := self.rule.check(self._most_in_update(world))):
             raise PlanError(f"Cannot combine: {why} - at `plan.rule`.")
+        beside = self.validator if world > 1 else None  # a validator is alone when it comes
+        if beside is not None and (why := beside.check(self._most_in_update(world))):
+            raise PlanError(f"Cannot judge: {why} - at `plan.validator`.")
         rule, count = self.judging_rule, self._most_in_update(world)
         if rule is not None and rule.needs_gram and count > MOST_COMPARED:
             raise PlanError(
@@ -1040,6 +1051,7 @@ _KINDS: dict[str, dict[str, Any]] = {
         "FLTrust": FLTrust,
         "ZenoPS": ZenoPS,
         "ZenoPSAsync": ZenoPSAsync,
+        "Zeno": Zeno,
         "ZenoPlusPlus": ZenoPlusPlus,
     },
 }

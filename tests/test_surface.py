@@ -86,6 +86,7 @@ RUN = {
     "rank",
     "rng_state",
     "run_dir",
+    "score_by",
     "settle",
     "state_dict",
     "step",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import hashlib
 import itertools
 import os
@@ -90,13 +91,16 @@ def run(task: Task, optimizer: Optimizer, asked: argparse.Namespace, work: Work)
         # Many workers on few cores: each computes for as long as a machine of its own would. What is waited for others
         # in backward is no computing, so there the rest of the time comes before it.
         began_s = time.perf_counter()
-        loss = task.loss(bound.model, next(share))
+        indices = next(share)
+        loss = task.loss(bound.model, indices)
         if not waits:
             loss.backward()
         time.sleep(max(0.0, began_s + least_s - backward_s - time.perf_counter()))
         time.sleep(straggler.lost_s(compute_s))
         if waits:
             loss.backward()
+        if validates and bound.run is not None:
+            bound.run.score_by(functools.partial(task.loss, bound.model, indices))
         bound.optimizer.step()
         bound.optimizer.zero_grad()
         recorder.step(asked.batch, loss.item())

@@ -16,10 +16,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from offbeat.audit.invariants import InvariantChecker, InvariantViolation
 from offbeat.errors import PlanError
 from offbeat.history import LifeBegan, PlanAdopted, PolicyStep, UpdateJudged, WorkerReturned, actions_of, event_of
 from offbeat.plan import Plan
+from offbeat.robust import LossRule
+from offbeat.server.judge import Judge
 from offbeat.sync import (
     ASP,
     Adopted,
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from offbeat.audit.findings import AuditResult
+    from offbeat.robust import Rule
     from offbeat.sync import Action, Event, Policy, Push
 
 _STORY = 12  # events
@@ -96,6 +101,7 @@ class PolicyReplay:
         self.updates: dict[int, DecidedUpdate] = {}
         self.judged: dict[int, UpdateJudged] = {}
         self.judges = self.has_validator = False
+        self._rule: Rule | None = None
         self.weights: dict[Push, float] = {}
         self.unarrived: set[Push] = set()
         self.arrived: set[Push] = set()
@@ -152,6 +158,8 @@ class PolicyReplay:
             self._result.violated(2, f"Update {record.version} is judged, but {of}.", self.story())
         elif record.version in self.judged:
             self._result.violated(2, f"Update {record.version} is judged a second time.", self.story())
+        elif isinstance(self._rule, LossRule) and (wrong := _what_is_wrong_with_losses(self._rule, record)):
+            self._result.violated(2, f"Update {record.version} {wrong}.", self.story())
         self.judged.setdefault(record.version, record)
 
     # -- one event and what was decided --------------------------------------------------------------------------
@@ -303,7 +311,7 @@ class PolicyReplay:
         try:
             read = Plan.from_toml(plan)
             self.judges = read.judging_rule is not None and read.judging_rule.judges_model
-            self.has_validator = read.validator is not None
+            self.has_validator, self._rule = read.validator is not None, read.judging_rule
             return read.sync
         except PlanError as error:
             self._knows_policy = False
@@ -343,3 +351,15 @@ def _law_of(decided: tuple[Action, ...], recorded: tuple[Action, ...]) -> int:
     """The law that a deviating decision concerns: on what is used, or else on who may go on."""
     used = [[action for action in actions if isinstance(action, Apply | Drop)] for actions in (decided, recorded)]
     return 2 if used[0] != used[1] else 3
+
+
+def _what_is_wrong_with_losses(rule: LossRule, record: UpdateJudged) -> str:
+    """Hold the scales of an update against the losses and norms that they were decided by."""
+    squares, scales = torch.tensor(record.squares, dtype=torch.float64), [scale for *_, scale in record.scales]
+    if not record.losses:
+        return "is made of contributions, but no loss was found out" if any(scales) else ""
+    if len(squares) != len(scales) or len(record.losses) != 1 + int(squares.isfinite().sum()):
+        return f"has {len(scales)} contributions, but {len(squares)} norms and {len(record.losses)} losses"
+    workers, weights = [worker for worker, *_ in record.scales], [1.0] * len(scales)
+    ours = Judge(rule, lambda text: None).scales(torch.diag(squares), workers, weights, record.losses).tolist()
+    return "" if ours == scales else f"is judged {scales}, but {rule!r} makes {ours} of its losses"

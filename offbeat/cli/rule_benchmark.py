@@ -28,6 +28,7 @@ from offbeat.robust import (
     MultiKrum,
     Phocas,
     TrimmedMean,
+    Zeno,
     ZenoPlusPlus,
     ZenoPS,
     ZenoPSAsync,
@@ -58,7 +59,7 @@ def rules(workers: int) -> list[Rule | None]:
         Bulyan(max(0, (workers - 3) // 4)),
     ]
     others: list[Rule] = [Mean(), Median(), GeometricMedian(), CentredClipping(), ClippedMean()]
-    beside: list[Rule] = [FLTrust(), ZenoPlusPlus(), ZenoPS(), ZenoPSAsync()]
+    beside: list[Rule] = [FLTrust(), ZenoPlusPlus(), ZenoPS(), ZenoPSAsync(), Zeno((workers - 1) // 2)]
     return [None, *others, *rank_based, *compared, *beside]
 
 
@@ -155,7 +156,8 @@ class _RuleBench:
             gram = sum(self._robust.measure(parts, torch.float32, one) for parts, one in pairs)
             assert isinstance(gram, torch.Tensor)
             workers = [one.worker for one in pairs[0][0]]
-            scales = self._robust.judge.scales(gram, workers, [1.0] * len(workers)).tolist()
+            losses = [1.0, *(1 / (2 + worker) for worker in workers)]  # a validator's, if the rule goes by any
+            scales = self._robust.judge.scales(gram, workers, [1.0] * len(workers), losses).tolist()
         for parts, reference in pairs:
             judged = [replace(one, scale=scale) for one, scale in zip(parts, scales, strict=False)] or parts
             last = replace(reference, scale=scales[-1]) if reference is not None and scales else reference

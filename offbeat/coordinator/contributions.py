@@ -125,7 +125,8 @@ class Contributions:
             return about, about.weight
         one.trusted_hyper = one.trusted_hyper if about.change else about.hyper
         one.most_weight = about.weight or one.most_weight
-        self._compare_batches(one, worker)
+        if not self._job.needs_losses:  # else nothing is held against what it contributes
+            self._compare_batches(one, worker)
         return about, 0.0
 
     def _compare_batches(self, one: ModelRecord, validator: int) -> None:

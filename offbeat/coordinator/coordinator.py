@@ -45,6 +45,7 @@ from offbeat.errors import PeerError
 from offbeat.history import PlanAdopted
 from offbeat.protocol.checkpoints import RequestReplacement
 from offbeat.protocol.data_leases import SetDataState
+from offbeat.protocol.loss_scores import ContributionsScored
 from offbeat.protocol.plan_swap import PlanAgreement, SwapResult
 from offbeat.protocol.shards import ModelFilled, PushDone, PushNearlyDone, UpdateMeasured, WorkerDrained
 from offbeat.protocol.status import TellStatus
@@ -125,6 +126,8 @@ class Coordinator:
             self._hear(event)
             while self._decisions.take_has_applied():
                 self._controller.ask()
+            if self._judgements is not None:  # who takes part may have changed
+                self._judgements.losses.ask_all()
         except PeerError as error:
             self._job.out.reject(error)
         return self._job.out.take()
@@ -238,6 +241,8 @@ class Coordinator:
                 self._members.announce_leave(worker, message)
             case RequestReplacement() as message:
                 self._replacements.want_parameters(worker, message)
+            case ContributionsScored() as message:
+                self._judging.scored(worker, message)
             case SetDataState(number=number):
                 self._replacements.want_data(worker, number, event.body, event.asker)
             case message:
@@ -252,9 +257,7 @@ class Coordinator:
             case PushDone():
                 self._contributions.whole(message)
             case UpdateMeasured():
-                if self._judgements is None:
-                    raise PeerError("Cannot judge an update: no rule that compares whole contributions is known here.")
-                self._judgements.measured(message)
+                self._judging.measured(message)
             case WorkerDrained():
                 self._arrivals.drained(message)
 
@@ -268,6 +271,12 @@ class Coordinator:
                 self._controller.on_time()
             case ConsentTimer(number=number):
                 self._swaps.consent(number)
+
+    @property
+    def _judging(self) -> Judgements:
+        if self._judgements is None:
+            raise PeerError("Cannot judge an update: no rule that compares whole contributions is known here.")
+        return self._judgements
 
     # -- plans and their controllers -----------------------------------------------------------------------------
 

@@ -109,7 +109,8 @@ class Decisions:
         self._job.out.send(worker, go)
         if values:
             one.joining.add(worker)
-            self._job.out.decide(ReleaseFromShard(model, worker, clock))
+            as_is = self._job.needs_losses and worker in self._job.validators
+            self._job.out.decide(ReleaseFromShard(model, worker, clock, as_is))
 
     def _grant(self, model: int, one: ModelRecord, worker: int) -> None:
         member = one.runner.state.members.get(worker)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from offbeat.errors import OffbeatError
     from offbeat.protocol.checkpoints import RequestReplacement
     from offbeat.protocol.data_leases import MemoryExhausted, RegisterLoader, RequestLease, ReturnLease, SetDataState
+    from offbeat.protocol.loss_scores import ContributionsScored
     from offbeat.protocol.plan_swap import PlanAgreement, SwapPlan
     from offbeat.protocol.shards import ModelFilled, PushDone, PushNearlyDone, UpdateMeasured, WorkerDrained
     from offbeat.protocol.status import TellStatus
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         | RequestLease
         | ReturnLease
         | MemoryExhausted
+        | ContributionsScored
     )
     ShardMessage = ModelFilled | PushNearlyDone | PushDone | UpdateMeasured | WorkerDrained
 

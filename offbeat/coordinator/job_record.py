@@ -30,7 +30,8 @@ class JobRecord:
         statuses: what workers say of themselves.
         evicted: by model and worker: why.
         compares: a robust rule, or a validator's, makes updates: no contribution is taken by itself.
-        needs_validator: contributions are judged beside a validator's.
+        needs_validator: contributions are judged beside a validator's, or by losses on its trusted samples:
+        needs_losses: the latter.
         validators: ranks of those that came as one, also if they are gone.
     """
 
@@ -45,11 +46,13 @@ class JobRecord:
     evicted: dict[tuple[int, int], str] = field(default_factory=dict)
     compares: bool = False
     needs_validator: bool = False
+    needs_losses: bool = False
     validators: set[int] = field(default_factory=set)
 
     def goes_by(self, rule: JudgingRule | None) -> None:
         """Note by which rule contributions are compared; None for none."""
         self.compares, self.needs_validator = rule is not None, rule is not None and rule.needs_validator
+        self.needs_losses = rule is not None and rule.needs_losses
 
     def time_s(self) -> float:
         """Time of the event at hand."""

@@ -21,6 +21,8 @@ class JudgingRule(Protocol):
 
     @property
     def needs_validator(self) -> bool: ...
+    @property
+    def needs_losses(self) -> bool: ...
 
 
 class DecidingParts(Protocol):

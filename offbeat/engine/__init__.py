@@ -17,6 +17,7 @@
   `early_push` - gradients that leave while backward computes, in the order of a `Scheduler`; `parameter_return` -
   parameters that come back while the next forward pass computes; `push_encoder` - what is pushed, as the codec encodes
   it, and what is left of it
+* `loss_scorer` - what a validator finds out about the contributions of others; `trusted_loss` - by the script's loss
 * `local_sgd` - workers that step by themselves, and average now and then: `local_sgd_allreduce` without a server,
   `local_sgd_server` with one, `local_sgd_switch` at each worker's own pace; `anchor` - one bucket's parameters after
   the last average

@@ -28,6 +28,7 @@ from offbeat.engine.batch_accounting import BatchAccount
 from offbeat.engine.bucket_buffer import view_in
 from offbeat.engine.early_push import EarlyPush
 from offbeat.engine.exchange_result import ExchangeResult
+from offbeat.engine.loss_scorer import LossScorer
 from offbeat.engine.nonfinite import leave_out
 from offbeat.engine.optimizer_state import load
 from offbeat.engine.parameter_return import ParameterReturn
@@ -126,6 +127,9 @@ class ServerSync:
         self._encoder = PushEncoder(
             plan, self.layout, self._blocks, model.codec_state, rank=context.rank, seed=context.seed
         )
+        self._scorer: LossScorer | None = None
+        if context.is_validator and plan.validator is not None and plan.validator.needs_losses:
+            self._scorer = LossScorer(model, self.layout, self._blocks, self._client, context)
         self._flight: ServerFlight | None = None
         self._return: ParameterReturn | None = None  # once modules wait for what they read
         self._early: EarlyPush | None = None
@@ -288,6 +292,8 @@ class ServerSync:
     def _issue(
         self, info: ContributionInfo, unused: Sequence[str], step: int, *, is_whole: bool = False
     ) -> ServerFlight:
+        if self._scorer is not None and self.plan.validator is not None:
+            self._context.trusted_loss.check(self.plan.validator)
         metrics, number, contribution = self._context.metrics, self._model.number, self.number
         issued_s, stamp = metrics.now_s(), self.accounting.stamp
         purpose: Purpose = "change" if info.change else "gradient"
@@ -332,7 +338,11 @@ class ServerSync:
         metrics, number = self._context.metrics, self._model.number
         request, step, weight = flight.request, flight.step, flight.weight
         operation = f"the exchange with the server ({short_name(self.plan.sync)})"
-        self._context.waiter.wait(request, WaitContext(operation, step, model=number, through_server=True))
+        where = WaitContext(operation, step, model=number, through_server=True)
+        if self._scorer is None:
+            self._context.waiter.wait(request, where)
+        else:
+            self._scorer.wait(request, where)
         if self._return is None:
             self._take_values()
         else:

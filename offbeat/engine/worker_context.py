@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from offbeat.engine.trusted_loss import TrustedLoss
+
 if TYPE_CHECKING:
     from datetime import timedelta
     from pathlib import Path
@@ -73,6 +75,7 @@ class WorkerContext:
         launcher: what this worker was told of the job.
         freshness: refuses to have parameters read too early, if that is asked for.
         is_validator: whether it is no worker, but computes on trusted data what workers are judged by.
+        trusted_loss: that a validator's script has named.
     """
 
     rank: int
@@ -92,6 +95,7 @@ class WorkerContext:
     launcher: LauncherInfo
     freshness: FreshnessMode | None = None
     is_validator: bool = False
+    trusted_loss: TrustedLoss = dataclasses.field(default_factory=TrustedLoss)
 
     @property
     def is_first(self) -> bool:

@@ -215,12 +215,16 @@ class UpdateJudged(msgspec.Struct, tag=16, array_like=True, frozen=True):
         version: of the update.
         scales: by which each contribution that weighs something is multiplied; 0 if it is rejected.
         reference: scale of the reference.
+        squares, losses: what a rule that goes by losses decided by: the squares of the norms of all contributions, and
+            the loss on trusted samples without any, and with each of those whose square is finite.
     """
 
     model: _Model
     version: _Count
     scales: tuple[tuple[_Rank, _Count, float], ...]
     reference: float = 0.0
+    squares: tuple[float, ...] = ()
+    losses: tuple[float, ...] = ()
 
 
 class ModelPrepared(msgspec.Struct, tag=7, array_like=True, frozen=True):

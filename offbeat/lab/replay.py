@@ -14,6 +14,7 @@ real backward, on two cores as on eight GPUs. Rules:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import time
@@ -165,6 +166,8 @@ def main() -> None:
     # One step more than is measured, for the second check.
     steps = work.warmup_steps + work.steps + 1
     validates = bound.run is not None and bound.run.is_validator  # which ends when the workers do
+    if bound.run is not None and validates:
+        bound.run.score_by(functools.partial(_replayed_loss, work.replay.forward_s * work.compute_factor))
     for step in itertools.count() if validates else range(steps):
         count = data.next()
         _step(model, bound, step, work.replay.work_of(count))
@@ -183,6 +186,12 @@ def main() -> None:
     recorder.finish(digest=digest, gradient_error=error)
     data.close()
     bound.close()
+
+
+def _replayed_loss(forward_s: float) -> torch.Tensor:
+    """What a validator finds out about a contribution, where a rule goes by losses: it takes a forward pass."""
+    time.sleep(forward_s)
+    return torch.zeros(())
 
 
 class ReplayBatches:

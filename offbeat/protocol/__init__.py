@@ -3,6 +3,7 @@
 * `messages` - the conversation between workers and shards as a whole: how messages are packed, and who may say which
 * `training` - from opening a model to the parameters that come back
 * `shards` - between the shards and their coordinator
+* `loss_scores` - losses on trusted samples, which a validator finds out
 * `data_leases` - who computes which samples next
 * `plan_swap` - how another plan comes to hold
 * `rank_reservation` - which ranks newcomers get

@@ -27,6 +27,7 @@ worker                                          shard (the coordinator is the fi
 
 A validator says the same, but for what is about leased data, and is told when the workers are done:
   | <----- TrainingOver ------------------------ |
+How it finds out losses is said in `loss_scores`.
 
 What the other shards say to the coordinator (`FromShard`), and what it tells them (`FromCoordinator`), is in `shards`.
 How another plan comes to hold is said in `plan_swap`. A worker that comes back says so in its `ModelInfo` (see
@@ -50,6 +51,12 @@ from offbeat.protocol.checkpoints import (
     TransferDone,
 )
 from offbeat.protocol.data_leases import FromData, ToData
+from offbeat.protocol.loss_scores import (
+    ContributionsScored,
+    FetchContribution,
+    FetchedBlock,
+    ScoreContributions,
+)
 from offbeat.protocol.plan_swap import AdoptPlan, PlanAgreement, PlanProposed, SwapPlan, SwapResult
 from offbeat.protocol.rank_reservation import RanksReserved, ReserveRanks
 from offbeat.protocol.shards import (
@@ -102,6 +109,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+FromValidator = FetchContribution | ContributionsScored  # and from no worker
 FromWorker = (
     OpenModel
     | InitBlock
@@ -120,6 +128,7 @@ FromWorker = (
     | SwapPlan
     | PlanAgreement
     | LeaveAfter
+    | FromValidator
 )
 FromShard = (
     RegisterShard
@@ -165,10 +174,12 @@ ToWorker = (
     | SwapResult
     | RanksReserved
     | TrainingOver
+    | ScoreContributions
+    | FetchedBlock
 )
 # What each role may say to a shard; see `offbeat.wire.messages.HandshakeClaim`.
 SAYS: dict[str, tuple[type, ...]] = {
-    "worker": get_args(FromWorker),
+    "worker": tuple(kind for kind in get_args(FromWorker) if kind not in get_args(FromValidator)),
     "validator": tuple(kind for kind in get_args(FromWorker) if kind not in get_args(FromData)),
     "shard": get_args(FromShard),
     "onlooker": (GetStatus,),

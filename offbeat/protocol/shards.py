@@ -131,6 +131,8 @@ class UpdateMeasured(msgspec.Struct, tag=True, frozen=True):
             is one. What holds NaN or Inf has no finite square of its norm, on the diagonal. Where contributions are
             noised for privacy their squares are less what may be noise, and may be below 0.
         reference: the version that the reference is of; 0 for none yet.
+        change: the contributions are changes of the parameters, and no gradients.
+        rate: of the update.
     """
 
     model: Model
@@ -138,6 +140,8 @@ class UpdateMeasured(msgspec.Struct, tag=True, frozen=True):
     rows: Annotated[tuple[MeasuredContribution, ...], msgspec.Meta(max_length=MOST_COMPARED)]
     gram: Annotated[bytes, msgspec.Meta(max_length=8 * (MOST_COMPARED + 1) ** 2)]
     reference: Count = 0
+    change: bool = False
+    rate: Factor = 1.0
 
 
 class AdmitWorker(msgspec.Struct, tag=True, frozen=True):
@@ -198,9 +202,16 @@ class DropContribution(msgspec.Struct, tag=True, frozen=True):
 
 
 class ReleaseFromShard(msgspec.Struct, tag=True, frozen=True):
+    """Give the worker the parameters of `step`.
+
+    Args:
+        as_is: without the updates that wait to be judged, since it may be this validator that they wait for.
+    """
+
     model: Model
     worker: Count
     step: Count
+    as_is: bool = False
 
 
 class WorkerRemoved(msgspec.Struct, tag=True, frozen=True):

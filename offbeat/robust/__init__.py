@@ -9,7 +9,8 @@
 * `centred_clipping` - near what was agreed before
 * `faba` - without the farthest
 * `fltrust` - in the direction of a reference
-* `zeno` - by the loss on trusted samples; `zeno_plus_plus` - by the angle to a reference on these, one at a time;
+* `loss_rule` - those that go by the loss on trusted samples: `zeno`
+* `zeno_plus_plus` - by the angle to a reference on trusted samples, one at a time;
   `zeno_ps` - updates of several steps beside a validator's own
 * `kardam` - one at a time, by how fast they change
 """
@@ -22,6 +23,7 @@ from offbeat.robust.fltrust import FLTrust
 from offbeat.robust.geometric_median import GeometricMedian
 from offbeat.robust.kardam import Kardam, KardamState
 from offbeat.robust.krum import Krum, MultiKrum
+from offbeat.robust.loss_rule import LossRule
 from offbeat.robust.meamed import MeaMed
 from offbeat.robust.mean import Mean
 from offbeat.robust.median import Median
@@ -42,6 +44,7 @@ __all__ = [
     "Kardam",
     "KardamState",
     "Krum",
+    "LossRule",
     "MeaMed",
     "Mean",
     "Median",

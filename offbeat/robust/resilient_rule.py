@@ -31,13 +31,14 @@ class ResilientRule(Rule):
         return (n - 1) // 2
 
 
-def check_faulty(faulty: int) -> None:
+def check_faulty(faulty: int, path: str = "plan.rule.faulty") -> None:
     """See that it is a number of contributions.
+
+    Args:
+        path: of this number in a plan.
 
     Raises:
         PlanError: if it is not.
     """
     if type(faulty) is not int or faulty < 0:
-        raise PlanError(
-            f"Cannot expect {faulty!r} faulty contributions: choose a whole number from 0 - at `plan.rule.faulty`."
-        )
+        raise PlanError(f"Cannot expect {faulty!r} faulty contributions: choose a whole number from 0 - at `{path}`.")

@@ -40,6 +40,7 @@ class Rule(ABC):
 
     Attributes:
         needs_gram: whether `judge` looks at the Gram matrix; else every contribution that counts has its weight.
+        needs_losses: whether `judge` looks at losses on trusted samples as well, see `LossRule`.
         needs_reference: whether a vector that is trusted stands last in the stack and in the Gram matrix.
         reference_is_previous: whether that vector is the update before, and not one on trusted data.
         scope: what the Gram matrix is of: all blocks of the "model" together, or each "block" by itself.
@@ -49,6 +50,7 @@ class Rule(ABC):
     """
 
     needs_gram = False
+    needs_losses = False
     needs_reference = False
     reference_is_previous = False
     compares = True
@@ -63,8 +65,8 @@ class Rule(ABC):
 
     @property
     def needs_validator(self) -> bool:
-        """Whether its reference is of trusted data, which only a validator can bring."""
-        return self.needs_reference and not self.reference_is_previous
+        """Whether it goes by a reference, or by losses, on trusted data, which only a validator can bring."""
+        return self.needs_losses or (self.needs_reference and not self.reference_is_previous)
 
     @property
     def judges_model(self) -> bool:

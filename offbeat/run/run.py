@@ -43,7 +43,7 @@ from offbeat.safe_write import write_whole
 from offbeat.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from offbeat.engine import SwitchableSync
 
@@ -529,6 +529,31 @@ class Run:
             ValueError: if it is damaged, or of other loaders; then nothing has changed.
         """
         self._session.data.load_rng_state(state)
+
+    def score_by(self, loss: Callable[[], torch.Tensor]) -> None:
+        """Say what the loss is by which a validator judges contributions (`Plan(validator=Zeno(...))`).
+
+            run.score_by(lambda: F.cross_entropy(model(x), y))
+            optimizer.step()
+
+        Called before each step, so that contributions are judged on fresh samples; the last one counts. Within
+        `optimizer.step()` it is computed without any contribution and with each of them, without gradients, in the mode
+        that the model is in; parameters, buffers and random generators are as before afterwards. Workers, and
+        validators under other rules, ignore it, so that a script may be the same everywhere.
+
+        Args:
+            loss: returns one number, of the prepared model as it is when it is called.
+
+        Raises:
+            ModelError: if it is no function.
+        """
+        if not callable(loss):
+            raise ModelError(
+                f"Cannot score by a {type(loss).__name__}: what contributions do to the loss is found out by computing "
+                "it several times. Give a function, such as run.score_by(lambda: loss_function(model(x), y))."
+            )
+        if self.is_validator:
+            self._session.context.trusted_loss.function = loss
 
     # -- ending --------------------------------------------------------------------------------------------------
 

@@ -48,9 +48,11 @@ class Aggregator(Protocol):
 
     Attributes:
         keeps_update: whether the update is the reference for the next one.
+        needs_reference: whether contributions are compared with one.
     """
 
     keeps_update: bool
+    needs_reference: bool
 
     def combine(
         self,
@@ -73,7 +75,7 @@ class Aggregator(Protocol):
 class WeightedMean:
     """The mean, by samples, summed in the order of the update: the sum's bits do not depend on who came first."""
 
-    keeps_update = False
+    keeps_update = needs_reference = False
 
     def combine(
         self,

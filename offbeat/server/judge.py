@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat.robust import LossRule
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -58,7 +60,9 @@ class Judge:
         self._rule, self._tell, self._turn = rule, tell, turn
         self._told: set[str] = set()
 
-    def scales(self, gram: torch.Tensor, workers: Sequence[int], weights: Sequence[float]) -> torch.Tensor:
+    def scales(
+        self, gram: torch.Tensor, workers: Sequence[int], weights: Sequence[float], losses: Sequence[float] = ()
+    ) -> torch.Tensor:
         """Judge the contributions of one update.
 
         What holds NaN or Inf, or is so long that the square of its norm does not fit, is rejected: it has no finite
@@ -68,6 +72,8 @@ class Judge:
             gram: [n, n] float64, with the reference as one more row and column at the end, if there is one.
             workers: that brought each.
             weights: of each, above 0.
+            losses: on trusted samples, for a rule that needs them: without any contribution, and with each of those
+                that have a finite place on the diagonal.
 
         Returns:
             The scales, as many as `gram` has rows; 0 for what is rejected.
@@ -90,10 +96,14 @@ class Judge:
                 return none
             kept = torch.cat((kept, torch.tensor([count])))
         given = [weights[i] if rule.is_weighted else 1.0 for i in kept.tolist() if i < count]
-        seen = gram[kept][:, kept]
+        seen, said = gram[kept][:, kept], torch.tensor(given, dtype=torch.float64)
         if self._turn:
             seen = less_noise(seen, self._turn)
-        judged = rule.judge(seen, torch.tensor(given, dtype=torch.float64))
+        judged = rule.judge(seen, said, losses) if isinstance(rule, LossRule) else rule.judge(seen, said)
+        if isinstance(rule, LossRule):
+            self._tell_rejected([workers[i] for i in kept.tolist()], judged.tolist(), losses)
+        if isinstance(rule, LossRule) and not bool(judged.any()):
+            self.say(f"Updates are left out: by the loss on trusted samples {rule!r} accepts no contribution.")
         huge = judged.abs() > MOST_SCALE
         for place in huge.nonzero().view(-1).tolist():
             self.say(f"What rank {workers[int(kept[place])]} pushes is next to nothing, and is rejected.")
@@ -102,6 +112,12 @@ class Judge:
             self.say(f"Updates are left out: {rule!r} makes no numbers of contributions as long as these.")
             return none
         return none.index_copy(0, kept[: len(judged)], judged)
+
+    def _tell_rejected(self, workers: Sequence[int], scales: Sequence[float], losses: Sequence[float]) -> None:
+        """Say of whom something was rejected that raises the loss; not of whom others do more for it."""
+        for worker, scale, after in zip(workers, scales, losses[1:], strict=False):
+            if not scale and not after <= losses[0]:
+                self.say(f"What rank {worker} pushes raises the loss on trusted samples, and is rejected.")
 
     def say(self, text: str) -> None:
         """Tell people something, once."""

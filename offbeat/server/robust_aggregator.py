@@ -40,15 +40,22 @@ class RobustAggregator:
     """
 
     def __init__(self, rule: Rule, tell: Callable[[str], None], privacy: GaussianMechanism | None = None) -> None:
-        self._privacy = privacy if rule.needs_validator else None  # else what is compared is noised alike
+        # Contributions that are held against each other, or ranked by what they do to the loss, are noised alike.
+        self._privacy = privacy if rule.needs_reference and not rule.reference_is_previous else None
         self._rule, self.judge = rule, Judge(rule, tell, 0.0 if self._privacy is None else self._privacy.most_turn)
-        self.keeps_update = rule.reference_is_previous
+        self.keeps_update, self.needs_reference = rule.reference_is_previous, rule.needs_reference
 
     def measure(
         self, contributions: Sequence[BlockContribution], dtype: torch.dtype, reference: BlockContribution | None
     ) -> torch.Tensor:
-        """Compute the Gram matrix of one block: of what weighs something, and the reference if the rule needs one."""
+        """Compute the Gram matrix of one block: of what weighs something, and the reference if the rule needs one.
+
+        Where a rule goes by losses nobody looks at what is not on the diagonal, and it is 0.
+        """
         rows = self._rows(contributions, reference)
+        if self._rule.needs_losses:
+            squares = [gram_of([one.part.decode(dtype)]).view(()) for one in rows]
+            return torch.diag(torch.stack(squares)) if rows else torch.zeros(0, 0, dtype=torch.float64)
         return self._gram([one.part.decode(dtype) for one in rows], rows)
 
     def combine(

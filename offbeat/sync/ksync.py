@@ -43,6 +43,8 @@ class KSync:
     late="carry" (K-async): a late contribution counts towards the update under way, so that nothing is lost, and
     staleness has no bound.
 
+    A contribution without samples, such as that of a validator, is in the update, and does not count as one of the k.
+
     Learning rate and momentum: an update is a mean over k at the full learning rate, of fewer samples than one of BSP.
     Chen et al. scale the rate with k, and found about 4 % backup workers best.
 
@@ -108,8 +110,9 @@ class KSync:
             return [Drop(tuple(sorted(there[worker] for worker in late))), *map(Release, late)]
         pushes = tuple(sorted([push for push in there.values() if push in state.pending] + list(state.orphans)))
         low = state.low
+        counted = sum(state.pending[push] > 0 for push in pushes)
         expected = sum([m.held or not m.is_off(low) for m in members.values()]) + len(state.orphans)
-        if pushes and len(pushes) >= min(self.k, expected):
+        if pushes and counted >= min(self.k, expected - (len(pushes) - counted)):
             return [*grant_all(state), Apply(pushes), *map(Release, there)]
         # Another policy may have applied a worker's contribution and held the worker.
         return [*grant_all(state), *(Release(worker) for worker, push in there.items() if push not in state.pending)]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from offbeat.robust.rule import gram_of
-
-if TYPE_CHECKING:
-    from offbeat.robust import Rule
+from offbeat.robust import LossRule, Rule
+from offbeat.robust.rule import distances_of, gram_of
 
 _LIES = (1e3, -1e6, 1e12)  # times what an honest worker says
 _FARTHEST = 3.0  # in units of the largest distance between two honest contributions
@@ -27,6 +23,8 @@ def check_rule(rule: Rule, *, n: int | None = None, numel: int = 500) -> None:
         AssertionError: naming the rule that is broken.
     """
     n = max(rule.least() + 2, 5) if n is None else n
+    if isinstance(rule, LossRule):
+        rule = _DistanceLoss(rule)
     generator = torch.Generator().manual_seed(1)
     center = torch.randn(numel, generator=generator)
     honest = center + 0.3 * torch.randn(n, numel, generator=generator)
@@ -39,6 +37,35 @@ def check_rule(rule: Rule, *, n: int | None = None, numel: int = 500) -> None:
     faulty = min(getattr(rule, "faulty", rule.most_faulty(n)), rule.most_faulty(n))
     for lie in _LIES:
         _check_lies(rule, honest, reference, faulty, lie)
+
+
+class _DistanceLoss(Rule):
+    """A rule that goes by losses, with a loss at hand: the square of the distance to the reference."""
+
+    needs_gram = needs_reference = True
+
+    def __init__(self, rule: LossRule) -> None:
+        self._rule, self.faulty = rule, getattr(rule, "faulty", 0)
+
+    def __repr__(self) -> str:
+        return repr(self._rule)
+
+    def least(self) -> int:
+        return self._rule.least()
+
+    def most_faulty(self, n: int) -> int:
+        return self._rule.most_faulty(n)
+
+    def judge(self, gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Judge by the loss at zero, and at each contribution."""
+        losses = [float(gram[-1, -1]), *distances_of(gram)[-1, :-1].tolist()]
+        scales = torch.zeros(len(gram), dtype=torch.float64)
+        scales[:-1] = self._rule.judge(gram[:-1, :-1], weights, losses)
+        return scales
+
+    def combine(self, stack_ND: torch.Tensor, scales_N: torch.Tensor) -> torch.Tensor:
+        """Combine as the rule does."""
+        return self._rule.combine(stack_ND, scales_N)
 
 
 def _check_numbers(rule: Rule) -> None:

@@ -57,6 +57,7 @@ RULES: list[Rule] = [
     ZenoPS(),
     ZenoPlusPlus(),
     ZenoPlusPlus(shrinks=True),
+    *(Zeno(f, penalty=1e-5) for f in (0, 1, 3)),
 ]
 
 
@@ -464,7 +465,24 @@ def test_zeno_takes_those_that_lower_the_loss() -> None:
     rule = Zeno(2, penalty=0.1)
     scores = rule.scores(1.0, [0.5, 0.7, float("nan"), 0.4], [0.0, 0.0, 1.0, 9.0])
     assert scores.tolist() == pytest.approx([0.5, 0.3, -float("inf"), -0.3])
-    assert rule.judge(scores).tolist() == [0.5, 0.5, 0.0, 0.0]
+    given = torch.diag(torch.tensor([0.0, 0.0, 1.0, 9.0])), torch.ones(4), [1.0, 0.5, 0.7, float("nan"), 0.4]
+    assert rule.judge(*given).tolist() == [0.5, 0.5, 0.0, 0.0]
     assert rule.check(3) == ""
     assert "Use faulty=1" in rule.check(2)
-    assert Zeno(1).judge(torch.tensor([1.0, 1.0])).tolist() == [1.0, 0.0], "of equal ones the first"
+    alike = torch.ones(2, 2), torch.ones(2)
+    assert Zeno(1).judge(*alike, [1.0, 0.5, 0.5]).tolist() == [1.0, 0.0], "of equal ones the first"
+    assert Zeno(1).judge(*alike).tolist() == [0.0, 0.0], "without losses nothing is accepted"
+    nan = float("nan")
+    assert Zeno(0).judge(*alike, [1.0, nan, 0.5]).tolist() == [0.0, 1.0], "what is not finite never counts"
+    assert Zeno(0).judge(*alike, [nan, 0.5, 0.5]).tolist() == [0.0, 0.0]
+
+
+def test_zeno_of_a_stack_takes_its_losses() -> None:
+    stack = torch.tensor([[1.0], [3.0], [9.0]])
+    assert Zeno(1)(stack, losses=[5.0, 4.0, 3.0, 9.0]).tolist() == [2.0]
+    with pytest.raises(ValueError, match=re.escape("takes no reference, and needs 4 losses")):
+        Zeno(1)(stack, losses=[5.0, 4.0])
+    with pytest.raises(ValueError, match=re.escape("Zeno(faulty=3, penalty=0.0005) leaves out all of 3")):
+        Zeno(3)(stack, losses=[5.0, 4.0, 3.0, 9.0])
+    with pytest.raises(PlanError, match=r"whole number from 0 - at `plan\.validator\.faulty`"):
+        Zeno(-1)

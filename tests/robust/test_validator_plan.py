@@ -28,7 +28,7 @@ from offbeat import (
 )
 from offbeat.cli.part_syntax import read_part
 from offbeat.errors import PlanError
-from offbeat.robust import FLTrust, Krum, Median, ZenoPlusPlus, ZenoPS, ZenoPSAsync
+from offbeat.robust import FLTrust, Krum, Median, Zeno, ZenoPlusPlus, ZenoPS, ZenoPSAsync
 
 SERVER = ParameterServer()
 
@@ -42,6 +42,9 @@ SERVER = ParameterServer()
         (ASP(), ZenoPlusPlus(penalty=0.1)),
         (LocalSGD(2), None),
         (LocalSGD(8, policy=ASP()), ZenoPSAsync()),
+        (BSP(), Zeno(2)),
+        (KSync(4), Zeno(2, penalty=0.01)),
+        (LocalSGD(8), Zeno(1)),
     ],
     ids=repr,
 )
@@ -60,6 +63,8 @@ def test_it_is_read_back(sync: Any, rule: Any) -> None:
         (LocalSGD(8, policy=ASP()), Carry(GRBS(5)), ZenoPlusPlus()),
         (ASP(), ErrorFeedback(GRBS(32)), ZenoPlusPlus()),
         (BSP(), ErrorFeedback(Sign()), FLTrust()),
+        (BSP(), ErrorFeedback(Sign()), Zeno(1)),
+        (BSP(), ErrorFeedback(TopK(0.1)), Zeno(1)),
     ],
     ids=repr,
 )
@@ -137,3 +142,51 @@ def test_an_error_ends_with_its_path() -> None:
 def test_what_cannot_be_is_refused(make: Any, says: str) -> None:
     with pytest.raises(PlanError, match=re.escape(says)):
         make()
+
+
+ONE_WORKERS = (
+    "it keeps the best contributions of an update, and with {!r} each is of one worker: use ZenoPlusPlus() and ASP(), "
+    "or BSP(), KSync(k) or LocalSGD(...) - at `plan.validator`."
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        *(
+            (
+                lambda sync=sync: Plan(sync=sync, fabric=SERVER, validator=Zeno(2)),
+                f"Cannot judge by Zeno(faulty=2, penalty=0.0005): {ONE_WORKERS.format(sync)}",
+            )
+            for sync in (ASP(), SSP(4), LocalSGD(8, policy=ASP()))
+        ),
+        (
+            lambda: Plan(sync=KSync(2), fabric=SERVER, validator=Zeno(2)),
+            "Cannot judge with KSync(k=2, late='drop'): Zeno(faulty=2, penalty=0.0005) leaves out all of 2 "
+            "contributions. Use faulty=1, or more workers - at `plan.validator`.",
+        ),
+        (
+            lambda: Plan(fabric=SERVER, validator=Zeno(3)).check_world(3),
+            "Cannot judge: Zeno(faulty=3, penalty=0.0005) leaves out all of 3 contributions. Use faulty=2, or more "
+            "workers - at `plan.validator`.",
+        ),
+        (
+            lambda: Plan(fabric=SERVER, rule=Zeno(1)),
+            "Cannot combine by Zeno(faulty=1, penalty=0.0005): it compares losses on trusted data, which only a "
+            "validator can bring: give it as validator=, or use Median(), MultiKrum(...) or GeometricMedian(), which "
+            "compare them with each other - at `plan.rule`.",
+        ),
+        (
+            lambda: Plan(fabric=SERVER, validator=Zeno(1), tuning=BatchTuning()),
+            "use tuning=None - at `plan.validator`.",
+        ),
+        (lambda: Zeno(-1), "choose a whole number from 0 - at `plan.validator.faulty`."),
+    ],
+)
+def test_what_zeno_cannot_judge_is_refused(make: Any, says: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(says)):
+        make()
+
+
+def test_a_validator_comes_alone() -> None:
+    Plan(fabric=SERVER, validator=Zeno(3)).check_world(1)

@@ -137,6 +137,7 @@ class Together:
         record: writes the shard's history.
         shards: how many there are; `shard` is the one that coordinates.
         rule: makes updates of what workers bring; None for their mean.
+        validators: so many of the last clients have shown that they are one.
     """
 
     def __init__(
@@ -148,7 +149,9 @@ class Together:
         record: Callable[[Record], None] = lambda record: None,
         shards: int = 1,
         rule: Rule | None = None,
+        validators: int = 0,
     ) -> None:
+        self.world = world
         self.loop = Loop()
         self.ended = threading.Event()
         self.shard = Shard(
@@ -160,13 +163,24 @@ class Together:
         self.others = [Shard(None, parts_of=lambda plan: ShardParts(rule)) for _ in range(shards - 1)]
         for other in self.others:
             self.loop.run(self._follow(other))
-        self.clients = [Client(self.loop, rank=rank, world=world) for rank in range(world)]  # type: ignore[arg-type]
+        ranks = range(world + validators)
+        self.clients = [Client(self.loop, rank=rank, world=world) for rank in ranks]  # type: ignore[arg-type]
         self.ends = [self._link(client) for client in self.clients]
         self.other_ends = [self._link(client, other) for client in self.clients for other in self.others]
+
+    def newcomer(self, rank: int) -> Client:
+        """One more client, which comes later."""
+        client = Client(self.loop, rank=rank, world=self.world)  # type: ignore[arg-type]
+        self.clients.append(client)
+        self.ends.append(self._link(client))
+        self.other_ends += [self._link(client, other) for other in self.others]
+        return client
 
     def _link(self, client: Client, shard: Shard | None = None) -> End:
         theirs, ours = End(self.loop, client.rank), End(self.loop, client.rank)
         theirs.other, ours.other = ours, theirs
+        if client.rank >= self.world:
+            theirs.role, theirs.is_trusted = "validator", True
         ours.receiver = client.accept(ours)  # type: ignore[arg-type]
         self.loop.run(self._accept(theirs, shard or self.shard))
         return theirs

@@ -93,7 +93,7 @@ class Together:
         runner = PolicyRunner(BSP(), workers, lambda: 0.0, State(version=1000))
         self.job.models[0] = ModelRecord(runner, details.optimizer, 2, 0, 2)
         judge = self.model_shards[0].judge
-        self.judgements = Judgements(self.job, lambda _, rows, gram: judge(rows, gram))
+        self.judgements = Judgements(self.job, lambda _, rows, gram, losses: judge(rows, gram, losses))
         self.clocks: dict[int, int] = {}
         for worker in (*range(workers), VALIDATOR, VALIDATOR + 1):
             self.clocks[worker] = 0
@@ -477,7 +477,7 @@ def sums(parts: Sequence[UpdateMeasured]) -> list[float]:
     job, got = Together(ClippedMean()), list[float]()
     job.job.models[0].holders = len(parts)
 
-    def judge(_: int, rows: Sequence[MeasuredContribution], gram: Sequence[float]) -> Sequence[float]:
+    def judge(_: int, rows: Sequence[MeasuredContribution], gram: Sequence[float], __: object) -> Sequence[float]:
         got.extend(gram)
         return [0.0] * len(rows)
 

@@ -18,6 +18,7 @@ from offbeat import contribution_hooks
 from offbeat.errors import DisagreementError, ModelError, NetworkError, OffbeatError, PeerError
 from offbeat.protocol.checkpoints import MayPut, TransferDone
 from offbeat.protocol.data_leases import LeaseGrants
+from offbeat.protocol.loss_scores import ContributionsScored, ScoreContributions
 from offbeat.protocol.plan_swap import AdoptPlan, PlanAgreement, PlanProposed, SwapResult
 from offbeat.protocol.status import TellStatus
 from offbeat.protocol.training import (
@@ -44,6 +45,7 @@ from offbeat.server.client.question_client import QuestionClient
 from offbeat.server.client.receiver import ShardReceiver
 from offbeat.server.client.requests import EndOfTraining, ServerRequest
 from offbeat.server.client.state_transfer import (
+    ContributionFetch,
     DataStateFetch,
     DataStateUpload,
     StateFetch,
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     from offbeat.server.client.requests import PulledParameters
     from offbeat.server.client.state_transfer import StateTransfer
     from offbeat.server.optimizer_checkpoint import Portion
+    from offbeat.sync import Push
     from offbeat.wire.link import PeerLink
     from offbeat.wire.loop_thread import LoopThread
 
@@ -251,6 +254,24 @@ class Client:
         transfer = StateFetch(self.state(model))
         return self._begin(transfer.request, self._transfer, transfer)
 
+    def fetch_contribution(
+        self, model: int, version: int, push: Push | None, landing: Sequence[torch.Tensor]
+    ) -> ServerRequest[bool]:
+        """Have a contribution to an update that waits to be judged; only a validator is given it.
+
+        The answer is whether it has come, whole; it does not once the update is judged.
+
+        Args:
+            push: the contribution; None for the parameters before the update.
+            landing: [D] of each block, where it is to be.
+        """
+        transfer = ContributionFetch(self.state(model), version, push, landing)
+        return self._begin(transfer.request, self._transfer, transfer)
+
+    def tell_losses(self, asked: ScoreContributions, losses: Sequence[float]) -> None:
+        """Answer a question about losses; void if the coordinator is away, which asks anew."""
+        self._loop.call(self._tell_losses, asked, tuple(losses))
+
     def put(self, model: int, portions: Sequence[Portion]) -> ServerRequest[str]:
         """Have the shards take over the optimizer's state, and the values of all blocks as they are here now.
 
@@ -380,6 +401,10 @@ class Client:
         if self._links:
             self._connections.say(LeaveAfter(step))
 
+    def _tell_losses(self, asked: ScoreContributions, losses: tuple[float, ...]) -> None:
+        if self.state(asked.model).scoring is asked:
+            self._connections.say(ContributionsScored(asked.model, asked.version, asked.number, losses))
+
     def _tell_status(self, status: TrainingStatus) -> None:
         if self._connections.is_up and self._links:
             self._connections.say(TellStatus(status))
@@ -433,6 +458,8 @@ class Client:
                 self._models.released(message)
             case PullBlock():
                 self._models.pulled(message)
+            case ScoreContributions():
+                self._models.ask_for_losses(message)
             case SnapshotAck():
                 self._models.forget_done(message)
             case LeaseGrants():

@@ -30,6 +30,7 @@ from offbeat.tensors import bytes_of
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from offbeat.protocol.loss_scores import ScoreContributions
     from offbeat.protocol.plan_swap import AdoptPlan
     from offbeat.protocol.training import ContributionInfo, ModelOpened, PullBlock, ReleaseWorker, SnapshotAck
     from offbeat.server.client.connections import ShardConnections
@@ -227,6 +228,8 @@ class ModelExchanges:
             assert state.about is not None
             state.count_on(go.step)
             self._announce(state, state.about)
+            if self.can_transfer:  # while it waits for its parameters a validator fetches others' contributions
+                self._transfers.begin_due()
             return
         state.going, state.is_entering = go, state.is_entering or not was_in
         self._finish(state)
@@ -239,6 +242,13 @@ class ModelExchanges:
             state.take(message.block, message.number)
             state.block_came.notify_all()
         self._finish(state)
+
+    def ask_for_losses(self, message: ScoreContributions) -> None:
+        """Handle that this validator is to find out losses, when its training thread waits next."""
+        state = self.state(message.model)
+        with state.block_came:
+            state.to_score.append(message)
+            state.block_came.notify_all()
 
     def forget_done(self, message: SnapshotAck) -> None:
         """Forget contributions that are in two snapshots."""
@@ -258,6 +268,7 @@ class ModelExchanges:
         for state in self.states.values():
             state.is_in = state.is_outdated = False
             state.forget_pushes()
+            state.forget_questions()
 
     def arrived(self) -> None:
         """Open all models: there are links to all shards again."""

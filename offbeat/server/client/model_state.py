@@ -16,6 +16,7 @@ from offbeat.server.encoded_block import EncodedBlock
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from offbeat.protocol.loss_scores import ScoreContributions
     from offbeat.protocol.optimizer_spec import OptimizerSpec
     from offbeat.protocol.training import ContributionInfo, ReleaseWorker
     from offbeat.server.blocks import Block
@@ -47,7 +48,10 @@ class ModelState:
     beside: dict[int, torch.Tensor] = field(default_factory=dict)
     number: int = 0  # the highest that came with `PullBlock` for the step that it waits for
     last_number: int = 0  # with which the parameters that it has came
-    block_came: threading.Condition = field(default_factory=threading.Condition)  # or there is nothing to wait for
+    # A block has come, or a question about losses; or there is nothing to wait for any more.
+    block_came: threading.Condition = field(default_factory=threading.Condition)
+    to_score: collections.deque[ScoreContributions] = field(default_factory=collections.deque)  # by a validator
+    scoring: ScoreContributions | None = None  # that its training thread is about; None if it is void by now
     going: ReleaseWorker | None = None  # the release whose parameters are still coming
     is_gated: bool = True  # whether it waits for its grant before it pushes
     granted: int | None = None  # number of the contribution that was granted before it was announced
@@ -121,6 +125,18 @@ class ModelState:
             self.missing, self.number = set(range(len(self.blocks))), number
         if number == self.number:
             self.missing.discard(block)
+
+    def take_question(self) -> ScoreContributions | None:
+        """Take the next question about losses, if there is one."""
+        with self.block_came:
+            self.scoring = self.to_score.popleft() if self.to_score else None
+            return self.scoring
+
+    def forget_questions(self) -> None:
+        """Forget what was asked over links that are lost: it is asked anew, or of somebody else."""
+        with self.block_came:
+            self.to_score.clear()
+            self.scoring = None
 
     def tell_over(self) -> None:
         """Wake up whoever waits for blocks: the request is over."""

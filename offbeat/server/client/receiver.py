@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from offbeat.errors import NetworkError, OffbeatError, PeerError
 from offbeat.protocol.checkpoints import StatePart
 from offbeat.protocol.data_leases import DataState
+from offbeat.protocol.loss_scores import FetchedBlock
 from offbeat.protocol.messages import statuses_of, to_worker
 from offbeat.protocol.status import StatusReply
 from offbeat.protocol.training import PullBlock
@@ -56,6 +57,8 @@ class ShardReceiver:
             return memoryview(bytearray(size_bytes))  # at most what `Limits` allow
         if isinstance(message, StatePart):
             return self._client.transfers.lands(message, size_bytes, self._client.state(message.model))
+        if isinstance(message, FetchedBlock):
+            return self._client.transfers.lands_block(message, size_bytes, self._client.state(message.model))
         if not isinstance(message, PullBlock):
             raise PeerError(f"{type(message).__name__} has no body.")
         state = self._client.state(message.model)
@@ -73,7 +76,7 @@ class ShardReceiver:
             self._client.see(message.number, statuses_of(body))
         elif isinstance(message, DataState):
             self._client.transfers.stock(message, bytes(body))
-        elif isinstance(message, StatePart):
+        elif isinstance(message, StatePart | FetchedBlock):
             pass  # it is in its place
         else:
             self._client.hear(self._shard, message)

@@ -1,4 +1,6 @@
-"""Transfers of state between a worker and the shards, for checkpoints; lives on the event loop."""
+"""Transfers between a worker and the shards: of state, for checkpoints, and of contributions to a validator; lives on
+the event loop.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import torch
 from offbeat.errors import ModelError, OffbeatError, PeerError
 from offbeat.protocol.checkpoints import FetchState, PutState, PutStateDone, RequestReplacement, StatePart
 from offbeat.protocol.data_leases import DataState, GetDataState, SetDataState
+from offbeat.protocol.loss_scores import FetchContribution
 from offbeat.protocol.messages import pack
 from offbeat.server.client.requests import ServerRequest
 from offbeat.server.optimizer_checkpoint import Portion
@@ -19,8 +22,10 @@ from offbeat.tensors import bytes_of, dtype_name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from offbeat.protocol.loss_scores import FetchedBlock
     from offbeat.server.client.model_state import ModelState
     from offbeat.server.client.requests import EndOfTraining
+    from offbeat.sync import Push
     from offbeat.wire.link import PeerLink
 
 
@@ -78,7 +83,30 @@ class DataStateUpload:
     request: ServerRequest[None] = field(default_factory=ServerRequest)
 
 
-StateTransfer = StateFetch | StateUpload | DataStateFetch | DataStateUpload
+@dataclass(eq=False)
+class ContributionFetch:
+    """A contribution to an update that waits to be judged, out of all shards that hold blocks.
+
+    Args:
+        state: the model's.
+        version: of the update.
+        push: the contribution; None for the parameters before the update.
+        landing: [D] of each block, where it is to be.
+        request: whether all of it has come; it does not once the update is judged.
+        left: shards that have not sent all they have.
+        came: blocks that have come, or are coming.
+    """
+
+    state: ModelState
+    version: int
+    push: Push | None
+    landing: Sequence[torch.Tensor]
+    request: ServerRequest[bool] = field(default_factory=ServerRequest)
+    left: int = 0
+    came: set[int] = field(default_factory=set)
+
+
+StateTransfer = ContributionFetch | StateFetch | StateUpload | DataStateFetch | DataStateUpload
 
 
 class StateTransfers:
@@ -116,6 +144,11 @@ class StateTransfers:
                 transfer.portions, transfer.left = [], len(self._links)
                 for link in self._links:
                     link.send(pack(FetchState(state.model, number)))
+            case ContributionFetch(state=state, version=version, push=push):
+                holders = sorted(set(state.shards))
+                transfer.came, transfer.left = set(), len(holders)
+                for shard in holders:
+                    self._links[shard].send(pack(FetchContribution(state.model, number, version, push)))
             case StateUpload(state=state):  # once all others wait for it
                 transfer.left = len(self._links)
                 self._links[0].send(pack(RequestReplacement(state.model, number)))
@@ -167,6 +200,22 @@ class StateTransfers:
         transfer.portions.append(Portion(message.block, name, message.key, flat[0] if message.single else flat))
         return bytes_of(flat)
 
+    def lands_block(self, message: FetchedBlock, size_bytes: int, state: ModelState) -> memoryview:
+        """The memory for a block of a contribution.
+
+        Raises:
+            PeerError: if it was not asked for, or cannot be.
+        """
+        transfer, block = self._under_way.get(message.number), message.block
+        is_known = block < len(state.blocks) and isinstance(transfer, ContributionFetch) and block not in transfer.came
+        if not isinstance(transfer, ContributionFetch) or transfer.state is not state or not is_known:
+            raise PeerError("The server sends a contribution that was not asked for.")
+        view = bytes_of(transfer.landing[block])
+        if view.nbytes != size_bytes:
+            raise PeerError(f"The server sends {size_bytes} bytes of a contribution to a block of {view.nbytes}.")
+        transfer.came.add(block)
+        return view
+
     def stock(self, message: DataState, data_state: bytes) -> None:
         """Handle the state of the data, or why it cannot be there."""
         transfer = self._under_way.get(message.number)
@@ -183,7 +232,7 @@ class StateTransfers:
     def done(self, number: int) -> None:
         """A shard is done with it."""
         transfer = self._under_way.get(number)
-        if not isinstance(transfer, StateFetch | StateUpload):
+        if not isinstance(transfer, StateFetch | StateUpload | ContributionFetch):
             return
         transfer.left -= 1
         if transfer.left:
@@ -191,6 +240,8 @@ class StateTransfers:
         del self._under_way[number]
         if isinstance(transfer, StateFetch):
             transfer.request.finish(transfer.portions)
+        elif isinstance(transfer, ContributionFetch):
+            transfer.request.finish(len(transfer.came) == len(transfer.state.blocks))
         else:
             transfer.request.finish("")
 

@@ -239,8 +239,8 @@ class ModelShard:
                     raise PeerError(f"Cannot make update {version} of model {self.model}: it does not wait for that.")
             case DropContribution(worker=worker, clock=clock, coming=coming):
                 self._scheduler.drop((worker, clock), coming=coming)
-            case ReleaseFromShard(worker=worker, step=step):
-                self._scheduler.release(worker, step)
+            case ReleaseFromShard(worker=worker, step=step, as_is=as_is):
+                self._scheduler.release(worker, step, as_is=as_is)
             case WorkerRemoved(worker=worker):
                 lost = self._scheduler.lose(worker, stays=stays)
             case CommitUpdates(worker=worker, clock=clock):
@@ -278,11 +278,29 @@ class ModelShard:
         """The image of the block as it is now; its values are those that were given, if they were."""
         return self._store.image(block, self._freeze(block)[1])
 
-    def judge(self, rows: Sequence[MeasuredContribution], gram: Sequence[float]) -> Sequence[float]:
+    def fetch(self, version: int, push: Push | None) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield each block [D] of a contribution to an update that waits to be judged, decoded; none if none does.
+
+        Args:
+            push: the contribution; None for the parameters as they are before the update.
+        """
+        update = self._scheduler.measured(version)
+        for block, brought in () if update is None else update.blocks.items():
+            if push is None:
+                yield block, self._freeze(block)[1]
+                continue
+            for (one, *_), part in brought:
+                if one == push:
+                    yield block, part.decode(self._store.values[block].dtype)
+
+    def judge(
+        self, rows: Sequence[MeasuredContribution], gram: Sequence[float], losses: Sequence[float] = ()
+    ) -> Sequence[float]:
         """Judge an update by the whole Gram matrix, for the coordinator.
 
         Args:
             gram: row by row, with the reference last, if there is one.
+            losses: on trusted samples, as of `Judge.scales`.
 
         Returns:
             The scales, as many as the matrix has rows.
@@ -295,7 +313,7 @@ class ModelShard:
         count = math.isqrt(len(gram))
         matrix = torch.tensor(gram, dtype=torch.float64).view(count, count)
         scales: list[float] = self._robust.judge.scales(
-            matrix, [it.worker for it in rows], [it.weight for it in rows]
+            matrix, [it.worker for it in rows], [it.weight for it in rows], losses
         ).tolist()
         return scales
 

@@ -145,8 +145,10 @@ class ParameterStore:
     def reference(self, block: int, parts: Sequence[BlockContribution]) -> BlockReference | None:
         """The reference for the next update: the mean of those that come with it, or the latest one before.
 
-        Where it is the update before, there is one from the beginning: zeros.
+        Where it is the update before, there is one from the beginning: zeros. There is none where nobody looks at it.
         """
+        if not self._aggregator.needs_reference:
+            return None
         dtype, version = self.values[block].dtype, self.versions[block] + 1
         own = [one.part.decode(dtype) for one in parts if one.is_reference and one.weight > 0]
         if own:

@@ -10,6 +10,7 @@ import torch
 from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PeerError
 from offbeat.protocol.checkpoints import FetchState, PutState, PutStateDone, TransferDone
 from offbeat.protocol.data_leases import SetDataState
+from offbeat.protocol.loss_scores import FetchContribution
 from offbeat.protocol.messages import SAYS, details_of, from_coordinator, from_peer, pack
 from offbeat.protocol.plan_swap import AdoptPlan
 from offbeat.protocol.shards import BeginLife, SnapshotMark
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from offbeat.protocol.checkpoints import StatePart
     from offbeat.protocol.data_leases import DataState
+    from offbeat.protocol.loss_scores import FetchedBlock
     from offbeat.protocol.messages import Decision, FromCoordinator, FromShard, FromWorker, ToWorker
     from offbeat.protocol.rank_reservation import ReserveRanks
     from offbeat.protocol.status import StatusReply
@@ -61,6 +63,8 @@ class PeerHandler(Protocol):
     ) -> None: ...
 
     def fetch(self, peer: Peer, message: FetchState) -> None: ...
+
+    def fetch_contribution(self, peer: Peer, message: FetchContribution) -> None: ...
 
     def hear(self, peer: Peer, message: Any) -> None: ...
 
@@ -128,14 +132,14 @@ class Peer:
     def _on_seen(self) -> None:
         self._unseen -= 1
 
-    def give_state(self, pieces: Iterable[tuple[StatePart, Any]], done: TransferDone) -> None:
-        """Send the optimizer's state.
+    def give_state(self, pieces: Iterable[tuple[StatePart | FetchedBlock, Any]], done: TransferDone) -> None:
+        """Send the optimizer's state, or a contribution.
 
         Raises:
             PeerError: if it has not read what it fetched before.
         """
         if self._is_fetching:
-            raise PeerError("Cannot send this peer the optimizer's state: it has not read what it fetched before.")
+            raise PeerError("Cannot send this peer what it fetches: it has not read what it fetched before.")
         self._is_fetching = True
         for piece, body in pieces:
             self.say(piece, body)
@@ -241,6 +245,9 @@ class Peer:
             case FetchState(model=model):
                 self._check_takes_part(model)
                 shard.fetch(self, message)
+            case FetchContribution(model=model):
+                self._check_takes_part(model)
+                shard.fetch_contribution(self, message)
             case PutState(model=model, block=block, name=name, key=key):
                 landing, self._landing = self._landing, None
                 names = shard.model_shard(model).details.names

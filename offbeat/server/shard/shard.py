@@ -37,6 +37,7 @@ from offbeat.errors import OffbeatError, PeerError
 from offbeat.history import ParametersReplaced, ShardServes
 from offbeat.protocol.checkpoints import FetchState, MayPut, RequestReplacement, StatePart, TransferDone
 from offbeat.protocol.data_leases import DataState, GetDataState, SetDataState
+from offbeat.protocol.loss_scores import ContributionsScored, FetchedBlock
 from offbeat.protocol.messages import pack
 from offbeat.protocol.plan_swap import AdoptPlan, PlanAgreement, SwapPlan
 from offbeat.protocol.rank_reservation import ReserveRanks
@@ -89,6 +90,7 @@ if TYPE_CHECKING:
     from offbeat.coordinator.plan_proposal import DecidingParts
     from offbeat.history import Record
     from offbeat.protocol.data_leases import FromData
+    from offbeat.protocol.loss_scores import FetchContribution
     from offbeat.protocol.messages import Decision, FromShard, ToWorker
     from offbeat.protocol.training import ModelInfo, Reconnect
     from offbeat.server.pushed_block import PushedBlock
@@ -153,7 +155,7 @@ class Shard:
                 read_plan,
                 self.life,
                 check_hyper=check_hyper,
-                judge=lambda model, rows, gram: self.model_shard(model).judge(rows, gram),
+                judge=lambda model, rows, gram, losses: self.model_shard(model).judge(rows, gram, losses),
             )
         )
         self._coordinator_host = None if self._coordinator is None else CoordinatorHost(self._coordinator, self, record)
@@ -439,6 +441,12 @@ class Shard:
 
         peer.give_state(pieces(), TransferDone(message.number))
 
+    def fetch_contribution(self, peer: Peer, message: FetchContribution) -> None:
+        """A validator wants a contribution to an update that waits to be judged, or the parameters before it."""
+        found = self.model_shard(message.model).fetch(message.version, message.push)
+        pieces = ((FetchedBlock(message.model, message.number, block), bytes_of(values)) for block, values in found)
+        peer.give_state(pieces, TransferDone(message.number))
+
     def hear(
         self,
         peer: Peer,
@@ -452,6 +460,7 @@ class Shard:
         | LeaveAfter
         | TellStatus
         | RequestReplacement
+        | ContributionsScored
         | FromData
         | FromShard,
     ) -> None:

@@ -53,4 +53,5 @@ def measure(model: int, update: MeasureUpdate, store: ParameterStore, aggregator
         of_block = aggregator.measure(own, store.values[block].dtype, row)
         gram = of_block if gram is None else gram.add_(of_block)
     assert gram is not None, "a shard without blocks measures nothing"
-    return UpdateMeasured(model, update.version, tuple(rows), pack_gram(gram), version)
+    change = any(about.change for brought in update.blocks.values() for (_, about, _), _ in brought[:1])
+    return UpdateMeasured(model, update.version, tuple(rows), pack_gram(gram), version, change, update.rate)

@@ -10,7 +10,8 @@ Rules:
 * An update is made in a block once that block of all its contributions is there; if it is `in_order`, once all
   earlier updates of the block have been made as well.
 * A released worker is given a block once the update with its own contribution has been made there; if that was dropped
-  or there was none, once all updates so far have.
+  or there was none, once all updates so far have. A validator that comes while updates wait to be judged is given what
+  is there without them: it may be the one that they wait for.
 * Each block of a contribution is taken once, and contributions of a worker come in order, one at a time. Blocks may
   come before anybody has heard of the contribution, while their worker still computes others: then nothing is made of
   them. Of those that have changed when it is announced (`again`) a second one is taken, and only that counts.
@@ -88,10 +89,12 @@ class MeasureUpdate:
     Args:
         version: of the parameters after it.
         blocks: parts of each, as of `ApplyUpdate`.
+        rate: of the `Apply`.
     """
 
     version: int
     blocks: Mapping[int, tuple[tuple[Any, Any], ...]]
+    rate: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -322,12 +325,18 @@ class UpdateScheduler:
             self._arrivals.pop(push, None)  # that came before it was announced
             self._next[worker] = clock + 1
 
-    def release(self, worker: int, step: int) -> None:
-        """The worker may have the parameters for `step`."""
+    def release(self, worker: int, step: int, *, as_is: bool = False) -> None:
+        """The worker may have the parameters for `step`.
+
+        Args:
+            as_is: those that are here, without what waits to be judged.
+        """
         own = (worker, step - 1)
         after = tuple(update for update in self._updates if own in update.apply.pushes)
         if self._applied.get(worker) != step - 1:
             after = tuple(self._updates)
+        if as_is and self._judges:  # what was judged before this was decided has been made, in all blocks of all shards
+            after = ()
         self._pulls[worker] = PendingPull(step, after, set(self._blocks))
 
     def lose(self, worker: int, *, stays: bool = False) -> Push | None:
@@ -386,8 +395,18 @@ class UpdateScheduler:
                 and all(self._has(block, push, update) for block in self._blocks for push in pushes)
             ):
                 update.is_measured = True
-                yield MeasureUpdate(update.version, {block: self._parts(block, update) for block in self._blocks})
+                yield self._whole(update)
             first = first and not update.left
+
+    def measured(self, version: int) -> MeasureUpdate | None:
+        """The update of this version, if it was measured and waits to be judged; the blocks are as before it."""
+        waiting = (one for one in self._updates if one.version == version and one.is_measured)
+        update = next((one for one in waiting if one.judgement is None), None)
+        return None if update is None or not self._judges else self._whole(update)
+
+    def _whole(self, update: LoggedUpdate) -> MeasureUpdate:
+        blocks = {block: self._parts(block, update) for block in self._blocks}
+        return MeasureUpdate(update.version, blocks, update.apply.rate)
 
     def _parts(self, block: int, update: LoggedUpdate) -> tuple[tuple[Any, Any], ...]:
         return tuple((update.about[push], self._arrivals[push].blocks[block]) for push in update.pushes)
