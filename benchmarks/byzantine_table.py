@@ -6,7 +6,8 @@ trusted samples that no worker has. Of the asynchronous ones each update is judg
 to ten versions old, beside a reference that is renewed at every tenth. "server only" trains on the trusted samples
 alone: a rule that is not better has no use for its workers.
 
-Where six of ten lie, a rule is told of as many liars as its own check allows.
+Where six of ten lie, a rule is told of as many liars as its own check allows. The mean that a rule is held against is
+of as many updates that are applied in the same way: all of a step at once, or one by one.
 
 The result is benchmarks/results/byzantine_table.json; benchmarks/page.py shows it.
 """
@@ -92,11 +93,12 @@ RULES: dict[str, tuple[bool, Callable[[int], Any]]] = {
     "multi-Krum": (True, lambda f: MultiKrum(min(f, MultiKrum(0).most_faulty(WORKERS)))),
     "Zeno": (False, Zeno),
     "ZenoPS": (False, lambda f: ZenoPS()),
-    "ZenoPS, asynchronous": (False, lambda f: ZenoPSAsync()),
+    "mean, asynchronous": (False, lambda f: Mean()),
+    "ZenoPS, asynchronous": (False, lambda f: ZenoPSAsync(alpha=1.0)),
     "Zeno++": (False, lambda f: ZenoPlusPlus(penalty=0.01)),
 }
 """By name, whether it ranks workers among each other, and what makes it for so many liars."""
-ASYNCHRONOUS = ("ZenoPS, asynchronous", "Zeno++")
+ASYNCHRONOUS = ("mean, asynchronous", "ZenoPS, asynchronous", "Zeno++")
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -235,12 +237,13 @@ def asynchronous(bench: Bench, rule: Any, threat: Threat) -> tuple[float, tuple[
         age = int(torch.randint(STALENESS + 1, (1,), generator=bench.generator))
         rank = int(torch.randint(WORKERS, (1,), generator=bench.generator))
         update = _one_update(bench, past[max(0, len(past) - 1 - age)], threat, rank, latest)
-        stack = torch.stack((update, reference))
+        stack = torch.stack((update, reference)) if rule.needs_reference else update[None]
         scales = rule.judge(_gram(stack), torch.ones(1, dtype=torch.float64))
         sent[rank] += 1
         counted[rank] += float(scales[0] > 0)
         past = [*past[-STALENESS:], past[-1] + rule.combine(stack, scales)]
-    return bench.accuracy(past[-1]), _parts(counted / sent.clamp(min=1), threat)
+    accepted = _parts(counted / sent.clamp(min=1), threat) if rule.needs_reference else None
+    return bench.accuracy(past[-1]), accepted
 
 
 def _one_update(bench: Bench, flat: torch.Tensor, threat: Threat, rank: int, latest: torch.Tensor) -> torch.Tensor:
@@ -338,15 +341,16 @@ def claims(table: Table) -> list[tuple[str, float, bool]]:
     zeno = [name for name in RULES if name.startswith("Zeno")]
     ranked = [name for name, (is_ranked, _) in RULES.items() if is_ranked]
     clean, alone = of["mean", "none"], 100 * statistics.fmean(table.server_only)
-    calm = max(clean - of[name, "none"] for name in zeno)
-    lost = max(clean - of[name, threat] for name in zeno for threat in few)
-    lost_many = max(clean - of["ZenoPS", threat] for threat in many)
+    own = {name: of["mean, asynchronous" if name in ASYNCHRONOUS else "mean", "none"] for name in zeno}
+    calm = max(own[name] - of[name, "none"] for name in zeno)
+    lost = max(own[name] - of[name, threat] for name in zeno for threat in few)
+    lost_many = max(own[name] - of[name, threat] for name in zeno for threat in many)
     best_ranked = max(clean - of[name, threat] for name in ranked for threat in many)
     above = min(of[name, threat] - alone for name in zeno for threat in (*few, *many, "none"))
     return [
-        ("no attack: points below the mean, at most 1", calm, calm <= 1),
-        ("a fifth of the workers lie: points below the mean without attack, at most 3", lost, lost <= 3),
-        ("six of ten lie: points that ZenoPS is below, at most 8", lost_many, lost_many <= 8),
+        ("no attack: points that the worst rule with trusted samples is below the mean, at most 1", calm, calm <= 1),
+        ("a fifth of the workers lie: points that it is below the mean without attack, at most 3", lost, lost <= 3),
+        ("six of ten lie: points that the worst of these is below, at most 8", lost_many, lost_many <= 8),
         ("six of ten lie: points that the worst rank-based rule is below", best_ranked, best_ranked > 8),
         ("always above the server alone: points, at least 0", above, above > 0),
     ]
