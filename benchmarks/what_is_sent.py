@@ -16,22 +16,28 @@ if TYPE_CHECKING:
     Lines = Callable[[list[str], Sequence[Sequence[str]]], str]
 
 CODEC = Path(__file__).parent / "results/codec.json"
+CODEC_CUDA = CODEC.with_name("codec_cuda.json")
 RULE = Path(__file__).parent / "results/rule.json"
 
 
 def codecs(lines: Lines) -> str:
-    """What encoding takes on this machine, and below which speed of the links it pays; "" before it was measured."""
-    if not CODEC.exists():
-        return ""
-    found: dict[str, Any] = msgspec.json.decode(CODEC.read_bytes())
-    settings = found["settings"]
+    """What encoding takes, and below which speed of the links it pays, on this machine and on a GPU; "" before it was
+    measured.
+    """
+    return "".join(_codecs(lines, path) for path in (CODEC, CODEC_CUDA) if path.exists())
+
+
+def _codecs(lines: Lines, path: Path) -> str:
+    found: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+    settings, hardware = found["settings"], found["hardware"]
     return (
-        f"\n## codec\n\nGradients of {settings['model']} in buckets of {settings['bucket_mb']:g} MiB, encoded and "
-        f"decoded by one worker of {settings['workers']}. Of what cannot be added each worker receives what all others "
+        f"\n## {path.stem}\n\nGradients of {settings['model']} in buckets of {settings['bucket_mb']:g} MiB, encoded "
+        f"and decoded by one worker of {settings['workers']}. Of what cannot be added each worker receives what all others "
         "send: so many bytes are on a link as in an all-reduce of that size. A codec pays where the links are slower "
         f"than the last column says.\n\n{lines(CODEC_HEADINGS, codec_rows(found))}\n"
-        f"`{found['command']}`, {found['date']}, {found['hardware']['cores']} cores, {found['hardware']['processor']}, "
-        f"torch {found['versions']['torch']}. [Raw records](codec.json).\n"
+        f"`{found['command']}`, {found['date']}, {hardware['cores']} cores, "
+        f"{hardware.get('accelerator', hardware['processor'])}, torch {found['versions']['torch']}. "
+        f"[Raw records]({path.name}).\n"
     )
 
 
