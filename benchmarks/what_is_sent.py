@@ -33,8 +33,8 @@ def _codecs(lines: Lines, path: Path) -> str:
     return (
         f"\n## {path.stem}\n\nGradients of {settings['model']} in buckets of {settings['bucket_mb']:g} MiB, encoded "
         f"and decoded by one worker of {settings['workers']}. Of what cannot be added each worker receives what all "
-        "others send: so many bytes are on a link as in an all-reduce of that size. A codec pays where the links are slower "
-        f"than the last column says.\n\n{lines(CODEC_HEADINGS, codec_rows(found))}\n"
+        "others send: so many bytes are on a link as in an all-reduce of that size. A codec pays where the links are "
+        f"slower than the last column says.\n\n{lines(CODEC_HEADINGS, codec_rows(found))}\n"
         f"`{found['command']}`, {found['date']}, {hardware['cores']} cores, "
         f"{hardware.get('accelerator', hardware['processor'])}, torch {found['versions']['torch']}. "
         f"[Raw records]({path.name}).\n"
