@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -148,8 +149,7 @@ class SwitchableSync:
         self._measured_s = now_s
         unsent = self._model.codec_state.residuals()
         unsent += [self._model.parameters[name].detach() - value for name, value in self.anchors.items()]
-        norms = torch.tensor([float(torch.linalg.vector_norm(one, dtype=torch.float32)) for one in unsent])
-        self.unsent_norm = float(torch.linalg.vector_norm(norms))
+        self.unsent_norm = math.hypot(*(float(torch.linalg.vector_norm(one.float())) for one in unsent))
 
     def synchronize(self) -> None:
         """Have all of the steps that the optimizer was told to make done; this worker's own."""

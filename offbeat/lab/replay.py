@@ -189,7 +189,7 @@ def main() -> None:
 
 
 def _replayed_loss(forward_s: float) -> torch.Tensor:
-    """What a validator finds out about a contribution, where a rule goes by losses: it takes a forward pass."""
+    """Take a forward pass, as what a contribution does to the loss takes a validator."""
     time.sleep(forward_s)
     return torch.zeros(())
 

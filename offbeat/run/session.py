@@ -277,7 +277,7 @@ class WorkerSession:
         advice = "Give offbeat.init(seed=...) the same number on every worker."
         context.control.check_equal("seed", str(context.seed), advice)
         plan.check_world(context.world)
-        if context.is_first and plan.caution:
+        if context.rank == 0 and plan.caution:
             _log.warning("%s", plan.caution)
         self.plans.connect()
         if self._watch is not None or self.server is not None:

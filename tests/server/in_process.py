@@ -151,7 +151,7 @@ class Together:
         rule: Rule | None = None,
         validators: int = 0,
     ) -> None:
-        self.world = world
+        self.world, self._validators = world, set(range(world, world + validators))
         self.loop = Loop()
         self.ended = threading.Event()
         self.shard = Shard(
@@ -169,7 +169,8 @@ class Together:
         self.other_ends = [self._link(client, other) for client in self.clients for other in self.others]
 
     def newcomer(self, rank: int) -> Client:
-        """One more client, which comes later."""
+        """One more client, which comes later, and has shown that it is a validator."""
+        self._validators.add(rank)
         client = Client(self.loop, rank=rank, world=self.world)  # type: ignore[arg-type]
         self.clients.append(client)
         self.ends.append(self._link(client))
@@ -179,7 +180,7 @@ class Together:
     def _link(self, client: Client, shard: Shard | None = None) -> End:
         theirs, ours = End(self.loop, client.rank), End(self.loop, client.rank)
         theirs.other, ours.other = ours, theirs
-        if client.rank >= self.world:
+        if client.rank in self._validators:
             theirs.role, theirs.is_trusted = "validator", True
         ours.receiver = client.accept(ours)  # type: ignore[arg-type]
         self.loop.run(self._accept(theirs, shard or self.shard))
