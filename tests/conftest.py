@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests import warm
+from tests import slow_tests, warm
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,8 +24,15 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return None if seed is None else f"in random order: --random-order-seed {seed}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before what deselects them
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Shuffle files, and tests within a file: a file's tests stay together, with what is set up for all of them."""
+    """Mark what is slow. Shuffle files, and tests within a file: a file's tests stay together, with what is set up for
+    all of them.
+    """
+    slow = slow_tests.read()
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.slow)
     seed = config.getoption("--random-order-seed")
     if seed is None:
         return
