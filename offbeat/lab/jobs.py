@@ -221,7 +221,8 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> RowJob:
     promises = made.codec.promises
     exact = promises.linear and promises.contraction == 1.0 and not isinstance(made.codec, Rescales)
     rounding = _ROUNDING if promises.variance is not None else _ROUNDING_16_BIT
-    tolerance = rounding if exact and _adds_up(made.sync) and made.validator is None else None
+    is_mean = made.judging_rule is None and made.privacy is None
+    tolerance = rounding if exact and is_mean and _adds_up(made.sync) else None
     each = all(made.contributes(step) == "gradient" for step in range(scenario.measured_steps.stop))
     return RowJob(
         row,
