@@ -386,7 +386,9 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim(POINTS, "honest: trimmed mean", "honest: mean", at_least=-0.01),
         Claim(POINTS, "honest: median", "honest: mean", at_least=-0.02),
         Claim(POINTS, "honest: MultiKrum", "honest: mean", at_least=-0.02),
-        Claim(POINTS, "honest: ZenoPS", "honest: mean", at_least=-0.02),
+        Claim(POINTS, "honest: ZenoPS", "honest: mean", at_least=-0.01),
+        Claim(POINTS, "honest: ZenoPS, few bytes", "dense, synchronous", at_least=-0.01),
+        Claim(BYTES, "honest: ZenoPS, few bytes", "dense, synchronous", at_most=0.1),
         Claim(POINTS, "sign x 6: mean", "honest: mean", at_most=-0.3),
         *(
             Claim(POINTS, f"{attack}: {rule}", "honest: mean", at_least=-0.03)

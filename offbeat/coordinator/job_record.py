@@ -11,8 +11,9 @@ from offbeat.protocol.training import Notice
 
 if TYPE_CHECKING:
     from offbeat.coordinator.model_record import ModelRecord
-    from offbeat.coordinator.plan_proposal import JudgingRule
+    from offbeat.coordinator.plan_proposal import DecidingParts, JudgingRule
     from offbeat.protocol.worker_status import TrainingStatus
+    from offbeat.robust import TooFew
 
 
 @dataclass
@@ -33,6 +34,8 @@ class JobRecord:
         needs_validator: contributions are judged beside a validator's, or by losses on its trusted samples:
         needs_losses: the latter.
         validators: ranks of those that came as one, also if they are gone.
+        rule: by which contributions are compared; None for none.
+        too_few: what to do when fewer workers are left than that needs.
     """
 
     life: int = 0
@@ -48,9 +51,13 @@ class JobRecord:
     needs_validator: bool = False
     needs_losses: bool = False
     validators: set[int] = field(default_factory=set)
+    rule: JudgingRule | None = None
+    too_few: TooFew = "skip"
 
-    def goes_by(self, rule: JudgingRule | None) -> None:
-        """Note by which rule contributions are compared; None for none."""
+    def goes_by(self, plan: DecidingParts) -> None:
+        """Note by which rule contributions are compared, and what to do if they are too few."""
+        rule = self.rule = plan.judging_rule
+        self.too_few = plan.too_few
         self.compares, self.needs_validator = rule is not None, rule is not None and rule.needs_validator
         self.needs_losses = rule is not None and rule.needs_losses
 

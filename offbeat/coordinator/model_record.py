@@ -71,7 +71,7 @@ class ModelRecord:
     most_weight: float = 1.0  # that a contribution may have where there are validators: that of their last one
     batches: dict[int, float] = field(default_factory=dict)  # worker: most samples of a contribution, as it said
     told_batches: set[int] = field(default_factory=set)  # validators of which it was said that their batches differ
-    is_paused: bool = False  # people know that there is no validator
+    pause: str = ""  # why nothing is decided, as people know
 
     def must_wait(self, worker: int, clock: int, *, values: bool = True) -> bool:
         """Whether the worker is to wait for its grant with contribution `clock`; noted down.
