@@ -111,7 +111,8 @@ if TYPE_CHECKING:
 Nonfinite = Literal["pass", "raise", "skip"]
 _LOOKED_AT = range(1000)  # steps
 _LARGE_VARIANCE = 8.0  # in units of the square of the gradient's norm
-_CAME_LATER = frozenset({"delay", "fragments", "too_few"})  # left out at their default, so that older plans keep their digest
+# Left out at their default, so that older plans keep their digest.
+_CAME_LATER = frozenset({"delay", "fragments", "too_few"})
 _NONFINITE: tuple[Nonfinite, ...] = typing.get_args(Nonfinite)
 _TOO_FEW: tuple[TooFew, ...] = typing.get_args(TooFew)
 
@@ -342,6 +343,11 @@ class Plan:
                 waits or not rule.needs_losses or isinstance(policy, KSync),
                 f"it keeps the best contributions of an update, and with {self.sync!r} each is of one worker: use "
                 "ZenoPlusPlus() and ASP(), or BSP(), KSync(k) or LocalSGD(...)",
+            ),
+            (
+                not rule.needs_losses or not isinstance(policy, KSync) or policy.late == "drop",
+                f"with {self.sync!r} a validator that is late waits for the next update, and nobody judges that: use "
+                "KSync(k, late='drop')",
             ),
             (
                 waits or rule.needs_losses or isinstance(policy, ASP),

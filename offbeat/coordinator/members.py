@@ -235,7 +235,7 @@ class Membership:
                 self._rounds.step_out_who_asked(model)
             self._tell_pause(one)
         self._rounds.leave(worker)
-        if event.error is not None:
+        if event.error is not None or worker in job.validators:
             self._end_if_too_few()
 
     def miss(self, worker: int) -> None:
@@ -307,9 +307,11 @@ class Membership:
 
     def _why_paused(self, one: ModelRecord) -> str:
         """Say why nothing is decided, and the way out; "" if something is."""
-        if not one.runner.is_paused:
+        if one.runner.lacks_validator:
+            return _NO_VALIDATOR
+        if not one.runner.started or not one.runner.is_paused:  # at the beginning all are waited for
             return ""
-        return _NO_VALIDATOR if one.runner.lacks_validator else f"{self._too_few(one)}, and workers wait. {_START_MORE}"
+        return f"{self._too_few(one)}, and workers wait. {_START_MORE}"
 
     def _too_few(self, one: ModelRecord) -> str:
         rule, count = self._job.rule, one.runner.left_to_train
@@ -319,9 +321,10 @@ class Membership:
     def _end_if_too_few(self) -> None:
         """End the job for all, if the plan says so and fewer are left than its rule needs."""
         job = self._job
-        for one in job.models.values() if job.too_few == "raise" and job.rule is not None else ():
-            assert job.rule is not None
-            if not one.runner.started:
+        if job.too_few != "raise" or job.rule is None or job.was_ended:
+            return
+        for one in job.models.values():
+            if not one.runner.started or not one.runner.trainers:
                 continue
             if one.runner.lacks_validator:
                 text = f"Cannot go on: no validator is left, and {job.rule!r} needs one."
@@ -329,6 +332,7 @@ class Membership:
                 text = f"Cannot go on: {self._too_few(one)}."
             else:
                 continue
+            job.was_ended = True
             job.out.log(text)
             for worker in sorted(job.workers):
                 job.out.send(worker, Refused(f"{text} The plan has too_few='raise'; with 'hold' it would wait."))

@@ -137,6 +137,7 @@ class ModelRecord:
             note=self.note,
             data=data,
             validators=tuple(sorted(self.runner.validators or ())) or msgspec.UNSET,
+            done=tuple(sorted(w for w, r in self.runner.records.items() if r.end == "done")) or msgspec.UNSET,
         )
 
     def book_losses(self, worker: int, back: Reconnect, decided: int) -> LostUpdates | None:
@@ -192,6 +193,8 @@ def revived(
     runner.state = State(past=dict(progress.next), version=version, hosts=details.hosts)
     for worker, (applied, dropped, lost, samples) in progress.records.items():
         runner.records[worker] = ContributionCounts(applied, dropped, lost, samples, joined_s=now_s())
+        if worker in (progress.done or ()):
+            runner.records[worker].end = "done"
     losses = LostUpdates(version)
     for worker, _, samples in progress.orphans:
         losses.add(worker, [samples])

@@ -72,7 +72,7 @@ class PolicyRunner:
         model: which of several.
         record: writes the history.
         validators: ranks of those that came as one; None if contributions are judged beside nobody's.
-        least: with fewer workers nothing is decided, but where some are done.
+        least: with fewer workers nothing is decided; those that are done count as if they were there.
     """
 
     policy: Policy
@@ -107,7 +107,7 @@ class PolicyRunner:
 
     @property
     def left_to_train(self) -> int:
-        """The number of workers that take part, or are done, after whom no others come."""
+        """The number of workers that take part, and of those that are done: nobody is to come in their place."""
         return self._left_to_train(self.state)
 
     @property
@@ -122,8 +122,9 @@ class PolicyRunner:
         return self._left_to_train(state) < self.least
 
     def _left_to_train(self, state: State) -> int:
-        done = sum(one.end == "done" for worker, one in self.records.items() if worker not in state.members)
-        return len(state.members.keys() - (self.validators or ())) + done
+        here = {*state.members, *state.away}  # who has stepped out, as for a question to all, is there
+        done = {worker for worker, one in self.records.items() if one.end == "done"}
+        return len((here | done) - (self.validators or set()))
 
     def join(self, worker: int, *, least: int = 0, weight: float | None = None) -> tuple[Action, ...]:
         """The worker takes part; what is decided now.
