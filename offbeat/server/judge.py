@@ -124,8 +124,8 @@ class Judge:
         found, is_finite = iter(losses[1:]), gram.diagonal().isfinite().tolist()
         after = [next(found) if one else math.inf for one in is_finite]
         judged = rule.judge(gram, torch.ones(len(gram), dtype=torch.float64), [losses[0], *after])
-        for worker, scale, loss in zip(workers, judged.tolist(), after, strict=True):
-            if not scale and math.isfinite(loss) and loss > losses[0]:  # not of whom others do more for it
+        for worker, scale, one, loss in zip(workers, judged.tolist(), is_finite, after, strict=True):
+            if one and not scale and not loss <= losses[0]:  # not of whom others do more for it
                 self.say(f"What rank {worker} pushes raises the loss on trusted samples, and is rejected.")
         if not bool(judged.any()):
             self.say(f"Updates are left out: by the loss on trusted samples {rule!r} accepts no contribution.")
