@@ -354,8 +354,8 @@ def test_updates_that_too_few_contribute_to_are_held_until_more_come() -> None:
     assert job.bring(0) == job.bring(1) == []
     job.hear(WorkerGone(job.now_s, 2, NetworkError("It was killed.")))
     assert (
-        "2 workers take part, and TrimmedMean(faulty=1) needs 3, and workers wait. Start more: offbeat run --join PLACE "
-        "--workers N SCRIPT."
+        "2 workers take part, and TrimmedMean(faulty=1) needs 3, and workers wait. Start more: offbeat run --join "
+        "PLACE --workers N SCRIPT."
     ) in job.told
     assert not _decided(job.did, ApplyContributions)
     assert one.runner.is_paused

@@ -140,7 +140,10 @@ def test_an_error_ends_with_its_path() -> None:
             lambda: Plan(sync=KSync(2, late="carry"), fabric=SERVER, validator=Zeno(1)),
             "a validator that is late waits for the next update, and nobody judges that: use KSync(k, late='drop')",
         ),
-        (lambda: Plan(fabric=SERVER, rule=Median(), too_few="wait"), "choose one of skip, hold, raise - at `plan.too_few`"),
+        (
+            lambda: Plan(fabric=SERVER, rule=Median(), too_few="wait"),
+            "choose one of skip, hold, raise - at `plan.too_few`",
+        ),
         (
             lambda: Plan(fabric=SERVER, too_few="hold"),
             "an update may be of any number of contributions: use too_few='skip' - at `plan.too_few`",
