@@ -141,7 +141,7 @@ def test_an_error_ends_with_its_path() -> None:
             "a validator that is late waits for the next update, and nobody judges that: use KSync(k, late='drop')",
         ),
         (
-            lambda: Plan(fabric=SERVER, rule=Median(), too_few="wait"),
+            lambda: Plan(fabric=SERVER, rule=Median(), too_few="wait"),  # type: ignore[arg-type]
             "choose one of skip, hold, raise - at `plan.too_few`",
         ),
         (
