@@ -77,6 +77,7 @@ from offbeat.robust import (
     MultiKrum,
     Phocas,
     Rule,
+    TooFew,
     TrimmedMean,
     Zeno,
     ZenoPlusPlus,
@@ -110,8 +111,10 @@ if TYPE_CHECKING:
 Nonfinite = Literal["pass", "raise", "skip"]
 _LOOKED_AT = range(1000)  # steps
 _LARGE_VARIANCE = 8.0  # in units of the square of the gradient's norm
-_CAME_LATER = frozenset({"delay", "fragments"})  # left out at their default, so that older plans keep their digest
+# Left out at their default, so that older plans keep their digest.
+_CAME_LATER = frozenset({"delay", "fragments", "too_few"})
 _NONFINITE: tuple[Nonfinite, ...] = typing.get_args(Nonfinite)
+_TOO_FEW: tuple[TooFew, ...] = typing.get_args(TooFew)
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,9 @@ class Plan:
             that compares whole contributions has each update held until all of it is there, at all shards.
         validator: the rule by which a server judges contributions beside those of validators, which compute on data
             that is trusted (`offbeat run --validator`) and never move the model themselves; None for no validators.
+        too_few: what to do when so many workers are lost that fewer take part than `rule` needs: "skip" updates, which
+            leave the model as it is, "hold" them until more workers come, or "raise" `PeerError` on all workers. When
+            the last validator is lost updates are held, also with "skip": nothing is ever applied that was not judged.
         privacy: how each worker clips and noises what it contributes to a server, before it is encoded, so that nobody
             has to be trusted with it; None for contributions as they are.
 
@@ -160,6 +166,7 @@ class Plan:
     rule: Rule | None = None
     validator: Rule | None = None
     privacy: GaussianMechanism | None = None
+    too_few: TooFew = "skip"
 
     def __post_init__(self) -> None:
         self.check()
@@ -245,6 +252,13 @@ class Plan:
             self._check_controller(self.controller)
         if self.scheduling is not None:
             self._check_scheduling(self.scheduling)
+        if self.too_few not in _TOO_FEW or (self.too_few != "skip" and self.judging_rule is None):
+            why = "without rule= or validator= an update may be of any number of contributions: use too_few='skip'"
+            choices = f"choose one of {', '.join(_TOO_FEW)}"
+            raise PlanError(
+                f"Cannot treat too few contributions with {self.too_few!r}: "
+                f"{why if self.too_few in _TOO_FEW else choices} - at `plan.too_few`."
+            )
         if self.rule is not None:
             self._check_rule(self.rule)
         if self.validator is not None:
@@ -329,6 +343,11 @@ class Plan:
                 waits or not rule.needs_losses or isinstance(policy, KSync),
                 f"it keeps the best contributions of an update, and with {self.sync!r} each is of one worker: use "
                 "ZenoPlusPlus() and ASP(), or BSP(), KSync(k) or LocalSGD(...)",
+            ),
+            (
+                not rule.needs_losses or not isinstance(policy, KSync) or policy.late == "drop",
+                f"with {self.sync!r} a validator that is late waits for the next update, and nobody judges that: use "
+                "KSync(k, late='drop')",
             ),
             (
                 waits or rule.needs_losses or isinstance(policy, ASP),
@@ -830,7 +849,7 @@ class Plan:
 
     def to_toml(self) -> str:
         """The plan as TOML; `from_toml` reads it back."""
-        table = {f.name: _to_table(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        table = {f.name: _to_table(getattr(self, f.name)) for f in _told_fields(self)}
         table = {name: value for name, value in table.items() if value is not None}
         scalars = {k: v for k, v in table.items() if not isinstance(v, dict)}
         return tomli_w.dumps({**scalars, **table})
@@ -905,16 +924,18 @@ def table_of(part: Any) -> dict[str, Any]:
     return table
 
 
+def _told_fields(value: Any) -> list[dataclasses.Field[Any]]:
+    """List the fields that are written down."""
+    fields = dataclasses.fields(value)
+    return [f for f in fields if f.name not in _CAME_LATER or getattr(value, f.name) != f.default]
+
+
 def _to_table(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_to_table(one) for one in value]
     if not dataclasses.is_dataclass(value):
         return value
-    fields = {
-        f.name: _to_table(getattr(value, f.name))
-        for f in dataclasses.fields(value)
-        if f.name not in _CAME_LATER or getattr(value, f.name) != f.default
-    }
+    fields = {f.name: _to_table(getattr(value, f.name)) for f in _told_fields(value)}
     return {"kind": type(value).__name__, **{name: field for name, field in fields.items() if field is not None}}
 
 

@@ -25,7 +25,7 @@ def read() -> frozenset[str]:
 
 def slow_of(log: str) -> list[str]:
     """Choose by how long each test took, as pytest tells at its end with `--durations`."""
-    took: collections.Counter[str] = collections.Counter()
+    took: dict[str, float] = collections.defaultdict(float)
     for seconds, name in re.findall(r"^([\d.]+)s (?:call|teardown) +(\S+?\.py::.+)$", log, re.MULTILINE):
         took[name] += float(seconds)
     variants: dict[str, list[str]] = collections.defaultdict(list)

@@ -30,8 +30,10 @@ def allreduce_bytes(codec: Codec, bucket: Bucket, world: int) -> float:
 
 def flat_bucket(numel: int) -> Bucket:
     """A bucket of so many float32 elements, of whose shapes nothing is known: one about square matrix."""
-    rows = max(1, math.isqrt(numel))
+    rows = side = max(1, math.isqrt(numel))
     while numel % rows:
         rows -= 1
+    if rows < side / 2:  # it has no divisor near: a few elements are left out
+        rows, numel = side, side * (numel // side)
     slot = Slot("", (rows, numel // rows), 0, numel)
     return Bucket(0, torch.float32, torch.device("cpu"), (slot,))

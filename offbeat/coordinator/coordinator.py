@@ -290,7 +290,7 @@ class Coordinator:
             tell("", f"Cannot swap the plan for {event.by}: in this job only who shows a validator's credential may.")
             return
         if any(one.runner.started and one.runner.is_paused for one in job.models.values()):
-            tell("", "Cannot swap the plan while no validator takes part. Start one, and try again.")
+            tell("", "Cannot swap the plan while workers wait for more, or for a validator. Start one, and try again.")
             return
         self._swaps.swap(
             message.part,

@@ -11,8 +11,9 @@ from offbeat.protocol.training import Notice
 
 if TYPE_CHECKING:
     from offbeat.coordinator.model_record import ModelRecord
-    from offbeat.coordinator.plan_proposal import JudgingRule
+    from offbeat.coordinator.plan_proposal import DecidingParts, JudgingRule
     from offbeat.protocol.worker_status import TrainingStatus
+    from offbeat.robust import TooFew
 
 
 @dataclass
@@ -30,9 +31,12 @@ class JobRecord:
         statuses: what workers say of themselves.
         evicted: by model and worker: why.
         compares: a robust rule, or a validator's, makes updates: no contribution is taken by itself.
-        needs_validator: contributions are judged beside a validator's, or by losses on its trusted samples:
-        needs_losses: the latter.
+        needs_validator: contributions are judged beside a validator's, or by losses on its trusted samples.
+        needs_losses: contributions are judged by losses.
         validators: ranks of those that came as one, also if they are gone.
+        rule: by which contributions are compared; None for none.
+        too_few: what to do when fewer workers are left than that needs.
+        was_ended: all workers were told that the job cannot go on.
     """
 
     life: int = 0
@@ -48,9 +52,14 @@ class JobRecord:
     needs_validator: bool = False
     needs_losses: bool = False
     validators: set[int] = field(default_factory=set)
+    rule: JudgingRule | None = None
+    too_few: TooFew = "skip"
+    was_ended: bool = False
 
-    def goes_by(self, rule: JudgingRule | None) -> None:
-        """Note by which rule contributions are compared; None for none."""
+    def goes_by(self, plan: DecidingParts) -> None:
+        """Note by which rule contributions are compared, and what to do if they are too few."""
+        rule = self.rule = plan.judging_rule
+        self.too_few = plan.too_few
         self.compares, self.needs_validator = rule is not None, rule is not None and rule.needs_validator
         self.needs_losses = rule is not None and rule.needs_losses
 

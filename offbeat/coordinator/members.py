@@ -12,7 +12,7 @@ from offbeat.errors import PeerError, PlanError
 from offbeat.history import LifeBegan
 from offbeat.protocol.rank_reservation import MOST_RANKS, RanksReserved
 from offbeat.protocol.shards import AdmitWorker
-from offbeat.protocol.training import ModelOpened, Notice
+from offbeat.protocol.training import ModelOpened, Notice, Refused
 from offbeat.protocol.worker_status import residual_lost
 from offbeat.sync import State
 
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from offbeat.coordinator.questions import CollectiveQuestions
     from offbeat.protocol.training import LeaveAfter, Reconnect
 
-_PAUSED = (
+_NO_VALIDATOR = (
     "No validator takes part, so that nothing can be judged, and workers wait. Start one: offbeat run --validator "
     "--job PLACE SCRIPT."
 )
+_START_MORE = "Start more: offbeat run --join PLACE --workers N SCRIPT."
 
 
 class Membership:
@@ -84,7 +85,7 @@ class Membership:
         except PlanError as error:
             raise PeerError(f"Cannot coordinate by this worker's plan: {error}") from error
         ranks = details.begins_with
-        job.goes_by(plan.judging_rule)
+        job.goes_by(plan)
         runner = PolicyRunner(plan.sync, len(ranks), job.time_s, State(hosts=details.hosts))
         to_fill = details.shards - self._filled_early.pop(model, 0)
         job.models[model] = ModelRecord(
@@ -102,7 +103,7 @@ class Membership:
             for worker in event.gone:
                 self._leases.lose(worker)
         plan = self._swaps.begin(details.plan, details.swaps)
-        job.goes_by(plan.judging_rule)
+        job.goes_by(plan)
         job.validators.update(progress.validators or ())
         job.models[event.model] = revived(
             plan.sync, details, event.version, progress, job.time_s, event.gone, job.validators
@@ -197,8 +198,8 @@ class Membership:
                 asked=self._questions.next_number,
             )
             self._start(model)
-        if one.is_paused and not event.is_validator:
-            job.out.send(worker, Notice(_PAUSED, waits=True))  # the others have been told
+        if one.pause and not event.is_validator:
+            job.out.send(worker, Notice(one.pause, waits=True))  # the others have been told
         self._tell_pause(one)
 
     def _check_role(self, one: ModelRecord, worker: int, *, is_validator: bool) -> None:
@@ -234,6 +235,8 @@ class Membership:
                 self._rounds.step_out_who_asked(model)
             self._tell_pause(one)
         self._rounds.leave(worker)
+        if event.error is not None or worker in job.validators:
+            self._end_if_too_few()
 
     def miss(self, worker: int) -> None:
         """A worker is gone before it has opened any model."""
@@ -277,6 +280,8 @@ class Membership:
         out, runner, plan = self._job.out, self._job.models[model].runner, self._swaps.present
         runner.model, runner.record, state = model, out.record, runner.state
         runner.validators = self._job.validators if self._job.needs_validator else None
+        if (rule := self._job.rule) is not None and self._job.too_few == "hold":
+            runner.least = rule.least()
         assert plan is not None
         out.record(LifeBegan(model, self._job.life, plan.to_toml(), state.version, state.hosts, dict(state.past)))
 
@@ -290,14 +295,48 @@ class Membership:
         self._job.out.log(f"Rank {worker} has joined at version {version}: {count} workers take part; {changes}.")
 
     def _tell_pause(self, one: ModelRecord) -> None:
-        """Say once that nothing is decided because no validator takes part, and that it is again."""
-        is_paused = one.runner.is_paused and bool(self._job.asked)
-        if one.is_paused == is_paused:
+        """Say once why nothing is decided, and that something is again."""
+        pause = self._why_paused(one) if self._job.asked else ""
+        if one.pause == pause:
             return
-        one.is_paused = is_paused
-        one.note = f"{one.note} {_PAUSED}".strip() if is_paused else one.note.replace(_PAUSED, "").strip()
+        goes_on = "A validator takes part" if one.pause == _NO_VALIDATOR else "Enough workers take part"
+        one.note = f"{one.note.replace(one.pause, '').strip()} {pause}".strip()
+        one.pause = pause
         if self._job.asked:
-            self._job.tell(_PAUSED if is_paused else "A validator takes part: training goes on.", waits=is_paused)
+            self._job.tell(pause or f"{goes_on}: training goes on.", waits=bool(pause))
+
+    def _why_paused(self, one: ModelRecord) -> str:
+        """Say why nothing is decided, and the way out; "" if something is."""
+        if one.runner.lacks_validator:
+            return _NO_VALIDATOR
+        if not one.runner.started or not one.runner.is_paused:  # at the beginning all are waited for
+            return ""
+        return f"{self._too_few(one)}, and workers wait. {_START_MORE}"
+
+    def _too_few(self, one: ModelRecord) -> str:
+        rule, count = self._job.rule, one.runner.left_to_train
+        assert rule is not None
+        return f"{count} {'worker takes' if count == 1 else 'workers take'} part, and {rule!r} needs {rule.least()}"
+
+    def _end_if_too_few(self) -> None:
+        """End the job for all, if the plan says so and fewer are left than its rule needs."""
+        job = self._job
+        if job.too_few != "raise" or job.rule is None or job.was_ended:
+            return
+        for one in job.models.values():
+            if not one.runner.started or not one.runner.trainers:
+                continue
+            if one.runner.lacks_validator:
+                text = f"Cannot go on: no validator is left, and {job.rule!r} needs one."
+            elif one.runner.left_to_train < job.rule.least():
+                text = f"Cannot go on: {self._too_few(one)}."
+            else:
+                continue
+            job.was_ended = True
+            job.out.log(text)
+            for worker in sorted(job.workers):
+                job.out.send(worker, Refused(f"{text} The plan has too_few='raise'; with 'hold' it would wait."))
+            return
 
     def _note(self, one: ModelRecord, text: str) -> None:
         one.note = f"{one.note} {text}".strip()

@@ -71,7 +71,7 @@ class ModelRecord:
     most_weight: float = 1.0  # that a contribution may have where there are validators: that of their last one
     batches: dict[int, float] = field(default_factory=dict)  # worker: most samples of a contribution, as it said
     told_batches: set[int] = field(default_factory=set)  # validators of which it was said that their batches differ
-    is_paused: bool = False  # people know that there is no validator
+    pause: str = ""  # why nothing is decided, as people know
 
     def must_wait(self, worker: int, clock: int, *, values: bool = True) -> bool:
         """Whether the worker is to wait for its grant with contribution `clock`; noted down.
@@ -137,6 +137,7 @@ class ModelRecord:
             note=self.note,
             data=data,
             validators=tuple(sorted(self.runner.validators or ())) or msgspec.UNSET,
+            done=tuple(sorted(w for w, r in self.runner.records.items() if r.end == "done")) or msgspec.UNSET,
         )
 
     def book_losses(self, worker: int, back: Reconnect, decided: int) -> LostUpdates | None:
@@ -192,6 +193,8 @@ def revived(
     runner.state = State(past=dict(progress.next), version=version, hosts=details.hosts)
     for worker, (applied, dropped, lost, samples) in progress.records.items():
         runner.records[worker] = ContributionCounts(applied, dropped, lost, samples, joined_s=now_s())
+        if worker in (progress.done or ()):
+            runner.records[worker].end = "done"
     losses = LostUpdates(version)
     for worker, _, samples in progress.orphans:
         losses.add(worker, [samples])

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from offbeat.batching import BatchTuning, Keeps
     from offbeat.control import Controller
     from offbeat.protocol.plan_swap import PlanAgreement
+    from offbeat.robust import TooFew
     from offbeat.sync import Policy
 
     Tell = Callable[[str, str], None]  # what has changed, or why nothing has
@@ -24,6 +25,9 @@ class JudgingRule(Protocol):
     @property
     def needs_losses(self) -> bool: ...
 
+    def least(self) -> int:
+        """The fewest contributions of which it can make an update."""
+
 
 class DecidingParts(Protocol):
     """The parts of a plan that decide.
@@ -34,6 +38,7 @@ class DecidingParts(Protocol):
         keeps: what stays as it is when workers come and go, if it is not.
         controller: swaps the policy; None if nobody but people do.
         judging_rule: compares contributions, perhaps with those of validators; None where they are only averaged.
+        too_few: what to do when so many workers are lost that fewer take part than that needs.
         is_served: whether parameters live at a server.
         is_tabled: whether each worker's own optimizer steps, and a switch sums their changes.
         has_elastic_group: whether there is no server, and the others go on without a worker that is lost.
@@ -50,6 +55,8 @@ class DecidingParts(Protocol):
     def controller(self) -> Controller | None: ...
     @property
     def judging_rule(self) -> JudgingRule | None: ...
+    @property
+    def too_few(self) -> TooFew: ...
     @property
     def is_served(self) -> bool: ...
     @property

@@ -72,6 +72,7 @@ class PolicyRunner:
         model: which of several.
         record: writes the history.
         validators: ranks of those that came as one; None if contributions are judged beside nobody's.
+        least: with fewer workers nothing is decided; those that are done count as if they were there.
     """
 
     policy: Policy
@@ -81,6 +82,7 @@ class PolicyRunner:
     model: int = 0
     record: Callable[[HistoryRecord], None] = lambda record: None
     validators: Set[int] | None = None
+    least: int = 0
     started: bool = False
     records: dict[int, ContributionCounts] = field(default_factory=dict)
     last_staleness: dict[int, int] = field(default_factory=dict)
@@ -95,8 +97,18 @@ class PolicyRunner:
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing is decided because no validator takes part, whose contributions the others are judged by."""
+        """Whether nothing is decided, because no validator takes part, or too few workers do."""
+        return self.lacks_validator or self._lacks_workers(self.state)
+
+    @property
+    def lacks_validator(self) -> bool:
+        """Whether no validator takes part, whose contributions the others are judged by."""
         return self._lacks_validator(self.state)
+
+    @property
+    def left_to_train(self) -> int:
+        """The number of workers that take part, and of those that are done: nobody is to come in their place."""
+        return self._left_to_train(self.state)
 
     @property
     def trainers(self) -> Set[int]:
@@ -105,6 +117,14 @@ class PolicyRunner:
 
     def _lacks_validator(self, state: State) -> bool:
         return self.validators is not None and self.validators.isdisjoint(state.members)
+
+    def _lacks_workers(self, state: State) -> bool:
+        return self._left_to_train(state) < self.least
+
+    def _left_to_train(self, state: State) -> int:
+        here = {*state.members, *state.away}  # who has stepped out, as for a question to all, is there
+        done = {worker for worker, one in self.records.items() if one.end == "done"}
+        return len((here | done) - (self.validators or set()))
 
     def join(self, worker: int, *, least: int = 0, weight: float | None = None) -> tuple[Action, ...]:
         """The worker takes part; what is decided now.
@@ -196,10 +216,11 @@ class PolicyRunner:
         return self._decide(event, change=change, ends=ends) if is_asked else self.tell(event)
 
     def tell(self, event: Event) -> tuple[Action, ...]:
-        """Run the policy on `event`; not before the start, nor while there is no validator."""
-        if self.started and (self.validators is None or not self._lacks_validator(observe(self.state, event))):
+        """Run the policy on `event`; not before the start, nor while there is no validator, or too few workers."""
+        after = observe(self.state, event)
+        if self.started and not self._lacks_validator(after) and not self._lacks_workers(after):
             return self._decide(event)
-        self.state = observe(self.state, event)
+        self.state = after
         self.record(policy_step(self.model, event, (), asked=False))
         self.event_metrics.hear(event, (), self.state)
         return self.start_if_all_are_here() if isinstance(event, Left) and not self.started else ()

@@ -21,6 +21,7 @@ class TrainingProgress(msgspec.Struct, frozen=True):
         note: what happened to the server before.
         data: where the data is; see `offbeat.coordinator.data_leases`. With the first model only.
         validators: who came as one; unset if nobody did.
+        done: who was done; unset if nobody was.
     """
 
     next: dict[int, _Count]
@@ -30,3 +31,4 @@ class TrainingProgress(msgspec.Struct, frozen=True):
     note: str = ""
     data: dict[str, Any] = {}
     validators: tuple[_Count, ...] | msgspec.UnsetType = msgspec.UNSET
+    done: tuple[_Count, ...] | msgspec.UnsetType = msgspec.UNSET

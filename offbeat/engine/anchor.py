@@ -46,7 +46,11 @@ class Anchor:
             out: [D].
         """
         for slot, (_, parameter, anchor) in zip(self._bucket.slots, self.slots, strict=True):
-            torch.sub(anchor, parameter.detach(), out=view_in(out, slot.offset, parameter))
+            place = view_in(out, slot.offset, parameter)
+            if place.device == parameter.device:
+                torch.sub(anchor, parameter.detach(), out=place)
+            else:  # what goes to a server is on the CPU
+                place.copy_(anchor - parameter.detach())
 
     def offset_parameters_(self, left: torch.Tensor) -> None:
         """Move the parameters, and not the anchor, by what was not sent of a delta [D]."""

@@ -14,6 +14,8 @@ afterwards.
 
 from __future__ import annotations
 
+import logging
+import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from offbeat.server.client.client import Client
     from offbeat.server.client.requests import PulledParameters, ServerRequest
     from offbeat.sync import Push
+
+_log = logging.getLogger("offbeat")
 
 
 class LossScorer:
@@ -80,7 +84,7 @@ class LossScorer:
                 if not self._fetch(asked, push, contribution):
                     return
                 self._move(places, before, contribution, asked)
-                losses.append(self._loss())
+                losses.append(self._loss_at(places, push))
         self._client.tell_losses(asked, losses)
 
     def _memory(self) -> list[torch.Tensor]:
@@ -136,6 +140,20 @@ class LossScorer:
         groups = self._model.optimizer.param_groups
         by_id = {id(p): float(group.get("lr", 1.0)) for group in groups for p in group["params"]}
         return {name: by_id.get(id(parameter), 0.0) for name, parameter in self._model.parameters.items()}
+
+    def _loss_at(self, places: dict[str, torch.Tensor], push: Push) -> float:
+        """Compute the loss where a contribution leads; no finite number if it cannot be computed there.
+
+        A contribution may be anything, and so may be what the script's own code does with it: nobody but its worker
+        is to blame for that, and least of all the validator is to end with it.
+        """
+        if not all(bool(place.isfinite().all()) for place in places.values()):
+            return math.inf
+        try:
+            return self._loss()
+        except Exception as error:
+            _log.warning("Where contribution %d of rank %d leads there is no loss: %s", push[1], push[0], error)
+            return math.inf
 
     def _loss(self) -> float:
         """Compute the loss, and have everything else be what it was."""

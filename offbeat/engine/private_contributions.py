@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _KEY_BYTES = 16
 _CHUNK = 1 << 20  # elements that are noised at once
-replaced_in_tests_alone: Callable[[int], bytes] = os.urandom
 
 
 class PrivateContributions:
@@ -35,12 +34,16 @@ class PrivateContributions:
 
     It belongs to the model, whatever the plan's policy: a swap does not begin to count anew.
 
+    Args:
+        draw_key: draws so many bytes that nobody else can know.
+
     Attributes:
         count: those that were made so far, each of which has spent the same.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, draw_key: Callable[[int], bytes] = os.urandom) -> None:
         self.count = 0
+        self._draw_key = draw_key
 
     def protect_(self, vectors: Sequence[torch.Tensor], mechanism: GaussianMechanism) -> None:
         """Clip a contribution and add noise, in place; one with NaN or Inf is NaN all over, which is no valid one.
@@ -53,7 +56,7 @@ class PrivateContributions:
             for vector in vectors:
                 vector.fill_(math.nan)  # what is finite in it would be seen without noise
             return
-        key = int.from_bytes(replaced_in_tests_alone(_KEY_BYTES), "little")
+        key = int.from_bytes(self._draw_key(_KEY_BYTES), "little")
         generator = np.random.Generator(np.random.Philox(key=key))
         for chunk in (chunk for vector in vectors for chunk in vector.split(_CHUNK)):
             noise = torch.from_numpy(generator.standard_normal(len(chunk), dtype=np.float32))

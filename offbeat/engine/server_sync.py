@@ -343,6 +343,7 @@ class ServerSync:
             self._context.waiter.wait(request, where)
         else:
             self._scorer.wait(request, where)
+            self._context.trusted_loss.forget()
         if self._return is None:
             self._take_values()
         else:

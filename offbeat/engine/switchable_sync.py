@@ -148,7 +148,9 @@ class SwitchableSync:
             return
         self._measured_s = now_s
         unsent = self._model.codec_state.residuals()
-        unsent += [self._model.parameters[name].detach() - value for name, value in self.anchors.items()]
+        for name, value in self.anchors.items():  # a server's are on the CPU
+            parameter = self._model.parameters[name].detach()
+            unsent.append(parameter - value.to(parameter.device))
         self.unsent_norm = math.hypot(*(float(torch.linalg.vector_norm(one.float())) for one in unsent))
 
     def synchronize(self) -> None:

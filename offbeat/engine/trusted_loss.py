@@ -18,7 +18,7 @@ class TrustedLoss:
     """The loss that the script of a validator has named last.
 
     Attributes:
-        function: computes it, on the samples at hand; None if there is none.
+        function: computes it, on the samples at hand; None if it was not named since the last update was judged.
     """
 
     def __init__(self) -> None:
@@ -35,6 +35,10 @@ class TrustedLoss:
                 f"Cannot judge by {rule!r}: this validator's script does not say what the loss is. Before each "
                 "optimizer.step() call run.score_by(lambda: loss_function(model(x), y)), with the batch at hand."
             )
+
+    def forget(self) -> None:
+        """Have the script name it again: the next update is to be judged on other samples."""
+        self.function = None
 
     def compute(self) -> float:
         """Compute it, in the mode that the model is in.

@@ -166,9 +166,10 @@ def main() -> None:
     # One step more than is measured, for the second check.
     steps = work.warmup_steps + work.steps + 1
     validates = bound.run is not None and bound.run.is_validator  # which ends when the workers do
-    if bound.run is not None and validates:
-        bound.run.score_by(functools.partial(_replayed_loss, work.replay.forward_s * work.compute_factor))
+    loss = functools.partial(_replayed_loss, work.replay.forward_s * work.compute_factor)
     for step in itertools.count() if validates else range(steps):
+        if bound.run is not None and validates:
+            bound.run.score_by(loss)
         count = data.next()
         _step(model, bound, step, work.replay.work_of(count))
         time.sleep(straggler.lost_s(compute_s))

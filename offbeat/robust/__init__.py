@@ -28,7 +28,7 @@ from offbeat.robust.meamed import MeaMed
 from offbeat.robust.mean import Mean
 from offbeat.robust.median import Median
 from offbeat.robust.phocas import Phocas
-from offbeat.robust.rule import Rule, add_scaled, gram_of
+from offbeat.robust.rule import Rule, TooFew, add_scaled, gram_of
 from offbeat.robust.trimmed_mean import TrimmedMean
 from offbeat.robust.zeno import Zeno
 from offbeat.robust.zeno_plus_plus import ZenoPlusPlus
@@ -51,6 +51,7 @@ __all__ = [
     "MultiKrum",
     "Phocas",
     "Rule",
+    "TooFew",
     "TrimmedMean",
     "Zeno",
     "ZenoPS",

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 Scope = Literal["model", "block"]
+TooFew = Literal["skip", "hold", "raise"]  # what to do when fewer contribute than a rule needs
 _COLUMNS = 1 << 16  # at once, so that what is computed in several passes stays in a core's cache
 
 

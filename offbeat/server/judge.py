@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import TYPE_CHECKING
 
@@ -86,6 +87,8 @@ class Judge:
         kept = finite[:count].nonzero().view(-1)
         if not len(kept):
             return none
+        if isinstance(rule, LossRule):
+            return self._by_losses(rule, gram, workers, losses)
         if why := rule.check(len(kept)):
             self.say(f"Updates are left out: {why}.")
             return none
@@ -99,11 +102,7 @@ class Judge:
         seen, said = gram[kept][:, kept], torch.tensor(given, dtype=torch.float64)
         if self._turn:
             seen = less_noise(seen, self._turn)
-        judged = rule.judge(seen, said, losses) if isinstance(rule, LossRule) else rule.judge(seen, said)
-        if isinstance(rule, LossRule):
-            self._tell_rejected([workers[i] for i in kept.tolist()], judged.tolist(), losses)
-        if isinstance(rule, LossRule) and not bool(judged.any()):
-            self.say(f"Updates are left out: by the loss on trusted samples {rule!r} accepts no contribution.")
+        judged = rule.judge(seen, said)
         huge = judged.abs() > MOST_SCALE
         for place in huge.nonzero().view(-1).tolist():
             self.say(f"What rank {workers[int(kept[place])]} pushes is next to nothing, and is rejected.")
@@ -113,11 +112,24 @@ class Judge:
             return none
         return none.index_copy(0, kept[: len(judged)], judged)
 
-    def _tell_rejected(self, workers: Sequence[int], scales: Sequence[float], losses: Sequence[float]) -> None:
-        """Say of whom something was rejected that raises the loss; not of whom others do more for it."""
-        for worker, scale, after in zip(workers, scales, losses[1:], strict=False):
-            if not scale and not after <= losses[0]:
+    def _by_losses(
+        self, rule: LossRule, gram: torch.Tensor, workers: Sequence[int], losses: Sequence[float]
+    ) -> torch.Tensor:
+        """Judge by losses. What is not finite has none, and is among those that are left out, as the worst there is."""
+        none = torch.zeros(len(gram), dtype=torch.float64)
+        if why := rule.check(len(workers)):
+            self.say(f"Updates are left out: {why}.")
+        if why or not losses:
+            return none
+        found, is_finite = iter(losses[1:]), gram.diagonal().isfinite().tolist()
+        after = [next(found) if one else math.inf for one in is_finite]
+        judged = rule.judge(gram, torch.ones(len(gram), dtype=torch.float64), [losses[0], *after])
+        for worker, scale, one, loss in zip(workers, judged.tolist(), is_finite, after, strict=True):
+            if one and not scale and not loss <= losses[0]:  # not of whom others do more for it
                 self.say(f"What rank {worker} pushes raises the loss on trusted samples, and is rejected.")
+        if not bool(judged.any()):
+            self.say(f"Updates are left out: by the loss on trusted samples {rule!r} accepts no contribution.")
+        return judged
 
     def say(self, text: str) -> None:
         """Tell people something, once."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from offbeat.batching import BatchTuning, Keeps
     from offbeat.control import Controller
     from offbeat.plan import Plan
+    from offbeat.robust import TooFew
     from offbeat.sync import Policy
 
 
@@ -27,6 +28,7 @@ class SimPlan:
     is_tabled = False
     has_elastic_group = False
     judging_rule = None
+    too_few: TooFew = "skip"
 
     @classmethod
     def of(cls, plan: Plan) -> SimPlan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from offbeat import ASP, BSP, LocalSGD, OuterSGD, ParameterServer, Plan
@@ -18,6 +19,8 @@ from offbeat.coordinator.events import (
     WorkerSaid,
 )
 from offbeat.coordinator.instructions import RejectPeer, SendReply, SendToShards, SendToWorker, WriteLog
+from offbeat.coordinator.model_record import revived
+from offbeat.coordinator.progress import TrainingProgress
 from offbeat.errors import NetworkError
 from offbeat.protocol.checkpoints import LOADING, MayPut, RequestReplacement
 from offbeat.protocol.optimizer_spec import OptimizerSpec, outer_hyper
@@ -34,10 +37,12 @@ from offbeat.protocol.training import (
     PieceOf,
     PullDone,
     Reconnect,
+    Refused,
 )
-from offbeat.robust import FLTrust, Rule, ZenoPlusPlus, ZenoPS
+from offbeat.robust import FLTrust, Rule, TrimmedMean, Zeno, ZenoPlusPlus, ZenoPS
 
 if TYPE_CHECKING:
+    from offbeat.robust import TooFew
     from offbeat.sync import Policy
 
 WORLD, VALIDATOR = 2, 7
@@ -47,8 +52,8 @@ HYPER: Any = ({"lr": 0.1},)
 class Job:
     """Workers 0 and 1 of a job, which has validators if it has a rule for them."""
 
-    def __init__(self, policy: Policy, rule: Rule | None = None) -> None:
-        self.plan = Plan(sync=policy, fabric=ParameterServer(), validator=rule)
+    def __init__(self, policy: Policy, rule: Rule | None = None, too_few: TooFew = "skip") -> None:
+        self.plan = Plan(sync=policy, fabric=ParameterServer(), validator=rule, too_few=too_few)
         self.coordinator = Coordinator(Plan.from_toml, 1, check_hyper=lambda *_: None)
         self.now_s = 0.0
         self.did: list[Any] = []
@@ -324,6 +329,125 @@ def test_unlike_batches_are_told_once() -> None:
             job.clocks[worker] += 1
             job.say(worker, PullDone(0, job.clocks[worker]))
     assert told.count("Rank 7, a validator, contributes 64 samples at a time, and workers 32") == 1
+
+
+class WithRule(Job):
+    """Workers 0 to 2 under a rule that needs three."""
+
+    def __init__(self, too_few: TooFew) -> None:
+        self.plan = Plan(fabric=ParameterServer(), rule=TrimmedMean(1), too_few=too_few)
+        self.coordinator = Coordinator(Plan.from_toml, 1, check_hyper=lambda *_: None)
+        self.now_s, self.did, self.clocks = 0.0, [], dict.fromkeys(range(10), 0)
+        self.hear(ModelBegun(0.0, 0, self.details()))
+        for worker in range(3):
+            self.open(worker)
+        self.hear(ShardSaid(0.0, ModelFilled(0)))
+        self.arrive(0, 1, 2)
+
+    def details(self, **changes: Any) -> ModelInfo:
+        return super().details(world=3, **changes)
+
+
+def test_updates_that_too_few_contribute_to_are_held_until_more_come() -> None:
+    job = WithRule("hold")
+    one = job.coordinator.models[0]
+    assert job.bring(0) == job.bring(1) == []
+    job.hear(WorkerGone(job.now_s, 2, NetworkError("It was killed.")))
+    assert (
+        "2 workers take part, and TrimmedMean(faulty=1) needs 3, and workers wait. Start more: offbeat run --join "
+        "PLACE --workers N SCRIPT."
+    ) in job.told
+    assert not _decided(job.did, ApplyContributions)
+    assert one.runner.is_paused
+    job.open(5)
+    assert "Enough workers take part: training goes on." in job.told
+    job.arrive(5)
+    (update,) = job.bring(5)
+    assert {worker for worker, _ in update.pushes} == {0, 1, 5}
+
+
+def test_who_is_done_is_not_waited_for() -> None:
+    """At the end of a job workers are done one after the other."""
+    job = WithRule("hold")
+    job.hear(WorkerGone(job.now_s, 2, None))
+    assert not job.coordinator.models[0].runner.is_paused
+    (update,) = [*job.bring(0), *job.bring(1)]
+    assert {worker for worker, _ in update.pushes} == {0, 1}, "which the rule leaves out"
+
+
+def test_nobody_is_told_to_start_more_while_all_are_waited_for() -> None:
+    job = WithRule("hold")
+    assert "Start more" not in job.coordinator.models[0].note
+    assert job.coordinator.models[0].runner.started
+
+
+def test_who_has_stepped_out_is_there() -> None:
+    """As for a question to all, which the last one still computes for."""
+    for job in (WithRule("hold"), WithRule("raise")):
+        for worker in (0, 1):
+            job.say(worker, AskAllWorkers(0, "the mean over all workers", numbers=(1.0,)))
+        assert not job.coordinator.models[0].runner.is_paused
+        (update,) = job.bring(2)
+        assert [worker for worker, _ in update.pushes] == [2], "which the rule leaves out"
+        did = job.say(2, AskAllWorkers(0, "the mean over all workers", numbers=(1.0,)))
+        for worker in range(3):
+            step = job.coordinator.models[0].runner.state.members[worker].step
+            did += job.say(worker, PullDone(0, step))
+        assert set(_answers(did)) == {0, 1, 2}
+
+
+def test_who_was_done_before_a_restart_is_not_waited_for_after_it() -> None:
+    job = WithRule("hold")
+    job.hear(WorkerGone(job.now_s, 2, None))
+    progress = job.coordinator.models[0].progress({})
+    assert progress.done == (2,)
+    old = msgspec.convert(msgspec.to_builtins(progress), TrainingProgress)
+    again = revived(BSP(), job.details(), 0, old, lambda: 0.0, frozenset())
+    again.runner.least = 3
+    for worker in (0, 1):
+        again.runner.join(worker)
+    assert again.runner.left_to_train == 3
+    assert not again.runner.is_paused
+
+
+def test_a_validator_that_is_done_is_no_worker() -> None:
+    job = Job(BSP(), Zeno(1), too_few="hold")
+    for validator in (VALIDATOR, VALIDATOR + 1):
+        job.open(validator, is_validator=True)
+        job.arrive(validator)
+    job.hear(WorkerGone(job.now_s, VALIDATOR + 1, None))
+    assert job.coordinator.models[0].runner.left_to_train == WORLD
+
+
+def test_a_job_ends_when_too_few_are_left_if_its_plan_says_so() -> None:
+    job = WithRule("raise")
+    job.hear(WorkerGone(job.now_s, 2, NetworkError("It was killed.")))
+    said = {one.worker: one.message.reason for one in job.did if isinstance(getattr(one, "message", None), Refused)}
+    assert said == dict.fromkeys(
+        (0, 1),
+        "Cannot go on: 2 workers take part, and TrimmedMean(faulty=1) needs 3. The plan has too_few='raise'; with "
+        "'hold' it would wait.",
+    )
+    job = WithRule("raise")
+    job.hear(WorkerGone(job.now_s, 2, None))
+    assert not any(isinstance(getattr(one, "message", None), Refused) for one in job.did), "it is done"
+
+
+def test_that_a_job_cannot_go_on_is_said_once() -> None:
+    job = WithRule("raise")
+    job.hear(WorkerGone(job.now_s, 2, NetworkError("It was killed.")))
+    job.hear(WorkerGone(job.now_s, 1, NetworkError("It was refused.")))
+    assert not any(isinstance(getattr(one, "message", None), Refused) for one in job.did)
+
+
+def test_a_job_ends_with_its_last_validator_if_its_plan_says_so() -> None:
+    job = Job(BSP(), ZenoPS(), too_few="raise")
+    job.open(VALIDATOR, is_validator=True)
+    job.arrive(VALIDATOR)
+    job.hear(WorkerGone(job.now_s, VALIDATOR, NetworkError("It was killed.")))
+    said = [one.message.reason for one in job.did if isinstance(getattr(one, "message", None), Refused)]
+    assert len(said) == WORLD
+    assert said[0].startswith("Cannot go on: no validator is left, and ZenoPS(")
 
 
 def _decided(did: list[Any], kind: type) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -120,6 +121,32 @@ def test_each_contribution_leads_where_its_update_would(how: dict[str, Any], mov
     a, b = moves
     expected = [3 * (10 - a * k) + 500 * (10 - b * k) + 1000 + noise for k in (0, 1, 2)]
     assert losses == pytest.approx(expected), "all with the same noise, and one more batch seen than before"
+
+
+def test_a_contribution_that_leads_where_there_is_no_loss_does_not_end_the_validator() -> None:
+    validator = Validator()
+    model, own = validator.model, validator.loss.function
+    assert own is not None
+
+    def raises() -> torch.Tensor:
+        if float(model.a.detach().flatten()[0]) < 9.2:  # where the second leads
+            raise ValueError("all elements of input should be between 0 and 1")
+        return own()  # type: ignore[return-value]
+
+    validator.loss.function = raises
+    (losses,) = validator.score()
+    assert [math.isfinite(loss) for loss in losses] == [True, True, False]
+
+
+def test_a_loss_that_cannot_be_computed_at_all_is_the_scripts_own_fault() -> None:
+    validator = Validator()
+
+    def raises() -> torch.Tensor:
+        raise ValueError("no")
+
+    validator.loss.function = raises
+    with pytest.raises(ValueError, match="no"):
+        validator.score()
 
 
 def test_nothing_is_left_of_it() -> None:

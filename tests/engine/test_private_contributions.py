@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import os
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from offbeat import GaussianMechanism
-from offbeat.engine import private_contributions
 from offbeat.engine.private_contributions import PrivateContributions, clip_reference_
 from offbeat.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MECHANISM = GaussianMechanism(max_norm=3.0, noise=0.5)
 
 
-def protected(*vectors: torch.Tensor) -> torch.Tensor:
+def protected(*vectors: torch.Tensor, draw_key: Callable[[int], bytes] = os.urandom) -> torch.Tensor:
     own = [vector.clone() for vector in vectors]
-    PrivateContributions().protect_(own, MECHANISM)
+    PrivateContributions(draw_key).protect_(own, MECHANISM)
     return torch.cat([vector.double() for vector in own])
 
 
-def test_all_blocks_are_clipped_together_and_each_element_is_noised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(private_contributions, "replaced_in_tests_alone", lambda size: bytes(range(size)))
+def test_all_blocks_are_clipped_together_and_each_element_is_noised() -> None:
+    known = functools.partial(protected, draw_key=lambda size: bytes(range(size)))
     long = torch.full((60_000,), 4.0), torch.full((40_000,), 2.0, dtype=torch.float64)
-    noise = protected(torch.zeros(60_000), torch.zeros(40_000))
+    noise = known(torch.zeros(60_000), torch.zeros(40_000))
     norm = math.hypot(*(float(vector.norm()) for vector in long))
-    clipped = (protected(*long) - noise).norm()
+    clipped = (known(*long) - noise).norm()
     assert float(clipped) == pytest.approx(3.0, rel=1e-3)
     torch.testing.assert_close(
-        protected(*long) - noise, torch.cat([v.double() for v in long]) * 3 / norm, atol=1e-6, rtol=0
+        known(*long) - noise, torch.cat([v.double() for v in long]) * 3 / norm, atol=1e-6, rtol=0
     )
     short = torch.full((100_000,), 1e-3)
-    torch.testing.assert_close(protected(short) - noise, short.double(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(known(short) - noise, short.double(), atol=1e-6, rtol=0)
     assert float(noise.mean()) == pytest.approx(0.0, abs=0.03)
     assert float(noise.std()) == pytest.approx(1.5, rel=0.02)
     assert float(noise.pow(4).mean()) == pytest.approx(3 * 1.5**4, rel=0.05)

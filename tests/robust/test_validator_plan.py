@@ -136,6 +136,22 @@ def test_an_error_ends_with_its_path() -> None:
             "gradients and changes would be in updates by themselves",
         ),
         (lambda: Plan(fabric=SERVER, validator=ZenoPS()).check_world(257), "256 is the most. Use ASP()"),
+        (
+            lambda: Plan(sync=KSync(2, late="carry"), fabric=SERVER, validator=Zeno(1)),
+            "a validator that is late waits for the next update, and nobody judges that: use KSync(k, late='drop')",
+        ),
+        (
+            lambda: Plan(fabric=SERVER, rule=Median(), too_few="wait"),  # type: ignore[arg-type]
+            "choose one of skip, hold, raise - at `plan.too_few`",
+        ),
+        (
+            lambda: Plan(fabric=SERVER, too_few="hold"),
+            "an update may be of any number of contributions: use too_few='skip' - at `plan.too_few`",
+        ),
+        (
+            lambda: Plan(fabric=SERVER, rule=Median()).swapped('too_few = "hold"'),
+            "start again with the other plan - at `plan.too_few`",
+        ),
         (lambda: Plan(fabric=SERVER).swapped('validator = { kind = "ZenoPS" }'), "Cannot swap None for ZenoPS"),
     ],
 )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from offbeat.batching import BatchTuning, Keeps
     from offbeat.history import Record
-    from offbeat.robust import Rule
+    from offbeat.robust import Rule, TooFew
     from offbeat.sync import Policy
 
 
@@ -118,6 +118,7 @@ class Parts:
 
     controller = None
     judging_rule = None
+    too_few: TooFew = "skip"
 
     def controlled(self, sync: Policy) -> Parts:
         raise AssertionError("There is no controller.")

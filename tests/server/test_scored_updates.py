@@ -142,6 +142,15 @@ def test_what_is_not_finite_is_not_asked_about_and_rejected(told: list[str]) -> 
     ]
 
 
+def test_what_is_not_finite_is_among_those_that_are_left_out() -> None:
+    """Of three two lie, one of them with NaN: one honest worker is enough."""
+    job, brings = Scored(Zeno(2), VALIDATOR), gradients(3)
+    brings[0] = torch.full((NUMEL,), float("nan"))
+    job.hold(brings)
+    job.score((3.0, 1.0, 9.0))
+    torch.testing.assert_close(-job.values, brings[1])
+
+
 def test_losses_that_are_no_numbers_make_no_update(told: list[str]) -> None:
     job = Scored(Zeno(1), VALIDATOR)
     job.hold(gradients(3))

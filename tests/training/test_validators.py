@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from datetime import timedelta
@@ -291,6 +292,22 @@ def test_by_the_command(tmp_path: Path) -> None:
     assert "The job is over: its last worker has said good-bye. This validator ends with it." in said
     assert "validates True" not in said, "its loop has no end"
     assert (tmp_path / "job" / "validator.token").stat().st_mode & 0o077 == 0
+
+
+def test_the_example(tmp_path: Path) -> None:
+    """With its validator it learns although three of four lie."""
+    example = Path(__file__).parents[2] / "examples/untrusted_workers.py"
+    with start("run", "-n", 4, "--servers", 1, "--run-dir", "job", example, "--liars", 3, "--epochs", 6,
+               folder=tmp_path) as job:  # fmt: skip
+        try:
+            code, said = command("run", "--validator", "--job", "job", example, folder=tmp_path, timeout_s=100)
+            output, _ = job.communicate(timeout=60)
+        finally:
+            job.kill()
+    assert (job.returncode, code) == (0, 0), (output, said)
+    found = re.search(r"([0-9.]+)% of the held-out digits are right", output)
+    assert found is not None, output
+    assert float(found[1]) > 80
 
 
 def test_a_server_in_a_workers_hands_is_refused(tmp_path: Path) -> None:

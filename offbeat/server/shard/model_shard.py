@@ -105,6 +105,7 @@ class ModelShard:
         self.sizes = {index: block.size_bytes for index, block in blocks.items()}
         rule, codec = parts.rule, parts.codec
         self.needs_validator = rule is not None and rule.needs_validator
+        self._needs_losses = rule is not None and rule.needs_losses
         self._codec = None if codec is None else BlockCodec(codec, list(blocks.values()), details.seed or 0)
         self._robust = None if rule is None else RobustAggregator(rule, _log.warning, parts.privacy)
         self._store = ParameterStore(list(blocks.values()), details.optimizer, self._robust or WeightedMean())
@@ -279,12 +280,13 @@ class ModelShard:
         return self._store.image(block, self._freeze(block)[1])
 
     def fetch(self, version: int, push: Push | None) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield each block [D] of a contribution to an update that waits to be judged, decoded; none if none does.
+        """Yield each block [D] of a contribution to an update that waits to be judged, decoded; none if none does, or
+        the rule goes by something else than losses: then nobody is to see what others contribute.
 
         Args:
             push: the contribution; None for the parameters as they are before the update.
         """
-        update = self._scheduler.measured(version)
+        update = self._scheduler.measured(version) if self._needs_losses else None
         for block, brought in () if update is None else update.blocks.items():
             if push is None:
                 yield block, self._freeze(block)[1]
