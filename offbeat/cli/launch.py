@@ -64,7 +64,6 @@ class LaunchSpec:
         hash_every: steps between two digests of the parameters.
         store: the file in which the workers meet; None for one that ends with them.
         check_freshness: whether parameters that are read too early are looked for.
-        has_validator: whether contributions are judged beside a validator's.
     """
 
     script: Path
@@ -79,7 +78,6 @@ class LaunchSpec:
     hash_every: int = 1
     store: Path | None = None
     check_freshness: bool = False
-    has_validator: bool = False
 
 
 class Worker:
@@ -225,7 +223,7 @@ class Launch:
         # Who has a token has it for all that the workers reach, such as a switch.
         job, token = secrets.token_hex(8), os.environ.get("OFFBEAT_TOKEN") or secrets.token_hex(32)
         validator_token = os.environ.get("OFFBEAT_VALIDATOR_TOKEN", "")
-        if self._job.has_validator and not validator_token:
+        if not validator_token:  # the plan may be the script's
             validator_token = secrets.token_hex(32)
             write_whole(self._job.run_dir / VALIDATOR_TOKEN, validator_token.encode(), mode=0o600)
         addresses: list[str] = []

@@ -163,7 +163,6 @@ def run(
         hash_every=hash_every,
         store=_store(folder.resolve()) if chosen.has_elastic_group and joining is None else None,
         check_freshness=check_freshness,
-        has_validator=chosen.validator is not None,
     )
     console = Console(highlight=False, soft_wrap=True)
     metrics = folder / "metrics.jsonl"

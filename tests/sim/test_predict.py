@@ -16,8 +16,8 @@ from offbeat.scenario import Scenario
 from offbeat.sim import Known, is_modelled
 
 SCENARIOS = Path(__file__).parents[2] / "benchmarks/scenarios"
-# Steps of a few milliseconds on two cores: what is measured there is this machine's Python.
-OURS_ALONE = {"loopback"}
+# What is measured there is this machine's two cores: steps of a few milliseconds, or next to nothing that is sent.
+OURS_ALONE = {"loopback", "robust_cost", "slow_links_chars", "slow_links_mnist"}
 
 
 # Simulated again in three seconds or more, each: `make test-slow`.
