@@ -446,6 +446,10 @@ _FEW_BYTES = (
     "The simulator has no cores. Where little is sent, four workers that compute and encode on two cores are what a "
     "step waits for: it takes 86 to 119 ms, of which about two thirds are predicted."
 )
+_ELEVEN = (
+    "The simulator has no cores. Ten workers, or eleven with a validator, and a server share two of them: a step is "
+    "what all of them compute, one after the other, and takes six to ten times what one of them does."
+)
 _ONE_MACHINE = (
     "The simulator has no cores, and knows no rules. Eight workers, the server and all that is on loopback share two "
     "cores; the difference between the rows is what their rules take of them."
@@ -483,6 +487,18 @@ EXPLAINED: dict[str, dict[str, str]] = {
             "CSER, 256 x",
         ),
         _FEW_BYTES,
+    ),
+    "byzantine": dict.fromkeys(
+        (
+            *("ddp", "dense, synchronous", "honest: ZenoPS, few bytes"),
+            *(
+                f"{who}: {rule}"
+                for who in ("honest", "sign x 6", "flipped labels", "IPM")
+                for rule in ("mean", "trimmed mean", "median", "MultiKrum", "ZenoPS")
+            ),
+            *(f"6 of 10 signs x 6: {rule}" for rule in ("mean", "MultiKrum", "ZenoPS")),
+        ),
+        _ELEVEN,
     ),
     "robust_cost": dict.fromkeys(
         ("ddp", "mean", "median", "trimmed mean", "multi-Krum", "geometric median", "centred clipping"), _ONE_MACHINE

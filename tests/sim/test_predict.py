@@ -17,7 +17,7 @@ from offbeat.sim import Known, is_modelled
 
 SCENARIOS = Path(__file__).parents[2] / "benchmarks/scenarios"
 # What is measured there is this machine's two cores: steps of a few milliseconds, or next to nothing that is sent.
-OURS_ALONE = {"loopback", "robust_cost", "slow_links_chars", "slow_links_mnist"}
+OURS_ALONE = {"byzantine", "loopback", "robust_cost", "slow_links_chars", "slow_links_mnist"}
 
 
 # Simulated again in three seconds or more, each: `make test-slow`.
