@@ -446,6 +446,15 @@ _FEW_BYTES = (
     "The simulator has no cores. Where little is sent, four workers that compute and encode on two cores are what a "
     "step waits for: it takes 86 to 119 ms, of which about two thirds are predicted."
 )
+_ENCODED = (
+    "EF, top-k 1 %",
+    "EF, PowerSGD(4)",
+    "EF, 32 x",
+    "QSparse, 32 x",
+    "CSER, 32 x",
+    "EF, 256 x",
+    "CSER, 256 x",
+)
 _ELEVEN = (
     "The simulator has no cores. Ten workers, or eleven with a validator, and a server share two of them: a step is "
     "what all of them compute, one after the other, and takes six to ten times what one of them does."
@@ -463,31 +472,8 @@ EXPLAINED: dict[str, dict[str, str]] = {
         "local sgd(8)": _BUSY,
         "local sgd(8), outer": _BUSY,
     },
-    "slow_links_mnist": dict.fromkeys(
-        (
-            "EF, top-k 1 %",
-            "EF, PowerSGD(4)",
-            "EF, 32 x",
-            "QSparse, 32 x",
-            "CSER, 32 x",
-            "EF, 256 x",
-            "CSER, 256 x",
-        ),
-        _SHARED_CORES,
-    ),
-    "slow_links_chars": dict.fromkeys(
-        (
-            "local sgd(8)",
-            "EF, top-k 1 %",
-            "EF, PowerSGD(4)",
-            "EF, 32 x",
-            "QSparse, 32 x",
-            "CSER, 32 x",
-            "EF, 256 x",
-            "CSER, 256 x",
-        ),
-        _FEW_BYTES,
-    ),
+    "slow_links_mnist": dict.fromkeys(_ENCODED, _SHARED_CORES),
+    "slow_links_chars": dict.fromkeys(("local sgd(8)", *_ENCODED), _FEW_BYTES),
     "byzantine": dict.fromkeys(
         (
             *("ddp", "dense, synchronous", "honest: ZenoPS, few bytes"),

@@ -30,11 +30,8 @@ class JobRecord:
         workers: that are connected.
         statuses: what workers say of themselves.
         evicted: by model and worker: why.
-        compares: a robust rule, or a validator's, makes updates: no contribution is taken by itself.
-        needs_validator: contributions are judged beside a validator's, or by losses on its trusted samples.
-        needs_losses: contributions are judged by losses.
         validators: ranks of those that came as one, also if they are gone.
-        rule: by which contributions are compared; None for none.
+        rule: that makes updates, of its own or beside validators; None for the mean.
         too_few: what to do when fewer workers are left than that needs.
         was_ended: all workers were told that the job cannot go on.
     """
@@ -48,20 +45,29 @@ class JobRecord:
     workers: set[int] = field(default_factory=set)
     statuses: dict[int, TrainingStatus] = field(default_factory=dict)
     evicted: dict[tuple[int, int], str] = field(default_factory=dict)
-    compares: bool = False
-    needs_validator: bool = False
-    needs_losses: bool = False
     validators: set[int] = field(default_factory=set)
     rule: JudgingRule | None = None
     too_few: TooFew = "skip"
     was_ended: bool = False
 
+    @property
+    def compares(self) -> bool:
+        """Whether a rule makes updates, so that no contribution is taken by itself."""
+        return self.rule is not None
+
+    @property
+    def needs_validator(self) -> bool:
+        """Whether contributions are judged beside a validator's, or by losses on its trusted samples."""
+        return self.rule is not None and self.rule.needs_validator
+
+    @property
+    def needs_losses(self) -> bool:
+        """Whether contributions are judged by losses."""
+        return self.rule is not None and self.rule.needs_losses
+
     def goes_by(self, plan: DecidingParts) -> None:
-        """Note by which rule contributions are compared, and what to do if they are too few."""
-        rule = self.rule = plan.judging_rule
-        self.too_few = plan.too_few
-        self.compares, self.needs_validator = rule is not None, rule is not None and rule.needs_validator
-        self.needs_losses = rule is not None and rule.needs_losses
+        """Note by which rule updates are made, and what to do if contributions are too few."""
+        self.rule, self.too_few = plan.judging_rule, plan.too_few
 
     def time_s(self) -> float:
         """Time of the event at hand."""

@@ -98,7 +98,7 @@ class PolicyRunner:
     @property
     def is_paused(self) -> bool:
         """Whether nothing is decided, because no validator takes part, or too few workers do."""
-        return self.lacks_validator or self._lacks_workers(self.state)
+        return self._is_paused_in(self.state)
 
     @property
     def lacks_validator(self) -> bool:
@@ -118,8 +118,8 @@ class PolicyRunner:
     def _lacks_validator(self, state: State) -> bool:
         return self.validators is not None and self.validators.isdisjoint(state.members)
 
-    def _lacks_workers(self, state: State) -> bool:
-        return self._left_to_train(state) < self.least
+    def _is_paused_in(self, state: State) -> bool:
+        return self._lacks_validator(state) or (self.least > 0 and self._left_to_train(state) < self.least)
 
     def _left_to_train(self, state: State) -> int:
         here = {*state.members, *state.away}  # who has stepped out, as for a question to all, is there
@@ -217,10 +217,10 @@ class PolicyRunner:
 
     def tell(self, event: Event) -> tuple[Action, ...]:
         """Run the policy on `event`; not before the start, nor while there is no validator, or too few workers."""
-        after = observe(self.state, event)
-        if self.started and not self._lacks_validator(after) and not self._lacks_workers(after):
+        never_pauses = self.validators is None and not self.least
+        if self.started and (never_pauses or not self._is_paused_in(observe(self.state, event))):
             return self._decide(event)
-        self.state = after
+        self.state = observe(self.state, event)
         self.record(policy_step(self.model, event, (), asked=False))
         self.event_metrics.hear(event, (), self.state)
         return self.start_if_all_are_here() if isinstance(event, Left) and not self.started else ()

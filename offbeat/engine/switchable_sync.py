@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -147,11 +148,12 @@ class SwitchableSync:
         if (now_s := self._context.clock.now_s()) < self._measured_s + _MEASURE_S:
             return
         self._measured_s = now_s
-        unsent = self._model.codec_state.residuals()
-        for name, value in self.anchors.items():  # a server's are on the CPU
-            parameter = self._model.parameters[name].detach()
-            unsent.append(parameter - value.to(parameter.device))
-        self.unsent_norm = math.hypot(*(float(torch.linalg.vector_norm(one.float())) for one in unsent))
+        kept = self._model.codec_state.residuals()
+        values = self._model.parameters
+        apart = (values[name].detach() - value.to(values[name].device) for name, value in self.anchors.items())
+        # One by one: all differences at once were another model. A server's values are on the CPU.
+        norms = (float(torch.linalg.vector_norm(one.float())) for one in itertools.chain(kept, apart))
+        self.unsent_norm = math.hypot(*norms)
 
     def synchronize(self) -> None:
         """Have all of the steps that the optimizer was told to make done; this worker's own."""

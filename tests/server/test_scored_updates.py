@@ -57,7 +57,7 @@ class Scored(Together):
 
     def __init__(self, rule: Zeno, *here: int) -> None:
         super().__init__(rule)
-        self.job.needs_losses, self.job.validators = True, {VALIDATOR, OTHER}
+        self.job.rule, self.job.validators = rule, {VALIDATOR, OTHER}
         self.here(*here)
         self.asked: list[tuple[int, ScoreContributions]] = []
         self.judged: list[UpdateJudged] = []
