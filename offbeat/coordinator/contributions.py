@@ -125,7 +125,7 @@ class Contributions:
             return about, about.weight
         one.trusted_hyper = one.trusted_hyper if about.change else about.hyper
         one.most_weight = about.weight or one.most_weight
-        if not self._job.needs_losses:  # else nothing is held against what it contributes
+        if self._job.expects_like_batches:
             self._compare_batches(one, worker)
         return about, 0.0
 
@@ -141,7 +141,8 @@ class Contributions:
         text = (
             f"Rank {validator}, a validator, contributes {mine:g} samples at a time, and workers {theirs:g}: a "
             "reference that is less or more noisy than honest contributions rejects many of them. Give its loader the "
-            "workers' batch size."
+            "workers' batch size, or say in the plan how much longer than the reference they are: "
+            f"validator={type(job.rule).__name__}(calibrate=...)."
         )
         job.out.log(text)
         job.out.send(validator, Notice(text))

@@ -65,6 +65,11 @@ class JobRecord:
         """Whether contributions are judged by losses."""
         return self.rule is not None and self.rule.needs_losses
 
+    @property
+    def expects_like_batches(self) -> bool:
+        """Whether contributions are held against one of a validator that is as noisy as they are."""
+        return self.rule is not None and self.rule.needs_reference and not self.rule.is_calibrated
+
     def goes_by(self, plan: DecidingParts) -> None:
         """Note by which rule updates are made, and what to do if contributions are too few."""
         self.rule, self.too_few = plan.judging_rule, plan.too_few

@@ -8,9 +8,9 @@
 * `geometric_median` - the least sum of distances
 * `centred_clipping` - near what was agreed before
 * `faba` - without the farthest
-* `fltrust` - in the direction of a reference
+* `reference_rule` - those that go by a reference on trusted samples: `fltrust` - in its direction
 * `loss_rule` - those that go by the loss on trusted samples: `zeno`
-* `zeno_plus_plus` - by the angle to a reference on trusted samples, one at a time;
+* `zeno_plus_plus` - by the angle to a reference, one at a time;
   `zeno_ps` - updates of several steps beside a validator's own
 * `kardam` - one at a time, by how fast they change
 """

@@ -10,26 +10,25 @@ from dataclasses import dataclass
 
 import torch
 
-from offbeat.robust.rule import Rule
+from offbeat.robust.reference_rule import ReferenceRule
 
 
 @dataclass(frozen=True)
-class FLTrust(Rule):
+class FLTrust(ReferenceRule):
     """The mean of contributions as long as a reference on trusted data, weighted by the cosine of their angle to it.
+
+    Args:
+        calibrate: how long a contribution is made, in units of the reference's norm, see `ReferenceRule`.
+
+    Raises:
+        PlanError: if `calibrate` is not above 0 and finite.
 
     >>> import torch
     >>> FLTrust()(torch.tensor([[2.0], [-900.0]]), reference=torch.tensor([1.0]))
     tensor([1.])
     """
 
-    needs_gram = True
-    needs_reference = True
-
-    def least(self) -> int:
-        return 1
-
-    def most_faulty(self, n: int) -> int:
-        return n - 1
+    calibrate: float = 1.0
 
     def judge(self, gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Trust each by its angle; nothing moves where none is trusted."""

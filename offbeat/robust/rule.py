@@ -70,6 +70,11 @@ class Rule(ABC):
         return self.needs_losses or (self.needs_reference and not self.reference_is_previous)
 
     @property
+    def is_calibrated(self) -> bool:
+        """Whether it was told how long honest contributions are beside the reference."""
+        return False
+
+    @property
     def judges_model(self) -> bool:
         """Whether nothing can be combined before all blocks of all contributions are there."""
         return self.needs_gram and self.scope == "model"
@@ -95,11 +100,15 @@ class Rule(ABC):
         way = f"Use faulty={fewer}, or more workers" if fewer > 0 else "Use more workers, or Median()"
         return f"{self!r} needs at least {self.least()} contributions, and there are {n}. {way}"
 
+    def calibrated(self, gram: torch.Tensor) -> torch.Tensor:
+        """What `judge` is to look at, of the Gram matrix of contributions as they came."""
+        return gram
+
     def judge(self, gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Decide by what each contribution is multiplied before they are combined.
 
         Args:
-            gram: [n, n] float64, with the reference as one more row and column at the end, if there is one.
+            gram: [n, n] float64, `calibrated`, with the reference as one more row and column at the end, if any.
             weights: [n] float64, above 0.
 
         Returns:
@@ -141,7 +150,7 @@ class Rule(ABC):
         if weights is not None and self.is_weighted:
             given = torch.tensor(weights, dtype=torch.float64)
         gram = gram_of(whole) if self.needs_gram else torch.zeros(len(whole), len(whole), dtype=torch.float64)
-        return self.combine(whole, self.judge(gram, given))
+        return self.combine(whole, self.judge(self.calibrated(gram), given))
 
 
 def check_scope(scope: Scope) -> None:

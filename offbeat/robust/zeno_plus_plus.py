@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from offbeat.errors import PlanError
-from offbeat.robust.rule import Rule, Scope, check_scope
+from offbeat.robust.reference_rule import ReferenceRule
+from offbeat.robust.rule import Scope, check_scope
 
 
 @dataclass(frozen=True)
-class ZenoPlusPlus(Rule):
+class ZenoPlusPlus(ReferenceRule):
     """The mean of the updates that point where the reference does, none of them longer than it is.
 
     Args:
@@ -25,9 +26,10 @@ class ZenoPlusPlus(Rule):
         epsilon: what is forgiven, in units of the square of the reference's norm.
         shrinks: whether updates are only made shorter; else also those that are shorter are made as long.
         scope: whether all blocks of the "model" are judged together, or each "block" by itself.
+        calibrate: how long an honest contribution is, in units of the reference's norm, see `ReferenceRule`.
 
     Raises:
-        PlanError: if `penalty` is negative, or there is no such scope.
+        PlanError: if `penalty` is negative, `calibrate` not above 0, or there is no such scope.
 
     >>> rule, reference = ZenoPlusPlus(), torch.tensor([1.0, 0.0])
     >>> updates = [2.0, 0.0], [-1.0, 0.0], [50.0, 0.0]
@@ -39,20 +41,14 @@ class ZenoPlusPlus(Rule):
     epsilon: float = 0.0
     shrinks: bool = False
     scope: Scope = "model"
-    needs_gram = True
-    needs_reference = True
+    calibrate: float = 1.0
     judges_norms = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_scope(self.scope)
         if not self.penalty >= 0:
             raise PlanError(f"Cannot reward the norm by {self.penalty!r}: 0 or more - at `plan.validator.penalty`.")
-
-    def least(self) -> int:
-        return 1
-
-    def most_faulty(self, n: int) -> int:
-        return n - 1
 
     def judge(self, gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Accept each by its score."""

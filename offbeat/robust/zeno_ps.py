@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import torch
 
 from offbeat.errors import PlanError
-from offbeat.robust.rule import Rule, Scope, check_scope
+from offbeat.robust.reference_rule import ReferenceRule
+from offbeat.robust.rule import Scope, check_scope
 from offbeat.robust.zeno_plus_plus import mean_of_accepted
 
 
 @dataclass(frozen=True)
-class ZenoPS(Rule):
+class ZenoPS(ReferenceRule):
     """The mean of the updates that neither lead away from the reference nor are much longer than it is.
 
     Args:
@@ -27,9 +28,10 @@ class ZenoPS(Rule):
             worker left out is accepted as the zero that it is, and counts in the mean.
         rho: how much longer an update may be: the square of its norm is less than 1 + rho that of the reference's.
         scope: whether all blocks of the "model" are judged together, or each "block" by itself.
+        calibrate: how long an honest contribution is, in units of the reference's norm, see `ReferenceRule`.
 
     Raises:
-        PlanError: if `rho` is not above -1, or there is no such scope.
+        PlanError: if `rho` is not above -1, `calibrate` not above 0, or there is no such scope.
 
     >>> reference = torch.tensor([1.0, 0.0])
     >>> ZenoPS()(torch.tensor([[1.0, 0.2], [1.0, -0.2], [-6.0, 0.0]]), reference=reference)
@@ -39,20 +41,14 @@ class ZenoPS(Rule):
     eta: float = -0.001
     rho: float = 0.6
     scope: Scope = "model"
-    needs_gram = True
-    needs_reference = True
+    calibrate: float = 1.0
     judges_norms = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_scope(self.scope)
         if not self.rho > -1:
             raise PlanError(f"Cannot accept norms below 0, as rho={self.rho!r} has it - at `plan.validator.rho`.")
-
-    def least(self) -> int:
-        return 1
-
-    def most_faulty(self, n: int) -> int:
-        return n - 1
 
     def judge(self, gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Accept each by its inner product and its norm."""
@@ -62,16 +58,17 @@ class ZenoPS(Rule):
 
 
 @dataclass(frozen=True)
-class ZenoPSAsync(Rule):
+class ZenoPSAsync(ReferenceRule):
     """The mixing of one update at a time; of several, their sum.
 
     Args:
         eta: the least cosine of an update that is added as it is.
         alpha: the part of an update that is added.
         scope: whether all blocks of the "model" are judged together, or each "block" by itself.
+        calibrate: how long an honest contribution is, in units of the reference's norm, see `ReferenceRule`.
 
     Raises:
-        PlanError: if `alpha` is not above 0 and at most 1, or there is no such scope.
+        PlanError: if `alpha` is not above 0 and at most 1, `calibrate` not above 0, or there is no such scope.
 
     >>> rule, reference = ZenoPSAsync(alpha=0.5), torch.tensor([1.0, 0.0])
     >>> [rule(torch.tensor([update]), reference=reference).tolist() for update in ([1.0, 0.0], [-4.0, 0.0])]
@@ -81,22 +78,16 @@ class ZenoPSAsync(Rule):
     eta: float = -0.02
     alpha: float = 0.4
     scope: Scope = "model"
-    needs_gram = True
-    needs_reference = True
+    calibrate: float = 1.0
     judges_norms = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_scope(self.scope)
         if not 0 < self.alpha <= 1:
             raise PlanError(
                 f"Cannot add a part {self.alpha!r} of an update: above 0 and at most 1 - at `plan.validator.alpha`."
             )
-
-    def least(self) -> int:
-        return 1
-
-    def most_faulty(self, n: int) -> int:
-        return n - 1
 
     def judge(self, gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Shorten each, and turn those that lead away."""

@@ -99,7 +99,7 @@ class Judge:
                 return none
             kept = torch.cat((kept, torch.tensor([count])))
         given = [weights[i] if rule.is_weighted else 1.0 for i in kept.tolist() if i < count]
-        seen, said = gram[kept][:, kept], torch.tensor(given, dtype=torch.float64)
+        seen, said = rule.calibrated(gram[kept][:, kept]), torch.tensor(given, dtype=torch.float64)
         if self._turn:
             seen = less_noise(seen, self._turn)
         judged = rule.judge(seen, said)

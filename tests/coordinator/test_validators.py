@@ -315,8 +315,9 @@ def test_it_takes_part_in_no_question() -> None:
     assert {worker: one.numbers for worker, one in _answers(did).items()} == {0: (2.0,), 1: (2.0,)}
 
 
-def test_unlike_batches_are_told_once() -> None:
-    job = Job(BSP(), ZenoPS())
+@pytest.mark.parametrize(("rule", "times"), [(ZenoPS(), 1), (ZenoPS(calibrate=1.4), 0)])
+def test_unlike_batches_are_told_once(rule: ZenoPS, times: int) -> None:
+    job = Job(BSP(), rule)
     job.open(VALIDATOR, is_validator=True)
     job.arrive(VALIDATOR)
     told = ""
@@ -328,7 +329,7 @@ def test_unlike_batches_are_told_once() -> None:
         for worker in (0, 1, VALIDATOR):
             job.clocks[worker] += 1
             job.say(worker, PullDone(0, job.clocks[worker]))
-    assert told.count("Rank 7, a validator, contributes 64 samples at a time, and workers 32") == 1
+    assert told.count("Rank 7, a validator, contributes 64 samples at a time, and workers 32") == times
 
 
 class WithRule(Job):

@@ -112,8 +112,8 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"fabric": SERVER, "codec": QSGD(8), "validator": FLTrust()},
-        f"Cannot use FLTrust() with privacy={NOISE!r}: with {QSGD(8)!r} elements, and the noise in them, are not sent "
-        "as they are: use Dense(), Cast() or GRBS(4) - at `plan.validator`.",
+        f"Cannot use {FLTrust()!r} with privacy={NOISE!r}: with {QSGD(8)!r} elements, and the noise in them, are not "
+        "sent as they are: use Dense(), Cast() or GRBS(4) - at `plan.validator`.",
     ),
     (
         {"fabric": SERVER, "validator": ZenoPS(rho=0.0)},

@@ -35,12 +35,14 @@ from offbeat.robust import (
     ZenoPSAsync,
 )
 from offbeat.robust.rule import _comparators, gram_of, sorted_rows
+from offbeat.server.judge import Judge
 from offbeat.testing import check_rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from offbeat.robust import Rule
+    from offbeat.robust.reference_rule import ReferenceRule
 
 RULES: list[Rule] = [
     Mean(),
@@ -57,6 +59,7 @@ RULES: list[Rule] = [
     ZenoPS(),
     ZenoPlusPlus(),
     ZenoPlusPlus(shrinks=True),
+    ZenoPS(calibrate=1.2),
     *(Zeno(f, penalty=1e-5) for f in (0, 1, 3)),
 ]
 
@@ -486,3 +489,20 @@ def test_zeno_of_a_stack_takes_its_losses() -> None:
         Zeno(3)(stack, losses=[5.0, 4.0, 3.0, 9.0])
     with pytest.raises(PlanError, match=r"whole number from 0 - at `plan\.validator\.faulty`"):
         Zeno(-1)
+
+
+@pytest.mark.parametrize("rule", [ZenoPS(), ZenoPSAsync(), ZenoPlusPlus(), FLTrust()], ids=repr)
+def test_calibrated_is_as_with_a_longer_reference(rule: ReferenceRule) -> None:
+    generator = torch.Generator().manual_seed(3)
+    given, reference = torch.randn(5, 7, generator=generator) + 1, torch.ones(7) * 0.5
+    longer = type(rule)(calibrate=2.5)  # type: ignore[call-arg]
+    assert torch.equal(longer(given, reference=reference), rule(given, reference=2.5 * reference))
+    judged = Judge(longer, print).scales(gram_of(torch.cat((given, reference[None]))), range(5), [1.0] * 5)
+    assert torch.equal(rule.combine(torch.cat((given, reference[None])), judged), longer(given, reference=reference))
+    assert not torch.equal(longer(given, reference=reference), rule(given, reference=reference))
+
+
+@pytest.mark.parametrize("calibrate", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_calibration_that_is_no_length(calibrate: float) -> None:
+    with pytest.raises(PlanError, match=r"times as long as the reference.* - at `plan\.validator\.calibrate`"):
+        ZenoPS(calibrate=calibrate)
