@@ -35,7 +35,7 @@ LINES = [
     {"control"},
     {"history"},
     {"protocol"},
-    {"sync", "codec", "robust", "privacy", "batching", "scheduling"},
+    {"sync", "codec", "collective", "robust", "privacy", "batching", "scheduling"},
 ]
 LEVELS = {room: level for level, line in enumerate(reversed(LINES), 1) for room in line}
 NOUNS = {

@@ -1,0 +1,11 @@
+"""Along which paths?
+
+* `algorithm` - the noun: `Algorithm`, a collective as data, with its proof
+* `trees` - algorithms from spanning trees
+* `ring` - one after the other
+"""
+
+from offbeat.collective.algorithm import Algorithm, Chunk, Op
+from offbeat.collective.ring import Ring
+
+__all__ = ["Algorithm", "Chunk", "Op", "Ring"]
