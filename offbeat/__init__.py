@@ -1,8 +1,9 @@
 """offbeat trains PyTorch models data-parallel on clusters that are not perfect.
 
 A run goes by its `plan`, made of parts: when workers may go on (`sync`), what is sent (`codec`), where it is summed
-(`fabric`), along which paths (`collective`), in what order (`scheduling`), how batches are dealt (`batching`), who swaps the policy (`control`). Whom to
-believe is a matter of `robust`, how little can be learnt about a worker one of `privacy`.
+(`fabric`), along which paths (`collective`), in what order (`scheduling`), how batches are dealt (`batching`), who
+swaps the policy (`control`). Whom to believe is a matter of `robust`, how little can be learnt about a worker one of
+`privacy`.
 
 * what a user holds: `run` - a worker; `cli`, `__main__` - the commands; `testing` - conformance checks and faults
 * training: `loading` - batches; `engine` - gradients; `server` - the parameter server; `coordinator` - its decisions;
