@@ -1,11 +1,12 @@
 """Along which paths?
 
 * `algorithm` - the noun: `Algorithm`, a collective as data, with its proof
+* `rank_part` - what one rank does
 * `trees` - algorithms from spanning trees
 * `ring` - one after the other
 """
 
-from offbeat.collective.algorithm import Algorithm, Chunk, Op
+from offbeat.collective.algorithm import Algorithm, Chunk, CollectiveMethod, Op
 from offbeat.collective.ring import Ring
 
-__all__ = ["Algorithm", "Chunk", "Op", "Ring"]
+__all__ = ["Algorithm", "Chunk", "CollectiveMethod", "Op", "Ring"]

@@ -25,7 +25,7 @@ import hashlib
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args,runtime_checkable
 
 import msgspec
 
@@ -33,6 +33,8 @@ from offbeat.errors import PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from offbeat.topology import Topology
 
 OpKind = Literal["reduce", "copy"]
 FORMAT = 1
@@ -205,7 +207,7 @@ class Algorithm:
                 raise ValueError(f"it has {len(data)} bytes")
             read = msgspec.msgpack.decode(data, type=_Written)
             chunks = tuple(Chunk(Fraction(a, b), Fraction(c, d), *ends) for a, b, c, d, *ends in read.chunks)
-            ops = tuple(Op(_KINDS[kind], *rest) for kind, *rest in read.ops)
+            ops = tuple(Op(_KINDS[op[0]], *op[1:]) for op in read.ops)
         except (msgspec.MsgspecError, ValueError, ArithmeticError, RecursionError, IndexError) as error:
             raise PlanError(f"Cannot read an algorithm: {error}. Write one with `to_bytes`.") from error
         if read.format != FORMAT:
@@ -279,6 +281,18 @@ class Algorithm:
         verb = "adds to" if op.kind == "reduce" else "gives"
         what = f"operation {number}, by which rank {op.source} {verb} rank {op.destination} chunk {op.chunk}"
         return PlanError(f"Cannot use {self.name}: {what} in step {op.step}, is wrong: {why}.")
+
+
+@runtime_checkable
+class CollectiveMethod(Protocol):
+    """A frozen description of how an algorithm is made for a network."""
+
+    def plan(self, network: Topology) -> Algorithm:
+        """Make it for the hosts of a network, which are ranks in their order.
+
+        Raises:
+            PlanError: if it cannot be made for that network.
+        """
 
 
 class _Written(msgspec.Struct, array_like=True, forbid_unknown_fields=True):

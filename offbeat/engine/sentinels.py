@@ -15,7 +15,7 @@ import msgspec
 
 from offbeat.diagnosis.sentinel_client import SentinelClient
 from offbeat.errors import NetworkError
-from offbeat.wire.interfaces import address_towards, interface_address
+from offbeat.wire.interfaces import address_for_peers
 
 if TYPE_CHECKING:
     from offbeat.engine.control_group import ControlGroup
@@ -44,7 +44,7 @@ def meeting_address(control: ControlGroup) -> str:
     Collective.
     """
     here = control.texts("the comparison of machines", _machine())
-    return "127.0.0.1" if len(set(here.values())) == 1 else _address()
+    return "127.0.0.1" if len(set(here.values())) == 1 else address_for_peers(os.environ)
 
 
 def start_watch(control: ControlGroup, *, stays_without_worker: bool = False) -> SentinelClient | None:
@@ -113,16 +113,3 @@ def join_watch(rank: int, world: int, *, hub: str, token: bytes) -> SentinelClie
 def _machine() -> str:
     """Equal for workers that can reach each other over loopback: same host, same network namespace."""
     return f"{socket.gethostname()} {os.stat('/proc/self/ns/net').st_ino}"
-
-
-def _address() -> str:
-    """The address of this machine on the network that Gloo uses."""
-    interface, first = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], os.environ.get("MASTER_ADDR", "")
-    address = interface_address(interface) if interface else address_towards(first or socket.gethostname())
-    if not address:
-        raise NetworkError(
-            f"Cannot tell at which address the other machines reach this one, {socket.gethostname()}: "
-            f"GLOO_SOCKET_IFNAME is {interface!r} and MASTER_ADDR {first!r}. Set GLOO_SOCKET_IFNAME to the interface "
-            "by which they do; `offbeat doctor` lists them."
-        )
-    return address

@@ -6,6 +6,8 @@
   `spare_memory` - what exchanges work in
 * `elastic` - all-reduce that goes on without the workers it loses; `retryable` - what it exchanges, again if need be;
   `elastic_group` - who is left, and how they find together
+* `routed` - all-reduce along planned paths (`offbeat.collective`); `lane_exchange` - one over lanes; `lane_network` -
+  the links between workers that those are on
 * `switch` - sums in the network, beside an elastic companion (`offbeat.switch`); `switch_table` - sums there that last;
   `staging` - the way of tensors on a GPU over such a fabric
   `switch_session` - a worker's place at a switch, also at one that was started again
@@ -31,6 +33,7 @@ from offbeat.fabric.fabric import (
 from offbeat.fabric.in_memory import InMemory, InMemoryGroup
 from offbeat.fabric.parameter_server import ParameterServer
 from offbeat.fabric.process_group import ProcessGroup, never_destroy
+from offbeat.fabric.routed import Routed
 from offbeat.fabric.switch import BoundSwitch, Switch
 
 __all__ = [
@@ -48,6 +51,7 @@ __all__ = [
     "ParameterServer",
     "ProcessGroup",
     "ReduceScatters",
+    "Routed",
     "Scattered",
     "Served",
     "SumsSome",

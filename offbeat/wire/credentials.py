@@ -119,7 +119,7 @@ class CertifiedRole:
     """The role that a certificate is for, as an entry (URI) of its subject alternative name has it.
 
     Args:
-        role: "validator" or "worker"; "" if it names none.
+        role: "validator", "worker", or "peer", which other workers dial; "" if it names none.
         rank: of the worker; None for any.
 
     >>> str(CertifiedRole("worker", 3)), CertifiedRole.named_in([("URI", "offbeat:validator")]).role
@@ -146,7 +146,7 @@ class CertifiedRole:
         """The reason why who shows the certificate may not claim this; "" if it may."""
         if self.role and claim.role not in _MAY_CLAIM[self.role]:
             return f"its certificate is that of a {self.role}, and it comes as a {claim.role}"
-        if self.role == "worker" and claim.role == "worker" and self.rank not in (None, claim.rank):
+        if self.role == claim.role and self.role in ("worker", "peer") and self.rank not in (None, claim.rank):
             return f"its certificate is that of rank {self.rank}, and it comes as rank {claim.rank}"
         return ""
 
@@ -155,6 +155,7 @@ class CertifiedRole:
 _MAY_CLAIM: dict[str, tuple[Role, ...]] = {
     "worker": ("worker", "onlooker", "operator"),
     "validator": ("validator", "onlooker", "operator"),
+    "peer": ("peer",),
 }
 
 

@@ -11,6 +11,12 @@ import fcntl
 import ipaddress
 import socket
 import struct
+from typing import TYPE_CHECKING
+
+from offbeat.errors import NetworkError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _SIOCGIFADDR = 0x8915
 
@@ -59,6 +65,26 @@ def shown_address(name: tuple[object, ...]) -> str:
         if ipaddress.ip_address(host.partition("%")[0]).version == 6:
             return f"[{host}]:{port}"
     return f"{host}:{port}"
+
+
+def address_for_peers(environ: Mapping[str, str]) -> str:
+    """The address at which the other workers reach this machine, on the network that Gloo uses.
+
+    Args:
+        environ: with GLOO_SOCKET_IFNAME, MASTER_ADDR, or neither.
+
+    Raises:
+        NetworkError: if there is none.
+    """
+    interface, first = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], environ.get("MASTER_ADDR", "")
+    address = interface_address(interface) if interface else address_towards(first or socket.gethostname())
+    if not address:
+        raise NetworkError(
+            f"Cannot tell at which address the other machines reach this one, {socket.gethostname()}: "
+            f"GLOO_SOCKET_IFNAME is {interface!r} and MASTER_ADDR {first!r}. Set GLOO_SOCKET_IFNAME to the interface "
+            "by which they do; `offbeat doctor` lists them."
+        )
+    return address
 
 
 def address_towards(host: str) -> str:

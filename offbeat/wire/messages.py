@@ -36,7 +36,7 @@ MAX_WORLD = 4096
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_WORLD)]
-Role = Literal["worker", "validator", "shard", "onlooker", "operator"]
+Role = Literal["worker", "validator", "shard", "onlooker", "operator", "peer"]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from offbeat.errors import DisagreementError, NetworkError
-from offbeat.fabric import BindContext, BoundSwitch, Elastic, ElasticGroup, ProcessGroup, Switch
+from offbeat.fabric import BindContext, BoundSwitch, Elastic, ElasticGroup, ProcessGroup, Routed, Switch
 from offbeat.fabric.in_memory import BoundInMemory, InMemoryGroup, InMemoryPending, InMemoryScattered
 from offbeat.fabric.process_group import Works
 from offbeat.fabric.staging import CudaCopies, StagedFabric
@@ -63,6 +63,18 @@ def check_elastic() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_elastic(world: int) -> None:
     run_workers(world, check_elastic)
+
+
+def check_routed() -> None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{os.environ['OFFBEAT_STORE']}", rank=rank, world_size=world)
+    check_fabric(Routed().bind(BindContext(rank, world)))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_routed(world: int) -> None:
+    run_workers(world, check_routed)
 
 
 def in_memory(world: int, strategy: Strategy | None = None) -> list[BoundSwitch]:

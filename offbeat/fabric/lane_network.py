@@ -1,0 +1,125 @@
+"""This process's mesh for lanes, on an event loop of its own; one for all fabrics that use it.
+
+Workers that know each other already (by a process group) tell each other where they listen. Where no token and no
+certificates were given, the first worker draws a token for all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import secrets
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat.errors import NetworkError
+from offbeat.payload import Gather, Total
+from offbeat.wire.credentials import Token
+from offbeat.wire.interfaces import address_for_peers
+from offbeat.wire.lane import StagingPool
+from offbeat.wire.loop_thread import LoopThread
+from offbeat.wire.mesh import PeerMesh
+from offbeat.wire.session import Limits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from offbeat.fabric.fabric import Fabric
+    from offbeat.server.launch import ShardSettings
+    from offbeat.wire.credentials import Credentials
+    from offbeat.wire.mesh import MeshChannel
+
+_POLL = timedelta(milliseconds=20)
+# A peer that hung up is lost after a fifth of it, and one that is silent after all of it.
+_TIMEOUT = timedelta(seconds=1)
+_LIMITS = Limits(max_metadata_bytes=4 << 10, max_body_bytes=4 << 20, timeout=_TIMEOUT)
+
+
+class LaneNetwork:
+    """The mesh, and the thread that it lives on.
+
+    Args:
+        rank, world: of this worker.
+        job: the name of the group's generation.
+        meet: tells the others what this worker has to say, and returns what all say, in rank order.
+        settings: the credentials; None for a token of the first worker's.
+        timeout: for how long the others are waited for.
+
+    Raises:
+        NetworkError, PeerError: if there is no link with one of them.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        job: str,
+        meet: Callable[[str], list[str]],
+        settings: ShardSettings | None,
+        timeout: timedelta,
+    ) -> None:
+        self.rank, self.world = rank, world
+        self.loop, self.pool = LoopThread("offbeat-lanes"), StagingPool()
+        self._numbers = itertools.count()
+        try:
+            said = [json.loads(text) for text in meet(json.dumps({"token": secrets.token_hex(32)}))]
+            credentials = None if settings is None else settings.credentials()
+            if credentials is None:
+                credentials = Token(str(said[0]["token"]).encode())
+            bind = address_for_peers(os.environ)
+            self.mesh = self.loop.run(_made(rank, job, credentials))
+            address = self.loop.run(self.mesh.open(bind))
+            told = [json.loads(text) for text in meet(json.dumps({"address": address}))]
+            self.addresses = {other: str(one["address"]) for other, one in enumerate(told)}
+            self.loop.run(self.mesh.meet(self.addresses, timeout))
+        except BaseException:
+            self.abandon()
+            raise
+
+    def channel(self) -> MeshChannel:
+        """A channel for one more user; users come in the same order on all workers."""
+        return self.mesh.channel(next(self._numbers))
+
+    def close(self) -> None:
+        """Say good-bye, once all that was sent has arrived; again does nothing."""
+        mesh = getattr(self, "mesh", None)
+        if mesh is not None:
+            try:
+                self.loop.run(mesh.close())
+            except NetworkError:  # it is closed
+                return
+        self.loop.close()
+
+    def abandon(self) -> None:
+        """Let go at once."""
+        mesh = getattr(self, "mesh", None)
+        if mesh is not None:
+            try:
+                self.loop.call(mesh.abort)
+            except NetworkError:
+                return
+        self.loop.close()
+
+
+async def _made(rank: int, job: str, credentials: Credentials) -> PeerMesh:
+    return PeerMesh(rank, job=job, credentials=credentials, limits=_LIMITS)
+
+
+def texts_of_all(companion: Fabric, text: str, deadline_s: float) -> list[str]:
+    """Tell the others a text, and hear theirs, over a fabric that is there. Collective.
+
+    Raises:
+        NetworkError: if not all say theirs in time.
+    """
+    mine = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    pending = companion.start(Gather((mine,)))
+    while not pending.wait(_POLL):
+        if time.monotonic() > deadline_s:
+            raise NetworkError("Cannot open links between the workers: not all of them have come in time.")
+    reply = pending.result()
+    assert not isinstance(reply, Total)
+    return [bytes(part.tensors[0].tolist()).decode() for part in reply]

@@ -1,0 +1,182 @@
+"""All-reduce along paths of our own choice, over lanes between the workers; a process group beside it for the rest.
+
+What is summed goes by an `Algorithm`, which says what is sent to whom; see `offbeat.collective`. All workers make the
+same one of what they know of the network, and compare digests.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat.collective import CollectiveMethod, Ring
+from offbeat.collective.rank_part import part_of
+from offbeat.errors import DisagreementError, PlanError
+from offbeat.fabric.fabric import BindContext, Offers
+from offbeat.fabric.in_memory import InMemory
+from offbeat.fabric.lane_exchange import LaneExchange
+from offbeat.fabric.lane_network import LaneNetwork, texts_of_all
+from offbeat.fabric.process_group import ProcessGroup, joined
+from offbeat.fabric.staging import CudaCopies, StagedFabric
+from offbeat.payload import Sum, Total
+from offbeat.tensors import dtype_name
+from offbeat.topology import Topology
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from offbeat.collective.algorithm import Algorithm
+    from offbeat.collective.rank_part import RankPart
+    from offbeat.fabric.fabric import Fabric
+    from offbeat.payload import Payload, Reply
+    from offbeat.pending import Pending
+
+_OFFERS = Offers()
+
+
+@dataclass(frozen=True)
+class Routed:
+    """All-reduce along paths that are planned for the network.
+
+    Args:
+        method: how the paths are found; None for what suits the network best.
+
+    Raises:
+        PlanError: if it is no method.
+
+    >>> Routed(Ring())
+    Routed(method=Ring())
+    """
+
+    method: CollectiveMethod | None = None
+
+    def __post_init__(self) -> None:
+        if self.method is not None and (isinstance(self.method, type) or not isinstance(self.method, CollectiveMethod)):
+            raise PlanError(
+                f"Cannot find paths by {self.method!r}: use a method of offbeat.collective, made with (...), such as "
+                "Ring(), or None - at `plan.fabric.method`."
+            )
+
+    @property
+    def offers(self) -> Offers:
+        return _OFFERS
+
+    @property
+    def companion(self) -> ProcessGroup:
+        """The fabric of what is no sum, and of questions to the others."""
+        return ProcessGroup()
+
+    def bind(self, context: BindContext) -> Fabric:
+        """Make one worker's end. Collective: every rank calls it.
+
+        Raises:
+            NetworkError, PeerError: if there is no link with one of the others.
+            DisagreementError: if others have other paths.
+        """
+        if context.world == 1:
+            return InMemory().bind(context)
+        if context.backend != "gloo":
+            return StagedFabric(self.bind(replace(context, backend="gloo")), CudaCopies())
+        companion = self.companion.bind(context)
+        deadline_s = time.monotonic() + context.timeout.total_seconds()
+        meet = functools.partial(texts_of_all, companion, deadline_s=deadline_s)
+        network = None
+        try:
+            network = LaneNetwork(context.rank, context.world, "lanes", meet, context.settings, context.timeout)
+            method = self.method or Ring()
+            algorithm = method.plan(Topology.star([f"h{i}" for i in range(context.world)]))
+            algorithm.verify()
+            digests = meet(algorithm.digest)
+            if wrong := next((rank for rank, one in enumerate(digests) if one != algorithm.digest), None):
+                raise DisagreementError(
+                    f"Cannot sum along paths that differ: rank {wrong} goes by {digests[wrong]}, and rank "
+                    f"{context.rank} by {algorithm.digest} ({algorithm.name}). Run the same offbeat and the same plan."
+                )
+        except BaseException:
+            if network is not None:
+                network.abandon()
+            companion.abandon()
+            raise
+        return BoundRouted(network, companion, algorithm)
+
+
+class BoundRouted:
+    """One worker's end. A `Fabric`."""
+
+    def __init__(self, network: LaneNetwork, companion: Fabric, algorithm: Algorithm) -> None:
+        self._network, self._companion = network, companion
+        self._algorithm, self._part = algorithm, part_of(algorithm, network.rank)
+        self._channel, self._issued, self._order = network.channel(), 0, threading.Lock()
+        self.rank, self.world, self.offers = network.rank, network.world, _OFFERS
+
+    def start(self, payload: Payload) -> Pending:
+        if not isinstance(payload, Sum):
+            return self._companion.start(payload)
+        whole = joined(payload)
+        terms = f"a sum of {whole.numel()} {dtype_name(whole.dtype)} ({self._algorithm.digest[:8]})"
+        bytes_of_all = memoryview(whole.detach().view(torch.uint8).numpy()).cast("B")
+        size = whole.element_size()
+        places = [
+            bytes_of_all[size * place.start : size * place.stop]
+            for place in (chunk.place(whole.numel()) for chunk in self._algorithm.chunks)
+        ]
+        add, pool = functools.partial(_add, whole.dtype), self._network.pool
+        with self._order:
+            exchange = LaneExchange(self._channel, self._issued, self._part, terms, places, add, pool)
+            self._issued += 1
+            self._network.loop.call(exchange.begin)
+        return RoutedPending(exchange, payload, whole)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Pending:
+        return self._companion.broadcast(tensor, source)
+
+    def close(self) -> None:
+        self._network.close()
+        self._companion.close()
+
+    def abandon(self) -> None:
+        self._network.abandon()
+        self._companion.abandon()
+
+
+class RoutedPending:
+    """A sum under way. A `Pending`."""
+
+    def __init__(self, exchange: LaneExchange, payload: Sum, whole: torch.Tensor) -> None:
+        self._exchange, self._payload, self._whole = exchange, payload, whole
+        self.sent_bytes = exchange.sent_bytes
+
+    @property
+    def trouble(self) -> str:
+        """The transfer that it waits for; see `TellsTrouble`."""
+        owed = self._exchange.owed()
+        if not owed:
+            return ""
+        first = owed[0]
+        return (
+            f"chunk {first.chunk} from rank {first.rank}: {first.have_bytes} of {first.size_bytes} bytes are here, "
+            f"the last {first.silent_s:.1f} s ago"
+        )
+
+    def wait(self, timeout: timedelta) -> bool:
+        return self._exchange.wait(timeout)
+
+    def done(self) -> bool:
+        return self._exchange.done()
+
+    def result(self) -> Reply:
+        payload, whole = self._payload, self._whole
+        if payload.tail is None or whole.data_ptr() == payload.tensor.data_ptr():
+            return Total(payload.tensor, tail=payload.tail)
+        return Total(whole[: payload.tensor.numel()], tail=whole[payload.tensor.numel() :])
+
+
+def _add(dtype: torch.dtype, out: memoryview, own: memoryview, received: bytearray) -> None:
+    """Add two parts of a vector."""
+    mine, theirs = torch.frombuffer(own, dtype=dtype), torch.frombuffer(received, dtype=dtype)
+    torch.add(mine, theirs, out=torch.frombuffer(out, dtype=dtype))

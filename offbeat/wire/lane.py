@@ -1,0 +1,338 @@
+"""A lane: memory that grows at one end of a link, and at the other is copied or added as it comes.
+
+    sending                                             receiving
+    GrowingBuffer -> OutgoingLane -> LaneScheduler ...  -> CopyingSink -> GrowingBuffer -> the next lane
+                                                           AddingSink  -> GrowingBuffer
+
+A `GrowingBuffer` is valid from its start up to its `progress`. A lane sends it in blocks, each as soon as it is there,
+so that a chunk that goes over several machines is on all links of its way at once, and what is summed up is spread
+while the rest is still being summed up. All lanes to a peer share a window, and those whose turn comes first go first.
+
+What is added is added element by element in a declared order: own + first child + second child, whoever came first.
+
+Nothing is copied on its way. A block that was received twice, after a connection broke, is thrown away by the session,
+so memory may be overwritten by what can only come because the block had arrived (`LaneScheduler` says when else).
+
+All of it happens on one event loop; nothing here loads torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
+
+from offbeat.errors import PeerError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from offbeat.wire.link import PeerLink
+
+BLOCK_BYTES = 512 << 10
+WINDOW_BYTES = 4 * BLOCK_BYTES
+# Less than this is copied, so that its memory is free at once and nobody waits for word that it has arrived.
+_COPIED_BYTES = 32 << 10
+
+
+class LaneKey(NamedTuple):
+    """The name of a lane between two peers.
+
+    Args:
+        channel: who uses it; channels know nothing of each other.
+        exchange: the number of the exchange on that channel.
+        op: which lane of the exchange.
+        generation: of the memory at its source; what was sent of an earlier one is thrown away.
+    """
+
+    channel: int
+    exchange: int
+    op: int
+    generation: int = 0
+
+
+class GrowingBuffer:
+    """Memory that is valid from its start up to `progress` bytes.
+
+    Args:
+        memory: contiguous bytes.
+        progress: how many of them are valid; all if None.
+        generation: of what is in it.
+    """
+
+    __slots__ = ("_followers", "generation", "memory", "progress")
+
+    def __init__(self, memory: memoryview, progress: int | None = None, generation: int = 0) -> None:
+        self.memory, self.generation = memory, generation
+        self.progress = len(memory) if progress is None else progress
+        self._followers: list[Callable[[], None]] = []
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it is valid."""
+        return self.progress == len(self.memory)
+
+    def follow(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called whenever more is valid."""
+        self._followers.append(wake)
+
+    def grow(self, progress: int) -> None:
+        """Say that so many bytes are valid now; fewer than before change nothing."""
+        if progress > self.progress:
+            self.progress = progress
+            for wake in self._followers:
+                wake()
+
+    def restart(self) -> None:
+        """Forget what is in it, as a new generation: nothing is valid."""
+        self.generation += 1
+        self.progress = 0
+
+
+class OutgoingLane:
+    """The sending end.
+
+    Args:
+        key: its name.
+        source: what is sent.
+        priority: who goes first of those that may; the least.
+        start: bytes that the other end has already.
+        sent: called once, when all of it has arrived, or its memory is free for other reasons.
+    """
+
+    __slots__ = ("at", "is_queued", "key", "priority", "sent", "source", "unacknowledged")
+
+    def __init__(
+        self,
+        key: LaneKey,
+        source: GrowingBuffer,
+        priority: tuple[int, ...],
+        *,
+        start: int = 0,
+        sent: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.key, self.source, self.priority, self.at, self.sent = key, source, priority, start, sent
+        self.unacknowledged = 0
+        self.is_queued = False
+
+    def next_size(self, block_bytes: int) -> int:
+        """The bytes of the next block; 0 if it is not there yet."""
+        end = min(len(self.source.memory), (self.at // block_bytes + 1) * block_bytes)
+        return end - self.at if self.source.progress >= end else 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last block is on its way."""
+        return self.at == len(self.source.memory)
+
+
+class LaneScheduler:
+    """All lanes to one peer: which block goes next. It keeps at most a window on its way, so that a lane whose turn is
+    first has to wait for no more than that.
+
+    `OutgoingLane.sent` is called when the other side has received the last byte. Where causality says so earlier (a
+    result comes back that what was sent is in) nobody has to wait for it.
+
+    Args:
+        link: to the peer.
+        block_bytes: of the largest block; lanes are cut at its multiples.
+        window_bytes: most that is on its way.
+    """
+
+    def __init__(self, link: PeerLink, block_bytes: int = BLOCK_BYTES, window_bytes: int = WINDOW_BYTES) -> None:
+        self._link, self._block_bytes, self._window_bytes = link, block_bytes, window_bytes
+        self._ready: list[tuple[tuple[int, ...], int, OutgoingLane]] = []
+        self._added = self._on_way_bytes = 0
+        self.sent_bytes = 0
+
+    def add(self, lane: OutgoingLane) -> None:
+        """Send a lane, from now on."""
+        if lane.is_over:
+            lane.sent()
+            return
+        lane.source.follow(lambda: self._wake(lane))
+        self._wake(lane)
+
+    def _wake(self, lane: OutgoingLane) -> None:
+        if not lane.is_queued and not lane.is_over and lane.next_size(self._block_bytes):
+            lane.is_queued = True
+            self._added += 1
+            heapq.heappush(self._ready, (lane.priority, self._added, lane))
+            self._pump()
+
+    def _pump(self) -> None:
+        while self._ready and self._on_way_bytes < self._window_bytes and self._link.is_open:
+            _, _, lane = heapq.heappop(self._ready)
+            lane.is_queued = False
+            self._send(lane, lane.next_size(self._block_bytes))
+            self._wake_quietly(lane)
+
+    def _wake_quietly(self, lane: OutgoingLane) -> None:
+        if not lane.is_over and lane.next_size(self._block_bytes):
+            lane.is_queued = True
+            self._added += 1
+            heapq.heappush(self._ready, (lane.priority, self._added, lane))
+
+    def _send(self, lane: OutgoingLane, size: int) -> None:
+        begin, lane.at = lane.at, lane.at + size
+        body = lane.source.memory[begin : lane.at]
+        is_copied = len(lane.source.memory) <= _COPIED_BYTES
+        self._on_way_bytes += size
+        self.sent_bytes += size
+        lane.unacknowledged += not is_copied
+
+        def arrived() -> None:
+            self._on_way_bytes -= size
+            if not is_copied:
+                lane.unacknowledged -= 1
+                if lane.is_over and not lane.unacknowledged:
+                    lane.sent()
+            self._pump()
+
+        self._link.send(block_metadata(lane.key, begin), bytes(body) if is_copied else body, arrived)
+        if is_copied and lane.is_over:
+            lane.sent()
+
+
+class Sink(Protocol):
+    """The receiving end of a lane. 1) `destination`, 2) `received` for each block, in their order."""
+
+    generation: int
+
+    def destination(self, offset: int, size: int) -> memoryview:
+        """Memory for a block.
+
+        Raises:
+            PeerError: if it is not the next one.
+        """
+
+    def received(self, offset: int, body: memoryview) -> None:
+        """The block is there."""
+
+
+class CopyingSink:
+    """Received bytes are what grows.
+
+    Args:
+        target: where they belong.
+        done: called when it is whole.
+    """
+
+    def __init__(self, target: GrowingBuffer, done: Callable[[], None] = lambda: None) -> None:
+        self._target, self._done, self._end = target, done, 0
+        self.generation = target.generation
+        self.have_bytes, self.came_s = 0, 0.0
+
+    def destination(self, offset: int, size: int) -> memoryview:
+        self._end = _check_next(offset, size, self._end, len(self._target.memory))
+        return self._target.memory[offset : offset + size]
+
+    def received(self, offset: int, body: memoryview) -> None:
+        self.have_bytes, self.came_s = offset + len(body), time.monotonic()
+        self._target.grow(self.have_bytes)
+        if self._target.is_whole:
+            self._done()
+
+
+class StagingPool:
+    """Memory for blocks that wait to be added; given back, it is used again.
+
+    Args:
+        most_bytes: that are kept for later.
+    """
+
+    def __init__(self, most_bytes: int = 64 << 20) -> None:
+        self._spare: dict[int, list[bytearray]] = {}
+        self._most_bytes, self._spare_bytes = most_bytes, 0
+
+    def take(self, size: int) -> bytearray:
+        spare = self._spare.get(size)
+        if spare:
+            self._spare_bytes -= size
+            return spare.pop()
+        return bytearray(size)
+
+    def give(self, block: bytearray) -> None:
+        if self._spare_bytes + len(block) <= self._most_bytes:
+            self._spare_bytes += len(block)
+            self._spare.setdefault(len(block), []).append(block)
+
+
+class AddingSink:
+    """Received bytes are added to what is there: out = own + received, as far as both have come.
+
+    Args:
+        own: what is there.
+        out: where the sum belongs; it may be the memory of `own`.
+        add: adds: (out, own, received), all of the same bytes.
+        pool: of memory for blocks.
+        done: called when all is added.
+    """
+
+    def __init__(
+        self,
+        own: GrowingBuffer,
+        out: GrowingBuffer,
+        add: Callable[[memoryview, memoryview, bytearray], None],
+        pool: StagingPool,
+        done: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._own, self._out, self._add, self._pool, self._done = own, out, add, pool, done
+        self._staged: deque[tuple[int, bytearray]] = deque()
+        self._coming: bytearray = bytearray()
+        self._end = 0
+        self.generation = own.generation
+        self.have_bytes, self.came_s = 0, 0.0
+        own.follow(self._go_on)
+
+    def destination(self, offset: int, size: int) -> memoryview:
+        self._end = _check_next(offset, size, self._end, len(self._out.memory))
+        self._coming = self._pool.take(size)
+        return memoryview(self._coming)
+
+    def received(self, offset: int, body: memoryview) -> None:
+        self.have_bytes, self.came_s = offset + len(body), time.monotonic()
+        self._staged.append((offset, self._coming))
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._staged:
+            offset, block = self._staged[0]
+            end = offset + len(block)
+            if self._own.progress < end:
+                return
+            self._staged.popleft()
+            self._add(self._out.memory[offset:end], self._own.memory[offset:end], block)
+            self._pool.give(block)
+            self._out.grow(end)
+            if end == len(self._out.memory):
+                self._done()
+
+
+def _check_next(offset: int, size: int, end: int, whole: int) -> int:
+    if offset != end or not 0 < size <= whole - offset:
+        raise PeerError(
+            f"Cannot take in bytes {offset} to {offset + size} of a lane of {whole} bytes: {end} is where it goes on."
+        )
+    return offset + size
+
+
+class LaneBlock(msgspec.Struct, array_like=True, frozen=True, tag="block", forbid_unknown_fields=True):
+    """The metadata of a block's frame: its lane, and where it belongs."""
+
+    channel: int
+    exchange: int
+    op: int
+    generation: int
+    offset: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def block_metadata(key: LaneKey, offset: int) -> bytes:
+    """The metadata of a block's frame."""
+    return _encoder.encode(LaneBlock(*key, offset))
