@@ -56,7 +56,7 @@ if TYPE_CHECKING:
         Sign,
         TopK,
     )
-    from offbeat.fabric import Elastic, InMemory, ParameterServer, ProcessGroup, Switch
+    from offbeat.fabric import Elastic, InMemory, ParameterServer, ProcessGroup, Routed, Switch
     from offbeat.plan import Plan
     from offbeat.privacy import GaussianMechanism
     from offbeat.run.checkpoints import Checkpoints
@@ -102,6 +102,7 @@ _HOMES = {
     "ReduceScatterGather": "offbeat.scheduling",
     "Replica": "offbeat.run.replica",
     "RoundRobin": "offbeat.sync",
+    "Routed": "offbeat.fabric",
     "Run": "offbeat.run.run",
     "SSP": "offbeat.sync",
     "Sign": "offbeat.codec",
@@ -149,6 +150,7 @@ __all__ = [
     "ReduceScatterGather",
     "Replica",
     "RoundRobin",
+    "Routed",
     "Run",
     "Sign",
     "Switch",

@@ -58,9 +58,20 @@ from offbeat.codec import (
     TopK,
     innermost,
 )
+from offbeat.collective import CollectiveMethod, Ring
 from offbeat.control import AdaptQuorum, ByProgress, Controller, WaitThreshold
 from offbeat.errors import PlanError, brief
-from offbeat.fabric import Elastic, FabricSpec, InMemory, ParameterServer, ProcessGroup, Served, Switch, check_spec
+from offbeat.fabric import (
+    Elastic,
+    FabricSpec,
+    InMemory,
+    ParameterServer,
+    ProcessGroup,
+    Routed,
+    Served,
+    Switch,
+    check_spec,
+)
 from offbeat.privacy import GaussianMechanism
 from offbeat.protocol.shards import MOST_COMPARED
 from offbeat.robust import (
@@ -1006,6 +1017,7 @@ def _nearest(word: str, known: typing.Iterable[str]) -> str:
 _ROOMS: dict[Any, str] = {
     Policy: "sync",
     Codec: "codec",
+    CollectiveMethod: "collective",
     FabricSpec: "fabric",
     Controller: "controller",
     Scheduler: "scheduling",
@@ -1022,6 +1034,7 @@ _KINDS: dict[str, dict[str, Any]] = {
         "RoundRobin": RoundRobin,
         "SSP": SSP,
     },
+    "collective": {"Ring": Ring},
     "codec": {
         "Carry": Carry,
         "Cast": Cast,
@@ -1043,6 +1056,7 @@ _KINDS: dict[str, dict[str, Any]] = {
         "InMemory": InMemory,
         "ParameterServer": ParameterServer,
         "ProcessGroup": ProcessGroup,
+        "Routed": Routed,
         "Switch": Switch,
     },
     "rule": {

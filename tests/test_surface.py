@@ -57,6 +57,7 @@ NAMES = {
     "ReduceScatterGather",
     "Replica",
     "RoundRobin",
+    "Routed",
     "Run",
     "SSP",
     "Sign",

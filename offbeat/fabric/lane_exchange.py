@@ -10,7 +10,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from offbeat.errors import OffbeatError
 from offbeat.wire.lane import AddingSink, CopyingSink, GrowingBuffer, LaneKey, OutgoingLane
 from offbeat.wire.mesh import MeshExchange
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from offbeat.collective.rank_part import Incoming, RankPart
+    from offbeat.errors import OffbeatError
     from offbeat.wire.lane import Sink, StagingPool
     from offbeat.wire.mesh import MeshChannel
 

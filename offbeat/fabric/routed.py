@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from offbeat.collective.algorithm import Algorithm
-    from offbeat.collective.rank_part import RankPart
     from offbeat.fabric.fabric import Fabric
     from offbeat.payload import Payload, Reply
     from offbeat.pending import Pending
@@ -119,7 +118,7 @@ class BoundRouted:
             return self._companion.start(payload)
         whole = joined(payload)
         terms = f"a sum of {whole.numel()} {dtype_name(whole.dtype)} ({self._algorithm.digest[:8]})"
-        bytes_of_all = memoryview(whole.detach().view(torch.uint8).numpy()).cast("B")
+        bytes_of_all = memoryview(whole.detach().view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
         size = whole.element_size()
         places = [
             bytes_of_all[size * place.start : size * place.stop]

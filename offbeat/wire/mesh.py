@@ -188,7 +188,8 @@ class PeerMesh:
         self._peers.pop(rank, None)
         if self._is_closed:
             return
-        why = error or NetworkError(f"Cannot continue with rank {rank}: it has said good-bye.")
+        kind, reason = (NetworkError, "It has said good-bye.") if error is None else (type(error), str(error))
+        why = kind(f"Cannot continue without rank {rank}. {reason}")
         self.lost[rank] = why
         self._changed.set()
         for channel in list(self._channels.values()):
@@ -247,7 +248,7 @@ class MeshPeer:
 
     def lost(self, error: OffbeatError | None) -> None:
         """The link has ended."""
-        self._mesh._lose(self.rank, error)  # noqa: SLF001
+        self._mesh._lose(self.rank, error)
 
 
 @dataclass(eq=False)
