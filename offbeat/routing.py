@@ -35,7 +35,7 @@ class Arc(NamedTuple):
 class Routing(Protocol):
     """A rule that finds ways."""
 
-    def towards(self, destination: str, arcs: Sequence[Arc], hosts: Sequence[str]) -> dict[str, Arc]:
+    def towards(self, destination: str, arcs: Sequence[Arc]) -> dict[str, Arc]:
         """The arc by which each node sends what is meant for `destination`; nodes without a way there are left out."""
 
 
@@ -43,7 +43,7 @@ class Routing(Protocol):
 class ShortestPath:
     """Fewest hops; of those ways the one whose slowest arc is fastest; of those the one by the first names."""
 
-    def towards(self, destination: str, arcs: Sequence[Arc], hosts: Sequence[str]) -> dict[str, Arc]:
+    def towards(self, destination: str, arcs: Sequence[Arc]) -> dict[str, Arc]:
         """See `Routing`."""
         widest_mbps = {destination: math.inf}
         found: dict[str, Arc] = {}
@@ -61,31 +61,33 @@ class DimensionOrder:
     Where a dimension is a ring, the shorter way round; upwards if both are equally long.
 
     Args:
-        dims: hosts in each dimension; the topology lists them in row-major order.
+        hosts: names, in row-major order.
+        dims: hosts in each dimension.
         wraps: whether the last one in a dimension is linked to the first one.
     """
 
+    hosts: tuple[str, ...]
     dims: tuple[int, ...]
     wraps: bool
 
-    def towards(self, destination: str, arcs: Sequence[Arc], hosts: Sequence[str]) -> dict[str, Arc]:
+    def towards(self, destination: str, arcs: Sequence[Arc]) -> dict[str, Arc]:
         """See `Routing`."""
         best: dict[tuple[str, str], Arc] = {}
         for arc in arcs:
             ends = arc.source, arc.target
             if ends not in best or _rate(arc) > _rate(best[ends]):
                 best[ends] = arc
-        end = self.place(hosts.index(destination))
+        end = self.place(self.hosts.index(destination))
         found = {}
-        for index, host in enumerate(hosts):
+        for index, host in enumerate(self.hosts):
             if host != destination:
-                found[host] = best[host, hosts[self.number(self._step(self.place(index), end))]]
+                found[host] = best[host, self.hosts[self.number(self._step(self.place(index), end))]]
         return found
 
     def place(self, number: int) -> tuple[int, ...]:
         """The coordinates of a host.
 
-        >>> DimensionOrder((2, 3), wraps=False).place(5)
+        >>> DimensionOrder(("a", "b", "c", "d", "e", "f"), (2, 3), wraps=False).place(5)
         (1, 2)
         """
         coordinates = []
@@ -126,12 +128,17 @@ class CommonAncestor:
     Where several links go up, the destination's number says which, digit by digit, so that what goes to different hosts
     is spread over all of them (Zahavi, "D-Mod-K routing providing non-blocking traffic for shift permutations on real
     life fat trees", 2010).
+
+    Args:
+        hosts: names, in order of their numbers.
     """
 
-    def towards(self, destination: str, arcs: Sequence[Arc], hosts: Sequence[str]) -> dict[str, Arc]:
+    hosts: tuple[str, ...]
+
+    def towards(self, destination: str, arcs: Sequence[Arc]) -> dict[str, Arc]:
         """See `Routing`."""
-        heights = _distances(hosts, arcs)
-        number, found = hosts.index(destination) if destination in hosts else 0, {}
+        heights = _distances(self.hosts, arcs)
+        number, found = self.hosts.index(destination) if destination in self.hosts else 0, {}
         for node, candidates in closer(destination, arcs):
             digit = number // len(candidates) ** max(0, heights[node] - 1) % len(candidates)
             found[node] = sorted(candidates, key=lambda arc: (arc.target, arc.link))[digit]

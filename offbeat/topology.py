@@ -158,14 +158,15 @@ class Topology:
         _check_dims(dims, kind, most=1 if kind == "ring" else MAX_DIMS)
         count = math.prod(dims)
         _check_count(count)
-        order = DimensionOrder(tuple(dims), wraps=kind != "mesh")
+        hosts = _hosts(count)
+        order = DimensionOrder(tuple(host.name for host in hosts), tuple(dims), wraps=kind != "mesh")
         pairs = [
             (number, order.number(neighbour))
             for number in range(count)
             for neighbour in order.neighbours(order.place(number), parallel=parallel)
         ]
         links = tuple(Link(f"h{a}", f"h{b}", rate_mbps, latency_ms=latency_ms) for a, b in pairs)
-        return cls(_hosts(count), links, switches=(), routing=order)
+        return cls(hosts, links, switches=(), routing=order)
 
     @classmethod
     def fat_tree(cls, arity: int, levels: int, *, rate_mbps: float | None = None, latency_ms: float = 0.0) -> Topology:
@@ -188,7 +189,8 @@ class Topology:
             ]
         switches = tuple(f"s{level}-{index}" for level in range(levels) for index in range(width))
         links = tuple(Link(a, b, rate_mbps, latency_ms=latency_ms) for a, b in pairs)
-        return cls(_hosts(arity * width), links, switches, CommonAncestor())
+        made = _hosts(arity * width)
+        return cls(made, links, switches, CommonAncestor(tuple(host.name for host in made)))
 
     @classmethod
     def bigraph(cls, hosts: int, switches: int, *, rate_mbps: float | None = None, latency_ms: float = 0.0) -> Topology:
@@ -212,7 +214,8 @@ class Topology:
         pairs = [(f"h{host}", (upper + lower)[host // hosts]) for host in range(hosts * switches)]
         pairs += [(above, below) for above in upper for below in lower]
         links = tuple(Link(a, b, rate_mbps, latency_ms=latency_ms) for a, b in pairs)
-        return cls(_hosts(hosts * switches), links, (*upper, *lower), CommonAncestor())
+        made = _hosts(hosts * switches)
+        return cls(made, links, (*upper, *lower), CommonAncestor(tuple(host.name for host in made)))
 
     @classmethod
     def from_table(
@@ -269,10 +272,9 @@ class Topology:
             ScenarioError: if there is no way, or no such node.
         """
         if destination not in self._towards:
-            names = [host.name for host in self.hosts]
             if destination not in self.nodes:
                 raise _no_way(node, destination)
-            self._towards[destination] = self.routing.towards(destination, self.arcs, names)
+            self._towards[destination] = self.routing.towards(destination, self.arcs)
         if node not in self._towards[destination]:
             raise _no_way(node, destination)
         return self._towards[destination][node]
@@ -357,8 +359,8 @@ class Topology:
         notes = {host.name: f"compute x{host.compute_factor:g}" for host in self.hosts if host.compute_factor != 1}
         edges = [topology_drawing.DrawnLink(link.a, link.b, _rate(link)) for link in self.links]
         if isinstance(self.routing, DimensionOrder):
-            names = [host.name for host in self.hosts]
-            return topology_drawing.grid(names, self.routing.dims, edges, notes, wraps=self.routing.wraps)
+            order = self.routing
+            return topology_drawing.grid(order.hosts, order.dims, edges, notes, wraps=order.wraps)
         if self._is_fan:
             return topology_drawing.fan(self.switches[0], edges, notes)
         return topology_drawing.lines(edges, notes)

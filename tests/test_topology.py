@@ -250,6 +250,15 @@ def test_a_grid_goes_along_rows_first() -> None:
     assert [arc.target for arc in Topology.ring(4).route("h3", "h1")] == ["h0", "h1"], "upwards, if both are as long"
 
 
+def test_the_order_of_hosts_is_no_matter_of_their_places() -> None:
+    """Ranks may go along a grid in any order."""
+    torus = Topology.torus(3, 4, rate_mbps=1)
+    turned = Topology(torus.hosts[::-1], torus.links, (), torus.routing)
+    check_routes(turned)
+    assert turned.route("h0", "h11") == torus.route("h0", "h11")
+    assert turned.draw() == torus.draw()
+
+
 def test_presets_have_their_links() -> None:
     """A torus of two in a dimension has one link there, unless both are asked for."""
     counts = [len(topology.links) for topology in GRIDS]
