@@ -1,11 +1,15 @@
 """Hosts and the links between them: what a lab builds, what a simulator prices, what a bound is computed from.
 
 A topology is a graph of nouns without any I/O. A `Link` is full duplex: its rate holds in each direction on its own, as
-on switched Ethernet. Ends of links are hosts or switches; a switch is a node that only forwards.
+on switched Ethernet; a direction by itself is an `Arc`. Ends of links are hosts or switches; a switch is a node that
+only forwards. In a direct network, such as a torus, there are none: hosts forward as well.
 
 >>> topology = Topology.star(["a", "b", "c", "d"], rate_mbps=200)
 >>> round(topology.allreduce_bound_s(25_000_000), 3)
 1.5
+>>> torus = Topology.torus(4, 4, rate_mbps=10)
+>>> [arc.target for arc in torus.route("h0", "h15")]
+['h3', 'h15']
 """
 
 from __future__ import annotations
@@ -13,13 +17,17 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+from offbeat import topology_drawing
 from offbeat.errors import ScenarioError
+from offbeat.routing import Arc as Arc
+from offbeat.routing import CommonAncestor, DimensionOrder, Routing, ShortestPath
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 MIN_RATE_MBPS = 0.1
 """Below this a single full frame takes more than 0.1 s and no training step ends."""
@@ -27,6 +35,8 @@ MAX_RATE_MBPS = 10_000.0
 """Above this no token bucket on one machine keeps its promise; measured rates saturate well below."""
 MAX_HOSTS = 10_000
 """More are a mistake in a file rather than a cluster."""
+MAX_LATENCY_MS = 10_000.0
+MAX_DIMS = 3
 _QUEUE_S = 0.025
 _QUEUE_MIN_BYTES = 128 * 1024
 
@@ -43,36 +53,50 @@ class Host:
 
 @dataclass(frozen=True)
 class Link:
-    """A full-duplex cable between two nodes. `rate_mbps` is per direction, in 10^6 bit/s; None is not shaped."""
+    """A full-duplex cable between two nodes.
+
+    Args:
+        a, b: names of the nodes.
+        rate_mbps: from a to b, in 10^6 bit/s; None is not shaped.
+        back_mbps: from b to a; None is the same.
+        latency_ms: that it adds in each direction.
+    """
 
     a: str
     b: str
     rate_mbps: float | None = None
+    back_mbps: float | None = None
+    latency_ms: float = 0.0
+
+    @property
+    def rates_mbps(self) -> tuple[float | None, float | None]:
+        """From a to b, and from b to a."""
+        return self.rate_mbps, self.rate_mbps if self.back_mbps is None else self.back_mbps
 
 
 @dataclass(frozen=True)
 class Topology:
     """Hosts, links and switches, checked when made.
 
+    Args:
+        routing: which way from one node to another.
+
     Raises:
-        ScenarioError: if a name is used twice or is no host name, a link ends at an unknown node, or a rate or a
-            compute factor cannot be.
+        ScenarioError: if a name is used twice or is no host name, a link ends at an unknown node or where it began, a
+            rate, a latency or a compute factor cannot be, or there are two nodes without a way between them.
     """
 
     hosts: tuple[Host, ...]
     links: tuple[Link, ...]
     switches: tuple[str, ...] = ("switch",)
+    routing: Routing = field(default_factory=ShortestPath)
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.hosts) <= MAX_HOSTS:
-            raise ScenarioError(
-                f"Cannot build {len(self.hosts)} hosts: a scenario has 1 to {MAX_HOSTS}. Change the number of "
-                "hosts (hosts)."
-            )
+        _check_count(len(self.hosts))
         check_names([host.name for host in self.hosts], taken=self.switches, path="hosts")
         for index, host in enumerate(self.hosts):
             check_compute_factor(host.compute_factor, f"hosts[{index}].compute_factor")
-        nodes = {host.name for host in self.hosts} | set(self.switches)
+        nodes = set(self.nodes)
         for index, link in enumerate(self.links):
             for end in (link.a, link.b):
                 if end not in nodes:
@@ -80,8 +104,19 @@ class Topology:
                         f"Cannot link {link.a!r} to {link.b!r}: {end!r} is neither a host nor a switch. "
                         f"Use one of {', '.join(sorted(nodes))} (links[{index}])."
                     )
-            if link.rate_mbps is not None:
-                check_rate(link.rate_mbps, f"links[{index}].rate_mbps")
+            if link.a == link.b:
+                raise ScenarioError(
+                    f"Cannot link {link.a!r} to itself: a link joins two nodes. Name another one (links[{index}].b)."
+                )
+            for key, rate_mbps in (("rate_mbps", link.rate_mbps), ("back_mbps", link.back_mbps)):
+                if rate_mbps is not None:
+                    check_rate(rate_mbps, f"links[{index}].{key}")
+            if not 0 <= link.latency_ms <= MAX_LATENCY_MS:
+                raise ScenarioError(
+                    f"Cannot delay a link by {link.latency_ms:g} ms: 0 to {MAX_LATENCY_MS:g} can be. Choose such a "
+                    f"latency (links[{index}].latency_ms)."
+                )
+        self._check_ways()
 
     @classmethod
     def star(
@@ -94,6 +129,168 @@ class Topology:
         """Equal hosts, each with one link of `rate_mbps` (10^6 bit/s per direction) to one switch."""
         hosts = tuple(Host(name, compute_factor) for name in names)
         return cls(hosts, tuple(Link(name, "switch", rate_mbps) for name in names))
+
+    @classmethod
+    def ring(cls, count: int, *, rate_mbps: float | None = None, latency_ms: float = 0.0) -> Topology:
+        """Hosts h0, h1, ..., each linked to the next one, and the last to the first."""
+        return cls._grid((count,), "ring", rate_mbps=rate_mbps, latency_ms=latency_ms)
+
+    @classmethod
+    def mesh(cls, *dims: int, rate_mbps: float | None = None, latency_ms: float = 0.0) -> Topology:
+        """A grid of hosts h0, h1, ... in row-major order, each linked to the next one in each of 1 to 3 dimensions."""
+        return cls._grid(dims, "mesh", rate_mbps=rate_mbps, latency_ms=latency_ms)
+
+    @classmethod
+    def torus(
+        cls, *dims: int, rate_mbps: float | None = None, latency_ms: float = 0.0, parallel: bool = False
+    ) -> Topology:
+        """A mesh whose last hosts are linked to the first ones as well, in each dimension.
+
+        Args:
+            parallel: where a dimension has two hosts, both links between them are there; else they are one.
+        """
+        return cls._grid(dims, "torus", rate_mbps=rate_mbps, latency_ms=latency_ms, parallel=parallel)
+
+    @classmethod
+    def _grid(
+        cls, dims: Sequence[int], kind: str, *, rate_mbps: float | None, latency_ms: float, parallel: bool = False
+    ) -> Topology:
+        _check_dims(dims, kind, most=1 if kind == "ring" else MAX_DIMS)
+        count = math.prod(dims)
+        _check_count(count)
+        hosts = _hosts(count)
+        order = DimensionOrder(tuple(host.name for host in hosts), tuple(dims), wraps=kind != "mesh")
+        pairs = [
+            (number, order.number(neighbour))
+            for number in range(count)
+            for neighbour in order.neighbours(order.place(number), parallel=parallel)
+        ]
+        links = tuple(Link(f"h{a}", f"h{b}", rate_mbps, latency_ms=latency_ms) for a, b in pairs)
+        return cls(hosts, links, switches=(), routing=order)
+
+    @classmethod
+    def fat_tree(cls, arity: int, levels: int, *, rate_mbps: float | None = None, latency_ms: float = 0.0) -> Topology:
+        """A k-ary n-tree: k^n hosts below n levels of k^(n-1) switches, each with k links down, and as many up.
+
+        Switches are named s0-0, s0-1, ... in the level of the hosts' and so on (Petrini and Vanneschi, "k-ary n-trees:
+        high performance networks for massively parallel architectures", 1997).
+        """
+        _check_dims((arity, levels), "fat tree", most=2)
+        _check_count(arity**levels if levels <= 32 else MAX_HOSTS + 1)
+        width = arity ** (levels - 1)
+        pairs = [(f"h{host}", f"s0-{host // arity}") for host in range(arity * width)]
+        for level in range(levels - 1):
+            # Numbers of switches that are linked differ in the digit of that level alone.
+            place = arity**level
+            pairs += [
+                (f"s{level}-{low}", f"s{level + 1}-{low + (digit - low // place % arity) * place}")
+                for low in range(width)
+                for digit in range(arity)
+            ]
+        switches = tuple(f"s{level}-{index}" for level in range(levels) for index in range(width))
+        links = tuple(Link(a, b, rate_mbps, latency_ms=latency_ms) for a, b in pairs)
+        made = _hosts(arity * width)
+        return cls(made, links, switches, CommonAncestor(tuple(host.name for host in made)))
+
+    @classmethod
+    def bigraph(cls, hosts: int, switches: int, *, rate_mbps: float | None = None, latency_ms: float = 0.0) -> Topology:
+        """Two layers of switches, upper0, ... and lower0, ..., each linked to all of the other layer, and to hosts.
+
+        Hosts are numbered switch by switch, the upper ones first (Dong et al., "EFLOPS: algorithm and system co-design
+        for a high performance distributed training platform", 2020).
+
+        Args:
+            hosts: at each switch.
+            switches: in both layers together.
+        """
+        _check_dims((hosts, switches), "BiGraph", most=2)
+        _check_count(hosts * switches)
+        if switches % 2:
+            raise ScenarioError(
+                f"Cannot build a BiGraph of {switches} switches: two layers have equally many. Choose an even number "
+                "(topology.dims[1])."
+            )
+        upper, lower = ([f"{layer}{index}" for index in range(switches // 2)] for layer in ("upper", "lower"))
+        pairs = [(f"h{host}", (upper + lower)[host // hosts]) for host in range(hosts * switches)]
+        pairs += [(above, below) for above in upper for below in lower]
+        links = tuple(Link(a, b, rate_mbps, latency_ms=latency_ms) for a, b in pairs)
+        made = _hosts(hosts * switches)
+        return cls(made, links, (*upper, *lower), CommonAncestor(tuple(host.name for host in made)))
+
+    @classmethod
+    def from_table(
+        cls, rows: Iterable[tuple[str, str, float | None, float | None, float]], switches: Sequence[str] = ()
+    ) -> Topology:
+        """Any network.
+
+        Args:
+            rows: of each link its two ends, its rate and the rate back, in 10^6 bit/s, and its latency, in ms.
+            switches: which of the ends are no hosts. Hosts are in the order in which they come.
+        """
+        links = tuple(Link(*row) for row in rows)
+        ends = dict.fromkeys(end for link in links for end in (link.a, link.b))
+        return cls(tuple(Host(end) for end in ends if end not in switches), links, tuple(switches))
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of hosts and switches."""
+        return (*(host.name for host in self.hosts), *self.switches)
+
+    @cached_property
+    def arcs(self) -> tuple[Arc, ...]:
+        """Both directions of each link: that from a to b first."""
+        return tuple(
+            arc
+            for index, link in enumerate(self.links)
+            for arc in (
+                Arc(link.a, link.b, link.rates_mbps[0], link.latency_ms, index),
+                Arc(link.b, link.a, link.rates_mbps[1], link.latency_ms, index),
+            )
+        )
+
+    @property
+    def is_star(self) -> bool:
+        """Whether each host has one link, which carries as much back, to the one switch, and there are no others."""
+        return self._is_fan and all(one == other for one, other in (link.rates_mbps for link in self.links))
+
+    def route(self, a: str, b: str) -> tuple[Arc, ...]:
+        """The way from one node to another: by dimension order in a mesh or torus, by the nearest common ancestor in a
+        fat tree or BiGraph, else with the fewest hops.
+
+        Raises:
+            ScenarioError: if there is none, or no such node.
+        """
+        way: list[Arc] = []
+        while (here := way[-1].target if way else a) != b:
+            way.append(self.next_arc(here, b))
+        return tuple(way)
+
+    def next_arc(self, node: str, destination: str) -> Arc:
+        """The arc by which a node sends what is meant for another one.
+
+        Raises:
+            ScenarioError: if there is no way, or no such node.
+        """
+        if destination not in self._towards:
+            if destination not in self.nodes:
+                raise _no_way(node, destination)
+            self._towards[destination] = self.routing.towards(destination, self.arcs)
+        if node not in self._towards[destination]:
+            raise _no_way(node, destination)
+        return self._towards[destination][node]
+
+    def between(self, a: str, b: str) -> int:
+        """The number of the link between two nodes, whichever is its `a`.
+
+        Raises:
+            ScenarioError: if there is none.
+        """
+        for index, link in enumerate(self.links):
+            if {link.a, link.b} == {a, b}:
+                return index
+        beside = sorted({arc.target for arc in self.arcs if arc.source == a})
+        there = f"{a!r} is linked to {', '.join(beside)}" if beside else f"there is no {a!r}"
+        raise ScenarioError(f"Cannot find a link between {a!r} and {b!r}: {there}. Name two ends of a link.")
 
     def uplink(self, host: str) -> Link:
         """The only link of `host`.
@@ -158,26 +355,41 @@ class Topology:
         return workers * size_bytes * 8 / (len(servers) * min(rates_mbps) * 1e6)
 
     def draw(self) -> str:
-        """The graph as text: for one switch a fan of its hosts, else one line per link."""
-        notes = {
-            host.name: f"{host.name}  (compute x{host.compute_factor:g})" if host.compute_factor != 1 else host.name
-            for host in self.hosts
-        }
-        if len(self.switches) != 1 or any(self.switches[0] not in (link.a, link.b) for link in self.links):
-            return "\n".join(f"{notes.get(k.a, k.a)} ── {_rate(k)} ── {notes.get(k.b, k.b)}" for k in self.links)
-        switch = self.switches[0]
-        width = max((len(_rate(link)) for link in self.links), default=0)
-        middle = (len(self.links) - 1) // 2
-        lines = []
-        for index, link in enumerate(self.links):
-            first, last = index == 0, index == len(self.links) - 1
-            stem = f"{switch} ─" if index == middle else " " * (len(switch) + 2)
-            joint = "─" if first and last else ("┬" if index == middle else "┌") if first else ("└" if last else "├")
-            if index == middle and not first and not last:
-                joint = "┼"
-            host = link.a if link.b == switch else link.b
-            lines.append(f"{stem}{joint}── {_rate(link):>{width}} ── {notes[host]}")
-        return "\n".join(lines)
+        """The graph as text: a grid as such, one switch as a fan of its hosts, else one line per link."""
+        notes = {host.name: f"compute x{host.compute_factor:g}" for host in self.hosts if host.compute_factor != 1}
+        edges = [topology_drawing.DrawnLink(link.a, link.b, _rate(link)) for link in self.links]
+        if isinstance(self.routing, DimensionOrder):
+            order = self.routing
+            return topology_drawing.grid(order.hosts, order.dims, edges, notes, wraps=order.wraps)
+        if self._is_fan:
+            return topology_drawing.fan(self.switches[0], edges, notes)
+        return topology_drawing.lines(edges, notes)
+
+    @property
+    def _is_fan(self) -> bool:
+        ends = {frozenset((link.a, link.b)) for link in self.links}
+        spokes = {frozenset((host.name, *self.switches)) for host in self.hosts}
+        return len(self.switches) == 1 and ends == spokes and len(self.links) == len(self.hosts)
+
+    @cached_property
+    def _towards(self) -> dict[str, dict[str, Arc]]:
+        return {}
+
+    def _check_ways(self) -> None:
+        beside: dict[str, list[str]] = {}
+        for link in self.links:
+            beside.setdefault(link.a, []).append(link.b)
+            beside.setdefault(link.b, []).append(link.a)
+        first = self.hosts[0].name
+        reached, queue = {first}, [first]
+        while queue:
+            new = [node for node in beside.get(queue.pop(), []) if node not in reached]
+            reached.update(new)
+            queue += new
+        for node in self.nodes:
+            # A single host needs no network.
+            if node not in reached and (self.links or len(self.hosts) > 1):
+                raise _no_way(first, node)
 
 
 def check_names(names: Sequence[str], *, taken: Sequence[str], path: str) -> None:
@@ -233,5 +445,37 @@ def queue_bytes(rate_mbps: float) -> int:
     return max(int(rate_mbps * 1e6 / 8 * _QUEUE_S), _QUEUE_MIN_BYTES)
 
 
+def _check_count(count: int) -> None:
+    if not 1 <= count <= MAX_HOSTS:
+        raise ScenarioError(
+            f"Cannot build {count} hosts: a scenario has 1 to {MAX_HOSTS}. Change the number of hosts (hosts)."
+        )
+
+
+def _check_dims(dims: Sequence[int], kind: str, *, most: int) -> None:
+    if not 1 <= len(dims) <= most:
+        raise ScenarioError(
+            f"Cannot build a {kind} of {len(dims)} dimensions: it has 1 to {most}. Give so many numbers "
+            "(topology.dims)."
+        )
+    for index, size in enumerate(dims):
+        if size < 1:
+            raise ScenarioError(
+                f"Cannot build a {kind} with {size} in a dimension: each has at least 1. Choose a larger number "
+                f"(topology.dims[{index}])."
+            )
+
+
+def _hosts(count: int) -> tuple[Host, ...]:
+    return tuple(Host(f"h{index}") for index in range(count))
+
+
+def _no_way(a: str, b: str) -> ScenarioError:
+    return ScenarioError(f"Cannot find a way from {a!r} to {b!r}: no links lead there. Add one between them (links).")
+
+
 def _rate(link: Link) -> str:
-    return "not shaped" if link.rate_mbps is None else f"{link.rate_mbps:g} Mbit/s"
+    there, back = ("not shaped" if rate is None else f"{rate:g}" for rate in link.rates_mbps)
+    words = there if there == back else f"{there}, back {back}"
+    words += "" if back == "not shaped" else " Mbit/s"
+    return words + (f" + {link.latency_ms:g} ms" if link.latency_ms else "")

@@ -52,6 +52,7 @@ NOUNS = {
     "payload",
     "pending",
     "rng",
+    "routing",
     "safe_read",
     "safe_write",
     "short_name",
@@ -59,6 +60,7 @@ NOUNS = {
     "tensors",
     "toml_reader",
     "topology",
+    "topology_drawing",
     "version",
 }
 # `wire` and `diagnosis` start in a few milliseconds beside every worker, the command line answers at once: neither may
