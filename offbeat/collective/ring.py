@@ -1,5 +1,8 @@
 """The ring: each chunk goes round once to be summed up, and once to be spread (Patarasuk and Yuan, "Bandwidth optimal
 all-reduce algorithms for clusters of workstations", JPDC 2009). Every link carries 2 (N - 1) / N of the vector.
+
+Both go in the same direction, so that all that a rank sends goes to one other: what is to be summed up goes first, and
+is not slowed down by what comes after it.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ class Ring:
     def plan(self, network: Topology) -> Algorithm:
         """Make it for the hosts of a network, which are ranks in their order."""
         nodes = len(network.hosts)
-        return all_reduce("Ring()", nodes, [chain(range(nodes), i) for i in range(nodes)])
+        onwards = [chain(range(nodes), i) for i in range(nodes)]
+        backwards = [chain(range(nodes - 1, -1, -1), nodes - 1 - i) for i in range(nodes)]
+        return all_reduce("Ring()", nodes, onwards, reduce_trees=backwards)
 
 
 def chain(tour: Sequence[int], root: int) -> SpanningTree:

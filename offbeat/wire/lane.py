@@ -32,8 +32,12 @@ if TYPE_CHECKING:
 
     from offbeat.wire.link import PeerLink
 
-BLOCK_BYTES = 512 << 10
-WINDOW_BYTES = 4 * BLOCK_BYTES
+BLOCK_BYTES = 128 << 10
+"""Before anything is known of the link."""
+WINDOW_BYTES = 8 * BLOCK_BYTES
+_LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 32 << 10, 512 << 10
+_BLOCK_S, _WINDOW_S = 0.004, 0.2
+_MEASURED_S, _WEIGHT = 0.02, 0.25
 # Less than this is copied, so that its memory is free at once and nobody waits for word that it has arrived.
 _COPIED_BYTES = 32 << 10
 
@@ -129,23 +133,51 @@ class OutgoingLane:
         return self.at == len(self.source.memory)
 
 
+class RateEstimate:
+    """How fast a link carries what it is given, from when bytes arrive. Only times count in which it had enough to do.
+
+    Attributes:
+        bytes_per_s: 0 before anything is known.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_per_s = 0.0
+        self._began_s, self._bytes = 0.0, 0
+
+    def began(self, now_s: float) -> None:
+        """The link has something to do, and had not before."""
+        self._began_s, self._bytes = now_s, 0
+
+    def arrived(self, size: int, now_s: float) -> None:
+        """So many bytes have arrived."""
+        self._bytes += size
+        passed_s = now_s - self._began_s
+        if passed_s >= _MEASURED_S:
+            rate = self._bytes / passed_s
+            self.bytes_per_s += (rate - self.bytes_per_s) * (_WEIGHT if self.bytes_per_s else 1.0)
+            self.began(now_s)
+
+
 class LaneScheduler:
     """All lanes to one peer: which block goes next. It keeps at most a window on its way, so that a lane whose turn is
     first has to wait for no more than that.
+
+    On a slow link blocks are small, so that who passes them on need not wait long for the first, and so is the window.
 
     `OutgoingLane.sent` is called when the other side has received the last byte. Where causality says so earlier (a
     result comes back that what was sent is in) nobody has to wait for it.
 
     Args:
         link: to the peer.
-        block_bytes: of the largest block; lanes are cut at its multiples.
-        window_bytes: most that is on its way.
+        clock_s: the time, in seconds.
     """
 
-    def __init__(self, link: PeerLink, block_bytes: int = BLOCK_BYTES, window_bytes: int = WINDOW_BYTES) -> None:
-        self._link, self._block_bytes, self._window_bytes = link, block_bytes, window_bytes
+    def __init__(self, link: PeerLink, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._link, self._clock_s = link, clock_s
         self._ready: list[tuple[tuple[int, ...], int, OutgoingLane]] = []
         self._added = self._on_way_bytes = 0
+        self._block_bytes, self._window_bytes = BLOCK_BYTES, WINDOW_BYTES
+        self.rate = RateEstimate()
         self.sent_bytes = 0
 
     def add(self, lane: OutgoingLane) -> None:
@@ -157,35 +189,40 @@ class LaneScheduler:
         self._wake(lane)
 
     def _wake(self, lane: OutgoingLane) -> None:
-        if not lane.is_queued and not lane.is_over and lane.next_size(self._block_bytes):
-            lane.is_queued = True
-            self._added += 1
-            heapq.heappush(self._ready, (lane.priority, self._added, lane))
+        if self._queue(lane):
             self._pump()
+
+    def _queue(self, lane: OutgoingLane) -> bool:
+        """Have a lane sent from, if it has a block that is not queued yet."""
+        if lane.is_queued or lane.is_over or not lane.next_size(self._block_bytes):
+            return False
+        lane.is_queued = True
+        self._added += 1
+        heapq.heappush(self._ready, (lane.priority, self._added, lane))
+        return True
 
     def _pump(self) -> None:
         while self._ready and self._on_way_bytes < self._window_bytes and self._link.is_open:
             _, _, lane = heapq.heappop(self._ready)
             lane.is_queued = False
-            self._send(lane, lane.next_size(self._block_bytes))
-            self._wake_quietly(lane)
-
-    def _wake_quietly(self, lane: OutgoingLane) -> None:
-        if not lane.is_over and lane.next_size(self._block_bytes):
-            lane.is_queued = True
-            self._added += 1
-            heapq.heappush(self._ready, (lane.priority, self._added, lane))
+            if size := lane.next_size(self._block_bytes):  # of blocks that have grown, the last may not be there yet
+                self._send(lane, size)
+                self._queue(lane)
 
     def _send(self, lane: OutgoingLane, size: int) -> None:
         begin, lane.at = lane.at, lane.at + size
         body = lane.source.memory[begin : lane.at]
         is_copied = len(lane.source.memory) <= _COPIED_BYTES
+        if not self._on_way_bytes:
+            self.rate.began(self._clock_s())
         self._on_way_bytes += size
         self.sent_bytes += size
         lane.unacknowledged += not is_copied
 
         def arrived() -> None:
             self._on_way_bytes -= size
+            self.rate.arrived(size, self._clock_s())
+            self._suit_rate()
             if not is_copied:
                 lane.unacknowledged -= 1
                 if lane.is_over and not lane.unacknowledged:
@@ -195,6 +232,13 @@ class LaneScheduler:
         self._link.send(block_metadata(lane.key, begin), bytes(body) if is_copied else body, arrived)
         if is_copied and lane.is_over:
             lane.sent()
+
+    def _suit_rate(self) -> None:
+        """Choose block and window by what the link carries."""
+        if self.rate.bytes_per_s:
+            block = int(self.rate.bytes_per_s * _BLOCK_S)
+            self._block_bytes = min(_MOST_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, 1 << block.bit_length()))
+            self._window_bytes = max(8 * self._block_bytes, int(self.rate.bytes_per_s * _WINDOW_S))
 
 
 class Sink(Protocol):

@@ -4,9 +4,9 @@ The lower rank dials. A mesh is of one generation of a group: who belongs to ano
 refused when it dials. A second link of a rank is refused as long as the first one lives.
 
 Data goes where there is memory for it. An exchange is begun on both sides by what their programs do, and each says so
-to those that it has lanes with (`Begun`), with its terms: a line that says what it is, which has to be the same. Blocks
-of an exchange go to those that have begun it; a few bytes may go before (`EAGER_BYTES`), and wait there in memory of a
-bounded size.
+to those that it has lanes with (`ExchangeBegun`), with its terms: a line that says what it is, which has to be the
+same. Blocks of an exchange go to those that have begun it; a few bytes may go before (`EAGER_BYTES`), and wait there in
+memory of a bounded size.
 
     mesh = PeerMesh(rank, job="mnist/0", credentials=Token(secret), limits=Limits(timeout=timedelta(seconds=1)))
     address = await mesh.open("10.0.0.3")               # tell the others
@@ -46,7 +46,7 @@ _AHEAD = 4096  # exchanges that a peer may begin before this process does
 _MAX_TERMS = 512
 
 
-class Begun(msgspec.Struct, array_like=True, frozen=True, tag="begun", forbid_unknown_fields=True):
+class ExchangeBegun(msgspec.Struct, array_like=True, frozen=True, tag="begun", forbid_unknown_fields=True):
     """The word that an exchange was begun: there is memory for what belongs to it."""
 
     channel: int
@@ -55,7 +55,7 @@ class Begun(msgspec.Struct, array_like=True, frozen=True, tag="begun", forbid_un
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Begun | LaneBlock)
+_decoder = msgspec.msgpack.Decoder(ExchangeBegun | LaneBlock)
 
 
 class PeerMesh:
@@ -210,7 +210,7 @@ class MeshPeer:
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
         """The memory of a block."""
         message = _decode(metadata)
-        if isinstance(message, Begun):
+        if isinstance(message, ExchangeBegun):
             raise PeerError("Cannot take in a body with the word that an exchange was begun.")
         key = LaneKey(message.channel, message.exchange, message.op, message.generation)
         exchange = self._mesh.channel(key.channel).find(key.exchange)
@@ -233,7 +233,7 @@ class MeshPeer:
         """A block, or word that an exchange was begun."""
         if not body:
             message = _decode(metadata)
-            if not isinstance(message, Begun):
+            if not isinstance(message, ExchangeBegun):
                 raise PeerError("Cannot take in a block without a body.")
             self._mesh.channel(message.channel).begun_by(self.rank, message)
             return
@@ -317,7 +317,7 @@ class MeshChannel:
             exchange.failed(mesh.lost[gone])
             return
         self._exchanges[number], self._next = exchange, number + 1
-        word = _encoder.encode(Begun(self.number, number, exchange.terms))
+        word = _encoder.encode(ExchangeBegun(self.number, number, exchange.terms))
         begun = self._begun.setdefault(number, {})
         try:
             for rank in sorted(exchange.ranks):
@@ -342,7 +342,7 @@ class MeshChannel:
         self._exchanges.pop(number, None)
         self._begun.pop(number, None)
 
-    def begun_by(self, rank: int, message: Begun) -> None:
+    def begun_by(self, rank: int, message: ExchangeBegun) -> None:
         """Another has begun an exchange."""
         number = message.exchange
         if number >= self._next + _AHEAD:
@@ -406,9 +406,9 @@ def _unlike(number: int, mine: str, rank: int, theirs: str) -> DisagreementError
     )
 
 
-def _decode(metadata: bytes) -> Begun | LaneBlock:
+def _decode(metadata: bytes) -> ExchangeBegun | LaneBlock:
     try:
-        message: Begun | LaneBlock = _decoder.decode(metadata)
+        message: ExchangeBegun | LaneBlock = _decoder.decode(metadata)
         return message
     except (msgspec.MsgspecError, ValueError) as error:
         raise PeerError(f"Cannot understand this peer: {error}.") from error

@@ -1,0 +1,146 @@
+"""What the network between the workers carries: a tournament in which every pair sends both ways at the same time.
+
+In each of N - 1 rounds every worker has one partner (the circle method), so that a pair has its links to itself. A
+first tournament with little tells how much there is to be sent in the second, so that it takes some tenths of a second
+a round whatever the links. What is measured is the time from the first block to the last, at the one who receives.
+
+One switch is assumed: a host sends to all as fast as to whom it sends fastest. `unlike` says which pairs do not fit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import TYPE_CHECKING
+
+from offbeat.errors import NetworkError
+from offbeat.topology import MAX_RATE_MBPS, MIN_RATE_MBPS, Host, Link, Topology
+from offbeat.wire.lane import BLOCK_BYTES, CopyingSink, GrowingBuffer, LaneKey, OutgoingLane
+from offbeat.wire.mesh import MeshExchange
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from offbeat.errors import OffbeatError
+    from offbeat.fabric.lane_network import LaneNetwork
+    from offbeat.wire.mesh import MeshChannel
+
+_FIRST_BYTES = 2 * BLOCK_BYTES
+_ROUND_S = 0.2
+_MOST_BYTES = 64 << 20
+_PATIENCE_S = 20.0
+_LIKE = 0.7  # of what one switch would carry between two
+
+
+def measure_rates(network: LaneNetwork, meet: Callable[[str], list[str]]) -> list[list[float]]:
+    """Measure how fast each sends to each. Collective.
+
+    Args:
+        network: the links.
+        meet: tells the others a text, and returns what all say, in rank order.
+
+    Returns:
+        By sender and receiver, in bytes per second; 0 on the diagonal.
+
+    Raises:
+        NetworkError: if a link is lost meanwhile, or carries next to nothing.
+    """
+    channel, world = network.channel(), network.world
+    sizes = [[_FIRST_BYTES] * world for _ in range(world)]
+    rates: list[list[float]] = []
+    for number in range(2):
+        mine = [0.0] * world
+        for turn, partner in enumerate(partners(world, network.rank)):
+            if partner is not None:
+                out, come = sizes[network.rank][partner], sizes[partner][network.rank]
+                mine[partner] = network.loop.run(_both_ways(channel, turn + number * world, partner, out, come))
+            meet("")  # the next round begins when all links are free
+        by_receiver = [json.loads(text) for text in meet(json.dumps(mine))]
+        rates = [[by_receiver[receiver][sender] for receiver in range(world)] for sender in range(world)]
+        sizes = [
+            [int(min(_MOST_BYTES, max(_FIRST_BYTES, rate * _ROUND_S))) // BLOCK_BYTES * BLOCK_BYTES for rate in row]
+            for row in rates
+        ]
+    return rates
+
+
+def partners(world: int, rank: int) -> list[int | None]:
+    """The partner of a rank in each round, None where it has none; after all rounds it has had everybody once.
+
+    >>> [partners(3, rank) for rank in range(3)]
+    [[None, 2, 1], [2, None, 0], [1, 0, None]]
+    """
+    places = world + world % 2
+    found: list[int | None] = []
+    for turn in range(places - 1):
+        circle = [0, *((i + turn) % (places - 1) + 1 for i in range(places - 1))]
+        at = circle.index(rank)
+        other = circle[places - 1 - at]
+        found.append(other if other < world else None)
+    return found
+
+
+def star_of(rates: Sequence[Sequence[float]]) -> Topology:
+    """The one switch that explains the rates between hosts best: each is as fast as with its fastest partner."""
+    world = len(rates)
+    links = []
+    for rank in range(world):
+        out = max(rates[rank][other] for other in range(world) if other != rank)
+        come = max(rates[other][rank] for other in range(world) if other != rank)
+        links.append(Link(f"h{rank}", "switch", _mbps(out), _mbps(come)))
+    return Topology(tuple(Host(f"h{rank}") for rank in range(world)), tuple(links))
+
+
+def unlike(rates: Sequence[Sequence[float]], network: Topology) -> list[tuple[int, int]]:
+    """The pairs, sender first, that are much slower than one switch would have it."""
+    arcs = {(arc.source, arc.target): arc.rate_mbps or MAX_RATE_MBPS for arc in network.arcs}
+    return [
+        (a, b)
+        for a, row in enumerate(rates)
+        for b, rate in enumerate(row)
+        if a != b and _mbps(rate) < _LIKE * min(arcs[f"h{a}", "switch"], arcs["switch", f"h{b}"])
+    ]
+
+
+async def _both_ways(channel: MeshChannel, number: int, partner: int, out_bytes: int, come_bytes: int) -> float:
+    """Send and receive so much, and return how fast it came."""
+    over, stamps = asyncio.Event(), list[float]()
+    errors: list[OffbeatError] = []
+
+    def failed(error: OffbeatError) -> None:
+        errors.append(error)
+        over.set()
+
+    left = 2
+
+    def one_less() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            over.set()
+
+    target = GrowingBuffer(memoryview(bytearray(come_bytes)), 0)
+    target.follow(lambda: stamps.append(time.monotonic()))
+    lane = OutgoingLane(
+        LaneKey(channel.number, number, 0), GrowingBuffer(memoryview(bytearray(out_bytes))), (0,), sent=one_less
+    )
+    sinks = {(partner, 0): CopyingSink(target, one_less)}
+    channel.begin(number, MeshExchange("a measurement", sinks, [(partner, lane)], failed))
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            await over.wait()
+    except TimeoutError:
+        raise NetworkError(
+            f"Cannot measure the link with rank {partner}: of {come_bytes} bytes {target.progress} came in "
+            f"{_PATIENCE_S:g} s."
+        ) from None
+    if errors:
+        raise errors[0]
+    channel.end(number)
+    passed_s = stamps[-1] - stamps[0]
+    return (come_bytes - BLOCK_BYTES) / max(passed_s, 1e-6)
+
+
+def _mbps(rate_bytes_per_s: float) -> float:
+    return min(MAX_RATE_MBPS, max(MIN_RATE_MBPS, rate_bytes_per_s * 8e-6))
