@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat.collective import CollectiveMethod, Ring
+from offbeat.collective import CollectiveMethod, WaterFilling
 from offbeat.collective.rank_part import part_of
 from offbeat.errors import DisagreementError, PlanError
+from offbeat.fabric.discovery import measure_rates, star_of
 from offbeat.fabric.fabric import BindContext, Offers
 from offbeat.fabric.in_memory import InMemory
 from offbeat.fabric.lane_exchange import LaneExchange
@@ -25,7 +26,6 @@ from offbeat.fabric.process_group import ProcessGroup, joined
 from offbeat.fabric.staging import CudaCopies, StagedFabric
 from offbeat.payload import Sum, Total
 from offbeat.tensors import dtype_name
-from offbeat.topology import Topology
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -48,8 +48,8 @@ class Routed:
     Raises:
         PlanError: if it is no method.
 
-    >>> Routed(Ring())
-    Routed(method=Ring())
+    >>> Routed(WaterFilling())
+    Routed(method=WaterFilling(chunks=8))
     """
 
     method: CollectiveMethod | None = None
@@ -87,8 +87,8 @@ class Routed:
         network = None
         try:
             network = LaneNetwork(context.rank, context.world, "lanes", meet, context.settings, context.timeout)
-            method = self.method or Ring()
-            algorithm = method.plan(Topology.star([f"h{i}" for i in range(context.world)]))
+            method = self.method or WaterFilling()
+            algorithm = method.plan(star_of(measure_rates(network, meet)))
             algorithm.verify()
             digests = meet(algorithm.digest)
             if wrong := next((rank for rank, one in enumerate(digests) if one != algorithm.digest), None):

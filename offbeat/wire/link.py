@@ -64,25 +64,34 @@ class PeerLink:
         self._blocked = self._flush_due = self._closing = self._paused = self._connected_before = False
         self._room: list[asyncio.Future[None]] = []
         self._ticked_s = self._attached_s = 0.0
+        self._unsent_bytes: int | None = None  # as much as the kernel likes
         self._tick_s = limits.timeout.total_seconds() / TICKS
         self._timer: asyncio.TimerHandle | None = None  # runs from the first connection on
 
     # -- what its owner calls ------------------------------------------------------------------------------------
 
-    def send(self, metadata: bytes, body: Buffer = b"", sent: Callable[[], None] | None = None) -> None:
+    def send(
+        self,
+        metadata: bytes,
+        body: Buffer = b"",
+        sent: Callable[[], None] | None = None,
+        *,
+        urgent: bool = False,
+    ) -> None:
         """Queue a frame; never blocks.
 
         Args:
             metadata: of at most `limits.max_metadata_bytes`.
             body: anything with a contiguous buffer; not copied, so it must not change until `sent` is called.
             sent: called when the other side has received the frame; never if the link is lost before.
+            urgent: whether that is to be known at once, and not with what the other side says next.
 
         Raises:
             NetworkError: if the link has ended, or the frame is longer than the limits say.
         """
         if not self.is_open:
             raise NetworkError(f"Cannot send to {self.peer}: the link has ended.")
-        self._session.send(metadata, body, sent)
+        self._session.send(metadata, body, sent, urgent=urgent)
         self._flush_soon()
 
     async def drain(self) -> None:
@@ -109,6 +118,12 @@ class PeerLink:
     def abort(self) -> None:
         """End it at once, without a word. The receiver's `lost` is not called."""
         self._close_now()
+
+    def limit_unsent(self, size_bytes: int) -> None:
+        """Have the kernel take no more than so much that it cannot send yet: what is queued later is not far behind."""
+        self._unsent_bytes = size_bytes
+        if self._stream is not None:
+            streams.limit_unsent(self._stream.sock, size_bytes)
 
     def pause_reading(self) -> None:
         """Take in nothing more for now, but for what is here already; the other side waits when its window is full.
@@ -190,6 +205,8 @@ class PeerLink:
         self._connected_before = True
         self._stream, self._attached_s = stream, self._loop.time()
         self._pieces = [opening] if opening else []
+        if self._unsent_bytes is not None:
+            streams.limit_unsent(stream.sock, self._unsent_bytes)
         if not self._paused:
             self._listen(stream)
         self._flush_soon()

@@ -134,6 +134,7 @@ class _Sending:
     body: memoryview
     cost_bytes: int
     sent: Callable[[], None] | None
+    urgent: bool = False
 
 
 @dataclass
@@ -171,8 +172,18 @@ class Session:
 
     # -- sending -------------------------------------------------------------------------------------------------
 
-    def send(self, metadata: bytes, body: Buffer = b"", sent: Callable[[], None] | None = None) -> None:
+    def send(
+        self,
+        metadata: bytes,
+        body: Buffer = b"",
+        sent: Callable[[], None] | None = None,
+        *,
+        urgent: bool = False,
+    ) -> None:
         """Queue a frame; `body` must not change until `sent` is called, when it has been received.
+
+        Args:
+            urgent: whether word that it has been received is wanted at once.
 
         Raises:
             NetworkError: if it is longer than the limits say.
@@ -186,7 +197,7 @@ class Session:
         ):
             if size > most:
                 raise NetworkError(f"Cannot send {what} of {size} bytes: one frame takes at most {most}. Cut it.")
-        self._enqueue(Kind.DATA, metadata, view, sent)
+        self._enqueue(Kind.DATA, metadata, view, sent, urgent=urgent)
 
     def end(self, sent: Callable[[], None]) -> None:
         """Queue the last frame; `sent` is called when the other side has received everything."""
@@ -236,7 +247,7 @@ class Session:
             self._taken = max(self._taken, frame.number)
             # Each acknowledgement takes time on both sides, so it is asked for only where it is needed soon.
             room_bytes = window_bytes - self._flight_bytes
-            urgent = not self._queue or self._unasked_bytes > window_bytes / 4 or self._queue[0].cost_bytes > room_bytes
+            urgent = frame.urgent or not self._queue or self._unasked_bytes > window_bytes / 4 or self._queue[0].cost_bytes > room_bytes
             if urgent:
                 self._unasked_bytes = 0
             # Not earlier: now the processor has the body in its cache when it is copied to the kernel.
@@ -253,10 +264,18 @@ class Session:
             self._owes_ack, self._mute_s = False, 0.0
         return pieces
 
-    def _enqueue(self, kind: int, metadata: bytes, body: memoryview, sent: Callable[[], None] | None) -> None:
+    def _enqueue(
+        self,
+        kind: int,
+        metadata: bytes,
+        body: memoryview,
+        sent: Callable[[], None] | None,
+        *,
+        urgent: bool = False,
+    ) -> None:
         self._number += 1
         cost_bytes = FRAME_COST_BYTES + HEADER_BYTES + len(metadata) + len(body)
-        self._queue.append(_Sending(self._number, kind, metadata, body, cost_bytes, sent))
+        self._queue.append(_Sending(self._number, kind, metadata, body, cost_bytes, sent, urgent))
         self._queue_bytes += cost_bytes
         self.counters.frames_out += kind == Kind.DATA
 

@@ -135,6 +135,12 @@ def _first(pieces: Sequence[bytes | memoryview]) -> memoryview:
     return memoryview(b"".join(joined))
 
 
+def limit_unsent(sock: socket.socket, size_bytes: int) -> None:
+    """Have the kernel take no more than so much that it cannot send yet."""
+    with contextlib.suppress(OSError):  # it is closed, which its owner will notice
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, size_bytes)
+
+
 def prepare(sock: socket.socket) -> None:
     """Set a TCP socket up."""
     sock.setblocking(False)
