@@ -12,8 +12,9 @@ place. What a rank has of a chunk is its own, and all that has come so far; oper
 that sums are made in the same order each time, and give the same bits. An operation may go once those in `after` have
 come: what they brought is in what it sends, and nothing that comes later is.
 
-`step` orders the operations that leave a rank by the same link. Where `uses_slots` it is a time slot as well: no link
-carries two operations of a step. Otherwise everything goes as early as it can.
+`step` orders the operations that leave a rank by the same link, and by others if `most_ahead` says so. Where
+`uses_slots` it is a time slot as well: no link carries two operations of a step. Otherwise everything goes as early as
+it can.
 
 The data plane follows chunks as they grow (`offbeat.wire.lane`), so that an operation begins with the first bytes of
 those before it.
@@ -97,6 +98,8 @@ class Algorithm:
         chunks: of the vector, one after the other.
         ops: in an order in which all of them can be carried out one by one.
         uses_slots: whether `step` is a time slot.
+        most_ahead: a rank sends nothing of a step before all of this many steps earlier has arrived, so that no link
+            is far ahead of its others; None for as far as it can.
     """
 
     name: str
@@ -104,6 +107,7 @@ class Algorithm:
     chunks: tuple[Chunk, ...]
     ops: tuple[Op, ...] = field(repr=False)
     uses_slots: bool = False
+    most_ahead: int | None = None
 
     @cached_property
     def digest(self) -> str:
@@ -193,7 +197,9 @@ class Algorithm:
             for c in self.chunks
         ]
         ops = [(_KINDS.index(op.kind), op.chunk, op.source, op.destination, op.step, op.after) for op in self.ops]
-        return msgspec.msgpack.encode(_Written(FORMAT, self.name, self.nodes, self.uses_slots, chunks, ops))
+        return msgspec.msgpack.encode(
+            _Written(FORMAT, self.name, self.nodes, self.uses_slots, chunks, ops, self.most_ahead)
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Algorithm:
@@ -212,7 +218,7 @@ class Algorithm:
             raise PlanError(f"Cannot read an algorithm: {error}. Write one with `to_bytes`.") from error
         if read.format != FORMAT:
             raise PlanError(f"Cannot read an algorithm of format {read.format}: this is {FORMAT}.")
-        made = cls(read.name, read.nodes, chunks, ops, read.uses_slots)
+        made = cls(read.name, read.nodes, chunks, ops, read.uses_slots, read.most_ahead)
         made.verify()
         return made
 
@@ -221,6 +227,8 @@ class Algorithm:
     def _check_chunks(self) -> None:
         if not 1 <= self.nodes <= MAX_NODES:
             raise PlanError(f"Cannot use {self.name}: it is for {self.nodes} ranks; 1 to {MAX_NODES} can take part.")
+        if self.most_ahead is not None and self.most_ahead < 1:
+            raise PlanError(f"Cannot use {self.name}: nobody could send if at most {self.most_ahead} steps ahead.")
         at = Fraction(0)
         for number, chunk in enumerate(self.chunks):
             if chunk.begin != at or chunk.end < at:
@@ -254,7 +262,8 @@ class Algorithm:
                 raise self._wrong(number, f"it is after operation {other}, which does not exist")
             if other >= number:
                 raise self._wrong(number, f"it is after operation {other}, listed later: {self._cycle(number)}")
-            if self.uses_slots and self.ops[other].step >= op.step:
+            is_timed = self.uses_slots or self.most_ahead is not None
+            if is_timed and self.ops[other].step >= op.step:
                 raise self._wrong(number, f"it is in step {op.step}, and after operation {other} of no earlier one")
 
     def _cycle(self, number: int) -> str:
@@ -302,6 +311,7 @@ class _Written(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     uses_slots: bool
     chunks: list[tuple[int, int, int, int, int | None, int | None]]
     ops: list[tuple[int, int, int, int, int, tuple[int, ...]]]
+    most_ahead: int | None = None
 
 
 def _held_then(algorithm: Algorithm, op: Op, sent: Sequence[int]) -> int:

@@ -47,12 +47,14 @@ class RankPart:
         rank: whose part it is.
         outgoing, incoming: in the order of the algorithm.
         versions: by chunk, how many versions come after the rank's own; chunks that nothing comes to are left out.
+        most_ahead: see `Algorithm`.
     """
 
     rank: int
     outgoing: tuple[Outgoing, ...]
     incoming: tuple[Incoming, ...]
     versions: dict[int, int]
+    most_ahead: int | None
 
 
 def part_of(algorithm: Algorithm, rank: int) -> RankPart:
@@ -81,4 +83,5 @@ def part_of(algorithm: Algorithm, rank: int) -> RankPart:
             op = algorithm.ops[number]
             incoming.append(Incoming(number, op, version, sent > 0 and not (op.kind == "copy" and sent == 1)))
     incoming.sort()
-    return RankPart(rank, tuple(outgoing), tuple(incoming), {chunk: len(numbers) for chunk, numbers in came.items()})
+    versions = {chunk: len(numbers) for chunk, numbers in came.items()}
+    return RankPart(rank, tuple(outgoing), tuple(incoming), versions, algorithm.most_ahead)

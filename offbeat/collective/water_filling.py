@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from offbeat.topology import Topology
 
 _PRECISION = 1 << 20
+# Connections that share a slow link do not share it evenly, and the last one would be alone in the end.
+_MOST_AHEAD = 6
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class WaterFilling:
         PlanError: if there are none.
     """
 
-    chunks: int = 8
+    chunks: int = 32
 
     def __post_init__(self) -> None:
         if type(self.chunks) is not int or not 1 <= self.chunks <= 1024:
@@ -86,7 +88,7 @@ class WaterFilling:
                     ops.append(Op("reduce", chunk, (owner + away) % nodes, owner, 2 * turn))
                 for away in range(1, nodes):
                     ops.append(Op("copy", chunk, owner, (owner + away) % nodes, 2 * turn + 3, tuple(come)))
-        return Algorithm(repr(self), nodes, tuple(chunks), tuple(ops))
+        return Algorithm(repr(self), nodes, tuple(chunks), tuple(ops), most_ahead=_MOST_AHEAD)
 
 
 def shares_of(rates: Sequence[float]) -> list[Fraction]:

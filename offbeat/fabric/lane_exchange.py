@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from offbeat.wire.lane import AddingSink, CopyingSink, GrowingBuffer, LaneKey, OutgoingLane
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import timedelta
 
-    from offbeat.collective.rank_part import Incoming, RankPart
+    from offbeat.collective.rank_part import Incoming, Outgoing, RankPart
     from offbeat.errors import OffbeatError
     from offbeat.wire.lane import Sink, StagingPool
     from offbeat.wire.mesh import MeshChannel
@@ -31,6 +32,42 @@ class Owed(NamedTuple):
     have_bytes: int
     size_bytes: int
     silent_s: float
+
+
+class _HeldLanes:
+    """Lanes that wait until what is many steps earlier has arrived.
+
+    Args:
+        most_ahead: how many steps; None for no limit.
+        steps: of all lanes.
+    """
+
+    def __init__(self, most_ahead: int | None, steps: list[int]) -> None:
+        self._most_ahead = most_ahead
+        self._under_way = Counter(steps) if most_ahead is not None else Counter[int]()
+        self._held: dict[int, list[tuple[int, OutgoingLane]]] = {}
+
+    @property
+    def _end(self) -> int:
+        """The first step that has to wait."""
+        return min(self._under_way, default=0) + (self._most_ahead or 0)
+
+    def hold(self, step: int, rank: int, lane: OutgoingLane) -> bool:
+        """Keep a lane, if it has to wait."""
+        if self._most_ahead is None or step < self._end:
+            return False
+        self._held.setdefault(step, []).append((rank, lane))
+        return True
+
+    def sent(self, step: int) -> list[tuple[int, OutgoingLane]]:
+        """One of this step has arrived: the lanes that need not wait any longer."""
+        if self._most_ahead is None:
+            return []
+        self._under_way[step] -= 1
+        if not self._under_way[step]:
+            del self._under_way[step]
+        end = self._end
+        return [one for held in sorted(self._held) if held < end for one in self._held.pop(held)]
 
 
 class LaneExchange:
@@ -61,6 +98,7 @@ class LaneExchange:
         self._over = threading.Event()
         self._error: OffbeatError | None = None
         self._left = 0
+        self._held = _HeldLanes(None, [])
         self._sinks: dict[tuple[int, int], CopyingSink | AddingSink] = {}
         self._last: dict[int, GrowingBuffer] = {}
         self._began_s = 0.0
@@ -71,21 +109,13 @@ class LaneExchange:
         self._began_s = time.monotonic()
         versions = self._versions()
         sinks: dict[tuple[int, int], Sink] = dict(self._sinks)
-        lanes = [
-            (
-                one.op.destination,
-                OutgoingLane(
-                    LaneKey(self._channel.number, self.number, one.number),
-                    versions[one.op.chunk][one.version],
-                    (self.number, one.op.step, one.number),
-                    sent=self._one_less,
-                ),
-            )
-            for one in self._part.outgoing
-            if len(self._places[one.op.chunk])
-        ]
-        self._left = len(lanes) + len(sinks) + 1
-        self._channel.begin(self.number, MeshExchange(self._terms, sinks, lanes, self._fail))
+        outgoing = [one for one in self._part.outgoing if len(self._places[one.op.chunk])]
+        self._left = len(outgoing) + len(sinks) + 1
+        self._held = _HeldLanes(self._part.most_ahead, [one.op.step for one in outgoing])
+        lanes = [(one.op.step, one.op.destination, self._lane(one, versions)) for one in outgoing]
+        first = [(rank, lane) for step, rank, lane in lanes if not self._held.hold(step, rank, lane)]
+        later = frozenset(rank for _, rank, _ in lanes)
+        self._channel.begin(self.number, MeshExchange(self._terms, sinks, first, self._fail, later))
         self._one_less()
 
     def wait(self, timeout: timedelta) -> bool:
@@ -115,6 +145,16 @@ class LaneExchange:
                 silent_s = time.monotonic() - (sink.came_s or self._began_s)
                 found.append(Owed(op.chunk, op.source, sink.have_bytes, size, silent_s))
         return sorted(found, key=lambda one: one.have_bytes - one.size_bytes)
+
+    def _lane(self, one: Outgoing, versions: dict[int, list[GrowingBuffer]]) -> OutgoingLane:
+        key = LaneKey(self._channel.number, self.number, one.number)
+        source, priority = versions[one.op.chunk][one.version], (self.number, one.op.step, one.number)
+        return OutgoingLane(key, source, priority, sent=lambda: self._sent(one.op.step))
+
+    def _sent(self, step: int) -> None:
+        for rank, lane in self._held.sent(step):
+            self._channel.send(self.number, rank, lane)
+        self._one_less()
 
     def _versions(self) -> dict[int, list[GrowingBuffer]]:
         """What this rank has of each chunk, one after the other, with the sinks that make each of the one before."""

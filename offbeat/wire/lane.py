@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 128 << 10
 """Before anything is known of the link."""
 WINDOW_BYTES = 8 * BLOCK_BYTES
-_LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 32 << 10, 512 << 10
-_BLOCK_S, _WINDOW_S = 0.004, 0.03
+_LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 16 << 10, 512 << 10
+_BLOCK_S, _WINDOW_S = 0.004, 0.06
 _UNSENT_S = 0.008  # what is sent later, such as word of what has arrived, waits no longer in the kernel
 _MEASURED_S, _WEIGHT = 0.02, 0.25
 # Less than this is copied, so that its memory is free at once and nobody waits for word that it has arrived.
@@ -239,7 +239,7 @@ class LaneScheduler:
         if self.rate.bytes_per_s:
             block = int(self.rate.bytes_per_s * _BLOCK_S)
             self._block_bytes = min(_MOST_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, 1 << block.bit_length()))
-            self._window_bytes = max(2 * self._block_bytes, int(self.rate.bytes_per_s * _WINDOW_S))
+            self._window_bytes = max(4 * self._block_bytes, int(self.rate.bytes_per_s * _WINDOW_S))
             self._link.limit_unsent(max(_LEAST_BLOCK_BYTES, int(self.rate.bytes_per_s * _UNSENT_S)))
 
 

@@ -260,18 +260,20 @@ class MeshExchange:
         sinks: by rank and lane, what takes in what comes.
         lanes: what goes out, by rank.
         failed: called once, with why it will not end.
+        later: ranks that more lanes go to later (`MeshChannel.send`).
     """
 
     terms: str
     sinks: Mapping[tuple[int, int], Sink]
     lanes: Sequence[tuple[int, OutgoingLane]]
     failed: Callable[[OffbeatError], None]
+    later: frozenset[int] = frozenset()
     waiting: dict[int, list[OutgoingLane]] = field(default_factory=dict)
 
     @property
     def ranks(self) -> set[int]:
         """The others that take part."""
-        return {rank for rank, _ in self.sinks} | {rank for rank, _ in self.lanes}
+        return {rank for rank, _ in self.sinks} | {rank for rank, _ in self.lanes} | self.later
 
     def sink(self, rank: int, key: LaneKey) -> Sink:
         """What takes in a lane.
@@ -336,6 +338,16 @@ class MeshChannel:
                 sink.received(offset, body)
         except OffbeatError as error:
             self._fail(number, exchange, error)
+
+    def send(self, number: int, rank: int, lane: OutgoingLane) -> None:
+        """Send one more lane of an exchange that was begun."""
+        exchange = self._exchanges.get(number)
+        if exchange is None:  # it has failed
+            return
+        if rank in self._begun.get(number, ()):
+            self._mesh.peer(rank).scheduler.add(lane)
+        else:
+            exchange.waiting.setdefault(rank, []).append(lane)
 
     def end(self, number: int) -> None:
         """An exchange is over for this process."""

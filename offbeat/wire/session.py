@@ -247,7 +247,12 @@ class Session:
             self._taken = max(self._taken, frame.number)
             # Each acknowledgement takes time on both sides, so it is asked for only where it is needed soon.
             room_bytes = window_bytes - self._flight_bytes
-            urgent = frame.urgent or not self._queue or self._unasked_bytes > window_bytes / 4 or self._queue[0].cost_bytes > room_bytes
+            urgent = (
+                frame.urgent
+                or not self._queue
+                or self._unasked_bytes > window_bytes / 4
+                or self._queue[0].cost_bytes > room_bytes
+            )
             if urgent:
                 self._unasked_bytes = 0
             # Not earlier: now the processor has the body in its cache when it is copied to the kernel.

@@ -147,3 +147,11 @@ def test_bytes_that_are_no_algorithm(data: bytes) -> None:
 def test_chunks_say_what_it_is(ends: list[tuple[int | None, int | None]], name: str) -> None:
     chunks = [Chunk(Fraction(i, 3), Fraction(i + 1, 3), *one) for i, one in enumerate(ends)]
     assert Algorithm("mine", 3, tuple(chunks), ()).collective == name
+
+
+def test_who_may_not_be_ahead_has_steps_in_order() -> None:
+    ops = (Op("reduce", 0, 1, 0, 0), Op("copy", 0, 0, 1, 0, (0,)))
+    with pytest.raises(PlanError, match="it is in step 0, and after operation 0 of no earlier one"):
+        Algorithm("mine", 2, WHOLE, ops, most_ahead=2).verify()
+    with pytest.raises(PlanError, match="nobody could send if at most 0 steps ahead"):
+        Algorithm("mine", 2, WHOLE, (ops[0], ops[1]._replace(step=1)), most_ahead=0).verify()

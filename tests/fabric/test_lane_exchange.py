@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from offbeat.collective import Algorithm, Chunk, Op, Ring
+from offbeat.collective import Algorithm, Chunk, Op, Ring, WaterFilling
 from offbeat.collective.rank_part import part_of
 from offbeat.collective.trees import Edge, SpanningTree, all_reduce, gather_up, spread
 from offbeat.errors import NetworkError
@@ -78,6 +78,7 @@ ALGORITHMS = [
     spread("broadcast", 4, random_trees(4, 1, 7)),
     gather_up("reduce", 3, random_trees(3, 1, 8)),
     recursive_doubling(),
+    WaterFilling(4).plan(Topology.star(["h0", "h1", "h2"])),
 ]
 
 
