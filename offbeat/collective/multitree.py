@@ -103,12 +103,9 @@ def _needs(paths: Paths) -> list[list[tuple[int, int, int]]]:
 
 def _least_steps(paths: Paths, split: int, interfaces: int | None) -> int:
     """Steps that it takes at least: each rank hears all others, over as many links as it has."""
-    ports = [
-        min(len(paths.out_arcs[arc.source]), interfaces or paths.ranks)
-        for arc in paths.arcs
-        if arc.source in paths.names
-    ]
-    return -(-split * (paths.ranks - 1) // min(ports, default=1))
+    degrees = [len(paths.out_arcs.get(name, ())) for name in paths.names]
+    ports = min(min(degree, interfaces or degree) for degree in degrees)
+    return -(-split * (paths.ranks - 1) // max(1, ports))
 
 
 class _Growth:
