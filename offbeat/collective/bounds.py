@@ -98,7 +98,7 @@ class _Cuts:
         whole = np.ceil(np.where(self.is_shaped, rates, 0.0) * per_mbps - 1e-6).astype(np.int64)
         common = max(1, int(np.gcd.reduce(whole)))
         self.capacities = whole // common
-        self.unit_mbps = common / per_mbps
+        self.unit_mbps: float = common / float(per_mbps)
 
     def share_mbps(self) -> float:
         """The most that each host can send to all others at the same time.
