@@ -58,7 +58,7 @@ from offbeat.codec import (
     TopK,
     innermost,
 )
-from offbeat.collective import CollectiveMethod, Ring, WaterFilling
+from offbeat.collective import CollectiveMethod, MultiTree, Ring, WaterFilling
 from offbeat.control import AdaptQuorum, ByProgress, Controller, WaitThreshold
 from offbeat.errors import PlanError, brief
 from offbeat.fabric import (
@@ -1034,7 +1034,7 @@ _KINDS: dict[str, dict[str, Any]] = {
         "RoundRobin": RoundRobin,
         "SSP": SSP,
     },
-    "collective": {"Ring": Ring, "WaterFilling": WaterFilling},
+    "collective": {"MultiTree": MultiTree, "Ring": Ring, "WaterFilling": WaterFilling},
     "codec": {
         "Carry": Carry,
         "Cast": Cast,

@@ -160,17 +160,28 @@ class Algorithm:
         everyone = (1 << self.nodes) - 1
         come: dict[tuple[int, int], list[int]] = {}  # by rank and chunk, operations that came there
         sent: list[int] = [0] * len(self.ops)  # as a set of ranks: whose contributions an operation carries
+        # Of the last one that left there: its `after`, what that brought, and which of it was in the latest step.
+        known: dict[tuple[int, int], tuple[tuple[int, ...], int, int | None]] = {}
         held = {
             (rank, number): 1 << rank
             for number, chunk in enumerate(self.chunks)
             for rank in (range(self.nodes) if chunk.source is None else (chunk.source,))
         }
+        is_timed = self.uses_slots or self.most_ahead is not None
         for number, op in enumerate(self.ops):
             self._check_op(number, op)
-            before = come.get((op.source, op.chunk), [])
-            if list(op.after) != before[: len(op.after)]:
-                raise self._wrong(number, _why_after(self.ops, op, before))
-            sent[number] = _held_then(self, op, sent)
+            there = (op.source, op.chunk)
+            # Methods give the same object to operations after the same ones.
+            if there not in known or known[there][0] is not op.after:
+                self._check_after(number, op)
+                before = come.get(there, [])
+                if list(op.after) != before[: len(op.after)]:
+                    raise self._wrong(number, _why_after(self.ops, op, before))
+                latest = max(op.after, key=lambda other: self.ops[other].step, default=None)
+                known[there] = op.after, _held_then(self, op, sent), latest
+            _, sent[number], latest = known[there]
+            if is_timed and latest is not None and self.ops[latest].step >= op.step:
+                raise self._wrong(number, f"it is in step {op.step}, and after operation {latest} of no earlier one")
             if not sent[number]:
                 raise self._wrong(number, f"rank {op.source} has nothing of the chunk by then")
             here = (op.destination, op.chunk)
@@ -191,15 +202,23 @@ class Algorithm:
                     )
 
     def to_bytes(self) -> bytes:
-        """It as bytes (msgpack), the same on every machine."""
+        """It as bytes (msgpack), the same on every machine.
+
+        Of `after` the length is written, as it is a prefix of what came before; in full where it is none.
+        """
         chunks = [
             (c.begin.numerator, c.begin.denominator, c.end.numerator, c.end.denominator, c.source, c.target)
             for c in self.chunks
         ]
-        ops = [(_KINDS.index(op.kind), op.chunk, op.source, op.destination, op.step, op.after) for op in self.ops]
-        return msgspec.msgpack.encode(
-            _Written(FORMAT, self.name, self.nodes, self.uses_slots, chunks, ops, self.most_ahead)
-        )
+        come: dict[tuple[int, int], list[int]] = {}
+        ops: list[tuple[int, int, int, int, int, int | tuple[int, ...]]] = []
+        for number, op in enumerate(self.ops):
+            is_prefix = list(op.after) == come.get((op.source, op.chunk), [])[: len(op.after)]
+            after = len(op.after) if is_prefix else op.after
+            ops.append((_KINDS.index(op.kind), op.chunk, op.source, op.destination, op.step, after))
+            come.setdefault((op.destination, op.chunk), []).append(number)
+        written = _Written(FORMAT, self.name, self.nodes, self.uses_slots, chunks, ops, self.most_ahead)
+        return msgspec.msgpack.encode(written)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Algorithm:
@@ -213,7 +232,7 @@ class Algorithm:
                 raise ValueError(f"it has {len(data)} bytes")
             read = msgspec.msgpack.decode(data, type=_Written)
             chunks = tuple(Chunk(Fraction(a, b), Fraction(c, d), *ends) for a, b, c, d, *ends in read.chunks)
-            ops = tuple(Op(_KINDS[op[0]], *op[1:]) for op in read.ops)
+            ops = _read_ops(read.ops)
         except (msgspec.MsgspecError, ValueError, ArithmeticError, RecursionError, IndexError) as error:
             raise PlanError(f"Cannot read an algorithm: {error}. Write one with `to_bytes`.") from error
         if read.format != FORMAT:
@@ -257,14 +276,13 @@ class Algorithm:
             raise self._wrong(number, "a rank sends nothing to itself")
         if op.step < 0:
             raise self._wrong(number, f"there is no step {op.step}")
+
+    def _check_after(self, number: int, op: Op) -> None:
         for other in op.after:
             if not 0 <= other < len(self.ops):
                 raise self._wrong(number, f"it is after operation {other}, which does not exist")
             if other >= number:
                 raise self._wrong(number, f"it is after operation {other}, listed later: {self._cycle(number)}")
-            is_timed = self.uses_slots or self.most_ahead is not None
-            if is_timed and self.ops[other].step >= op.step:
-                raise self._wrong(number, f"it is in step {op.step}, and after operation {other} of no earlier one")
 
     def _cycle(self, number: int) -> str:
         """Say whether what stands in the wrong order is a cycle, or no more than that."""
@@ -310,8 +328,25 @@ class _Written(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     nodes: int
     uses_slots: bool
     chunks: list[tuple[int, int, int, int, int | None, int | None]]
-    ops: list[tuple[int, int, int, int, int, tuple[int, ...]]]
+    ops: list[tuple[int, int, int, int, int, int | tuple[int, ...]]]
     most_ahead: int | None = None
+
+
+def _read_ops(written: Sequence[tuple[int, int, int, int, int, int | tuple[int, ...]]]) -> tuple[Op, ...]:
+    come: dict[tuple[int, int], list[int]] = {}
+    prefixes: dict[tuple[int, int], tuple[int, ...]] = {}  # the last one, as many operations are after the same
+    ops = []
+    for number, (kind, chunk, source, destination, step, after) in enumerate(written):
+        if isinstance(after, int):
+            before = come.get((source, chunk), [])
+            if not 0 <= after <= len(before):
+                raise ValueError(f"operation {number} is after {after} that came, and {len(before)} did")
+            if len(prefixes.get((source, chunk), ())) != after:
+                prefixes[source, chunk] = tuple(before[:after])
+            after = prefixes[source, chunk] if after else ()
+        ops.append(Op(_KINDS[kind], chunk, source, destination, step, after))
+        come.setdefault((destination, chunk), []).append(number)
+    return tuple(ops)
 
 
 def _held_then(algorithm: Algorithm, op: Op, sent: Sequence[int]) -> int:

@@ -1,8 +1,7 @@
-"""The ring: each chunk goes round once to be summed up, and once to be spread (Patarasuk and Yuan, "Bandwidth optimal
-all-reduce algorithms for clusters of workstations", JPDC 2009). Every link carries 2 (N - 1) / N of the vector.
+"""The ring: each chunk goes round once to be summed up, and once to be spread.
 
-Both go in the same direction, so that all that a rank sends goes to one other: what is to be summed up goes first, and
-is not slowed down by what comes after it.
+Every rank sends to the next one alone, and sends 2 (N - 1) / N of the vector: Patarasuk and Yuan, "Bandwidth optimal
+all-reduce algorithms for clusters of workstations", JPDC 2009.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ class Ring:
     def plan(self, network: Topology) -> Algorithm:
         """Make it for the hosts of a network, which are ranks in their order."""
         nodes = len(network.hosts)
-        onwards = [chain(range(nodes), i) for i in range(nodes)]
-        backwards = [chain(range(nodes - 1, -1, -1), nodes - 1 - i) for i in range(nodes)]
-        return all_reduce("Ring()", nodes, onwards, reduce_trees=backwards)
+        tour = range(nodes)
+        down, up = ([chain(way, way.index(root)) for root in tour] for way in (tour, tour[::-1]))
+        return all_reduce("Ring()", nodes, down, reduce_trees=up)
 
 
 def chain(tour: Sequence[int], root: int) -> SpanningTree:

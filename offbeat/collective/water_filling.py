@@ -1,15 +1,15 @@
-"""Direct shards on one switch, as large as each host's link has room for.
+"""Water-filling: each host sums up and hands out a part of the vector as large as its link allows, without detours.
 
-Every host sends each shard to the one that owns it, which sends the sum to all. Host i that owns the part f_i of a
-vector of S sends S (1 - f_i) of its own and f_i S of sums to each of the N - 1 others: S (1 + f_i (N - 2)) in all, and
-receives as much. The parts are chosen so that all end at the same time tau, in units of S:
+For hosts at one switch whose links differ. Host i, which owns a part f_i of a vector of S, sends what others own and
+N - 1 times what it owns itself, and hears as much: S (1 + f_i (N - 2)) in each direction. All links are busy equally
+long, for S tau, where
 
-    f_i = (b_i tau - 1) / (N - 2)        tau = (m + N - 2) / sum of b_i over the m hosts that own something
+    f_i = (b_i tau - 1) / (N - 2)        tau = (m + N - 2) / (sum of b_i over the m hosts that own something)
 
-A host too slow to own anything (f_i < 0) is a leaf: it sends S, and receives S, at the same time, since sums flow back
-while the rest is still on its way. So the whole takes S max(tau, 1 / min b), which is the least there is, where a ring
-takes 2 (N - 1) / N S / min b. With equal links it is as good as a ring; with a host that has nothing of its own it is
-what BytePS does (Jiang et al., OSDI 2020).
+and a host too slow for that is a leaf and owns nothing. So all is done after S max(tau, 1 / min b), which is the least
+that any method needs (`offbeat.collective.bounds`), if sums are handed out while others are still made: the vector goes
+in pieces, one after the other. With equal links f_i is 1/N. Machines that only help, without a gradient of their own,
+would make it the optimal shares of BytePS (Jiang et al., OSDI 2020).
 """
 
 from __future__ import annotations
@@ -19,102 +19,107 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from offbeat.collective.algorithm import Algorithm, Chunk, Op
+from offbeat.collective.paths import Paths
 from offbeat.errors import PlanError
+from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from offbeat.topology import Topology
 
-_PRECISION = 1 << 20
-# Connections that share a slow link do not share it evenly, and the last one would be alone in the end.
-_MOST_AHEAD = 6
+# Connections that share a slow link do not share it evenly: one would be far behind the others, and alone in the end.
+_PIECES_AHEAD = 3
+_PER_MBPS = 100  # rates are rounded to this, so that parts are short fractions
 
 
 @dataclass(frozen=True)
 class WaterFilling:
-    """Direct shards for unequal links to one switch.
+    """Direct transfers to the owners of parts and back, for hosts that hang on one switch.
 
     Args:
-        chunks: into how many each shard is cut; sums of one flow back while the next is summed up.
+        pieces: of the vector, of which one is handed out while the next is summed up.
 
     Raises:
-        PlanError: if there are none.
+        PlanError: if there are fewer than 1.
     """
 
-    chunks: int = 32
+    pieces: int = 32
 
     def __post_init__(self) -> None:
-        if type(self.chunks) is not int or not 1 <= self.chunks <= 1024:
+        if type(self.pieces) is not int or self.pieces < 1:
             raise PlanError(
-                f"Cannot cut shards into {self.chunks!r}: use a whole number from 1 to 1024 - at "
-                "`plan.collective.chunks`."
+                f"Cannot cut the vector into pieces={self.pieces!r}: choose a whole number from 1 - at "
+                "`plan.collective.pieces`."
             )
 
     def plan(self, network: Topology) -> Algorithm:
         """Make it for the hosts of a network, which are ranks in their order.
 
         Raises:
-            PlanError: if they do not hang on one switch.
+            PlanError: if they do not hang on one switch by one link each.
         """
-        hosts, hanging = (
-            {host.name for host in network.hosts},
-            [{*network.switches} & {k.a, k.b} for k in network.links],
+        rates = rates_at_switch(network)
+        nodes, parts = len(rates), owned_parts(rates)
+        fastest_first = sorted(range(nodes), key=lambda rank: (-rates[rank], rank))
+        chunks: list[Chunk] = []
+        ops: list[Op] = []
+        for piece in range(self.pieces):
+            begin = Fraction(piece, self.pieces)
+            for owner, part in enumerate(parts):
+                if not part:
+                    continue
+                number = len(chunks)
+                chunks.append(Chunk(begin, begin + part / self.pieces))
+                begin = chunks[-1].end
+                # The slowest is added last, so that nobody else's contribution has to wait for it in memory.
+                others = [(rank, (owner - rank) % nodes) for rank in fastest_first if rank != owner]
+                first = 2 * nodes * piece
+                came = tuple(range(len(ops), len(ops) + nodes - 1))
+                ops += [Op("reduce", number, rank, owner, first + turn) for rank, turn in others]
+                ops += [
+                    Op("copy", number, owner, (owner + turn) % nodes, first + nodes + turn, came)
+                    for turn in range(1, nodes)
+                ]
+        return Algorithm(short_name(self), nodes, tuple(chunks), tuple(ops), most_ahead=_PIECES_AHEAD * 2 * nodes)
+
+
+def rates_at_switch(network: Topology) -> list[Fraction]:
+    """Rates of the hosts at one switch, in 10^6 bit/s: the lower one of the two directions.
+
+    A link that is not shaped counts as the fastest that is; if none is shaped, as 1.
+
+    Raises:
+        PlanError: if they do not hang on one switch by one link each.
+    """
+    ends = [{link.a, link.b} & {*network.switches} for link in network.links]
+    if len(network.switches) != 1 or not all(ends) or len(ends) != len(network.hosts):
+        raise PlanError(
+            f"Cannot plan WaterFilling for {len(network.hosts)} hosts, {len(network.switches)} switches and "
+            f"{len(network.links)} links: it is for hosts that hang on one switch by one link each. Use Greedy or "
+            "MultiTree."
         )
-        if len(network.switches) != 1 or not all(hanging) or len(hanging) != len(hosts):
-            raise PlanError(
-                f"Cannot plan {self!r} for a network that is no star: it has to be one switch with one link per host. "
-                "Use Greedy(), or MultiTree()."
-            )
-        nodes = len(network.hosts)
-        shares = shares_of([_rate(network, host.name) for host in network.hosts])
-        chunks, ops, at = list[Chunk](), list[Op](), Fraction(0)
-        owners = []
-        for owner, share in enumerate(shares):
-            for _ in range(self.chunks if share and nodes > 1 else 0):
-                chunks.append(Chunk(at, at + share / self.chunks))
-                owners.append(owner)
-                at += share / self.chunks
-        if nodes == 1:
-            return Algorithm(repr(self), 1, (Chunk(Fraction(0), Fraction(1)),), ())
-        places: dict[int, list[int]] = {}
-        for number, owner in enumerate(owners):
-            places.setdefault(owner, []).append(number)
-        for turn in range(self.chunks):
-            for owner, numbers in places.items():
-                chunk, come = numbers[turn], list[int]()
-                for away in range(1, nodes):
-                    come.append(len(ops))
-                    ops.append(Op("reduce", chunk, (owner + away) % nodes, owner, 2 * turn))
-                for away in range(1, nodes):
-                    ops.append(Op("copy", chunk, owner, (owner + away) % nodes, 2 * turn + 3, tuple(come)))
-        return Algorithm(repr(self), nodes, tuple(chunks), tuple(ops), most_ahead=_MOST_AHEAD)
+    Paths(network)  # refuses rates that cannot be
+    links = [network.uplink(host.name) for host in network.hosts]
+    shaped = [[rate for rate in link.rates_mbps if rate is not None] for link in links]
+    fastest = max((rate for rates in shaped for rate in rates), default=1.0)
+    return [Fraction(max(1, round(min(rates, default=fastest) * _PER_MBPS)), _PER_MBPS) for rates in shaped]
 
 
-def shares_of(rates: Sequence[float]) -> list[Fraction]:
-    """The part of the vector that each host owns, by the rates of their links, in whatever unit; they add up to 1.
+def owned_parts(rates: Sequence[Fraction]) -> list[Fraction]:
+    """Parts of the vector that hosts with these rates own; 0 for leaves.
 
-    >>> [round(float(share), 3) for share in shares_of([200, 200, 200, 50])]
-    [0.333, 0.333, 0.333, 0.0]
-    >>> [round(float(share), 3) for share in shares_of([300, 200, 200, 200])]
-    [0.5, 0.167, 0.167, 0.167]
+    >>> [str(part) for part in owned_parts([Fraction(rate) for rate in (200, 200, 200, 50)])]
+    ['1/3', '1/3', '1/3', '0']
     """
     nodes = len(rates)
-    if nodes <= 2:  # whoever owns what, each sends the vector once
+    if nodes <= 2:
         return [Fraction(1, nodes)] * nodes
-    owners = list(range(nodes))
+    owners = set(range(nodes))
     while True:
-        tau = (len(owners) + nodes - 2) / sum(rates[i] for i in owners)
-        shares = {i: (rates[i] * tau - 1) / (nodes - 2) for i in owners}
-        if min(shares.values()) >= 0:
-            break
-        owners = [i for i in owners if shares[i] > 0]
-    found = [Fraction(round(shares.get(i, 0.0) * _PRECISION), _PRECISION) for i in range(nodes)]
-    largest = max(range(nodes), key=lambda i: found[i])
-    found[largest] += 1 - sum(found)
-    return found
-
-
-def _rate(network: Topology, host: str) -> float:
-    rates = [rate for rate in network.uplink(host).rates_mbps if rate is not None]
-    return min(rates, default=1e6)
+        tau = Fraction(len(owners) + nodes - 2) / sum(rates[rank] for rank in owners)
+        parts = [(rates[rank] * tau - 1) / (nodes - 2) if rank in owners else Fraction(0) for rank in range(nodes)]
+        leaves = {rank for rank in owners if parts[rank] <= 0}
+        if not leaves:
+            return parts
+        owners -= leaves

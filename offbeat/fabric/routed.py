@@ -49,7 +49,7 @@ class Routed:
         PlanError: if it is no method.
 
     >>> Routed(WaterFilling())
-    Routed(method=WaterFilling(chunks=32))
+    Routed(method=WaterFilling(pieces=32))
     """
 
     method: CollectiveMethod | None = None

@@ -38,6 +38,16 @@ def test_equal_algorithms_have_equal_digests() -> None:
     assert ring(4).digest == ring(4).digest != ring(5).digest
 
 
+@pytest.mark.parametrize("after", [(1,), (0, 1), (7,)])
+def test_bytes_keep_what_is_wrong(after: tuple[int, ...]) -> None:
+    """Else a wrong algorithm would become another one on its way."""
+    made = ring(3)
+    wrong = Algorithm("mine", 3, made.chunks, (*made.ops[:-1], made.ops[-1]._replace(after=after)))
+    assert wrong.digest != Algorithm("mine", 3, made.chunks, made.ops).digest
+    with pytest.raises(PlanError, match=f"operation {len(made.ops) - 1}"):
+        Algorithm.from_bytes(wrong.to_bytes())
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_a_changed_schedule_is_refused_by_name(seed: int) -> None:
     """Whatever is left out of a ring, doubled or sent elsewhere: one of rank, chunk and operation is named."""

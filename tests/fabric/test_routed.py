@@ -139,8 +139,8 @@ def test_it_is_written_and_read(fabric: Routed) -> None:
 
 
 def test_an_error_within_ends_with_its_path() -> None:
-    text = Plan(fabric=Routed(WaterFilling(3))).to_toml().replace("chunks = 3", "chunks = 0")
-    with pytest.raises(PlanError, match=r"- at `plan\.fabric\.method\.chunks`"):
+    text = Plan(fabric=Routed(WaterFilling(3))).to_toml().replace("pieces = 3", "pieces = 0")
+    with pytest.raises(PlanError, match=r"- at `plan\.fabric\.method\.pieces`"):
         Plan.from_toml(text)
 
 
