@@ -7,7 +7,8 @@
 * `elastic` - all-reduce that goes on without the workers it loses; `retryable` - what it exchanges, again if need be;
   `elastic_group` - who is left, and how they find together
 * `routed` - all-reduce along planned paths (`offbeat.collective`); `lane_exchange` - one over lanes; `lane_network` -
-  the links between workers that those are on; `discovery` - what these carry
+  the links between workers that those are on; `discovery` - what these carry;
+  `path_planner` - which paths for which size
 * `switch` - sums in the network, beside an elastic companion (`offbeat.switch`); `switch_table` - sums there that last;
   `staging` - the way of tensors on a GPU over such a fabric
   `switch_session` - a worker's place at a switch, also at one that was started again

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offbeat.errors import NetworkError
 from offbeat.topology import MAX_RATE_MBPS, MIN_RATE_MBPS, Host, Link, Topology
-from offbeat.wire.lane import BLOCK_BYTES, CopyingSink, GrowingBuffer, LaneKey, OutgoingLane
+from offbeat.wire.lane import BLOCK_BYTES, CopyingSink, GrowingBuffer, LaneKey, OutgoingLane, block_bytes_for
 from offbeat.wire.mesh import MeshExchange
 
 if TYPE_CHECKING:
@@ -30,10 +32,36 @@ _FIRST_BYTES = 2 * BLOCK_BYTES
 _ROUND_S = 0.2
 _MOST_BYTES = 64 << 20
 _PATIENCE_S = 20.0
+_PINGS = 4
 _LIKE = 0.7  # of what one switch would carry between two
 
 
-def measure_rates(network: LaneNetwork, meet: Callable[[str], list[str]]) -> list[list[float]]:
+@dataclass(frozen=True)
+class MeasuredNetwork:
+    """What is known of the network between the workers.
+
+    Args:
+        network: hosts are ranks in their order.
+        message_s: what a message costs by itself, in seconds.
+        block_bytes: the size of blocks that suits the links.
+        unlike: pairs, sender first, that are much slower than the network would have it.
+    """
+
+    network: Topology
+    message_s: float
+    block_bytes: int
+    unlike: tuple[tuple[int, int], ...] = ()
+
+
+def measure_network(network: LaneNetwork, meet: Callable[[str], list[str]]) -> MeasuredNetwork:
+    """Measure what the links carry. Collective; raises as `measure_rates`."""
+    rates, message_s = measure_rates(network, meet)
+    star = star_of(rates)
+    slowest = min(rate for row in rates for rate in row if rate)
+    return MeasuredNetwork(star, message_s, block_bytes_for(slowest / (network.world - 1)), tuple(unlike(rates, star)))
+
+
+def measure_rates(network: LaneNetwork, meet: Callable[[str], list[str]]) -> tuple[list[list[float]], float]:
     """Measure how fast each sends to each. Collective.
 
     Args:
@@ -41,7 +69,7 @@ def measure_rates(network: LaneNetwork, meet: Callable[[str], list[str]]) -> lis
         meet: tells the others a text, and returns what all say, in rank order.
 
     Returns:
-        By sender and receiver, in bytes per second; 0 on the diagonal.
+        By sender and receiver, in bytes per second, 0 on the diagonal; and what a message costs by itself, in seconds.
 
     Raises:
         NetworkError: if a link is lost meanwhile, or carries next to nothing.
@@ -49,20 +77,24 @@ def measure_rates(network: LaneNetwork, meet: Callable[[str], list[str]]) -> lis
     channel, world = network.channel(), network.world
     sizes = [[_FIRST_BYTES] * world for _ in range(world)]
     rates: list[list[float]] = []
+    message_s = math.inf
     for number in range(2):
         mine = [0.0] * world
         for turn, partner in enumerate(partners(world, network.rank)):
             if partner is not None:
                 out, come = sizes[network.rank][partner], sizes[partner][network.rank]
-                mine[partner] = network.loop.run(_both_ways(channel, turn + number * world, partner, out, come))
+                first = (turn + number * world) * (_PINGS + 1)
+                message_s = min(message_s, network.loop.run(_pings(channel, first, partner)))
+                mine[partner] = network.loop.run(_both_ways(channel, first + _PINGS, partner, out, come))
             meet("")  # the next round begins when all links are free
-        by_receiver = [json.loads(text) for text in meet(json.dumps(mine))]
+        said = [json.loads(text) for text in meet(json.dumps([message_s, mine]))]
+        message_s, by_receiver = min(one for one, _ in said), [row for _, row in said]
         rates = [[by_receiver[receiver][sender] for receiver in range(world)] for sender in range(world)]
         sizes = [
             [int(min(_MOST_BYTES, max(_FIRST_BYTES, rate * _ROUND_S))) // BLOCK_BYTES * BLOCK_BYTES for rate in row]
             for row in rates
         ]
-    return rates
+    return rates, message_s
 
 
 def partners(world: int, rank: int) -> list[int | None]:
@@ -103,9 +135,19 @@ def unlike(rates: Sequence[Sequence[float]], network: Topology) -> list[tuple[in
     ]
 
 
+async def _pings(channel: MeshChannel, first: int, partner: int) -> float:
+    """Exchange a byte several times, one after the other; the shortest time that it took."""
+    shortest_s = math.inf
+    for number in range(first, first + _PINGS):
+        began_s = time.monotonic()
+        await _both_ways(channel, number, partner, 1, 1)
+        shortest_s = min(shortest_s, time.monotonic() - began_s)
+    return shortest_s
+
+
 async def _both_ways(channel: MeshChannel, number: int, partner: int, out_bytes: int, come_bytes: int) -> float:
     """Send and receive so much, and return how fast it came."""
-    over, stamps = asyncio.Event(), list[float]()
+    over, stamps = asyncio.Event(), list[tuple[float, int]]()
     errors: list[OffbeatError] = []
 
     def failed(error: OffbeatError) -> None:
@@ -121,7 +163,7 @@ async def _both_ways(channel: MeshChannel, number: int, partner: int, out_bytes:
             over.set()
 
     target = GrowingBuffer(memoryview(bytearray(come_bytes)), 0)
-    target.follow(lambda: stamps.append(time.monotonic()))
+    target.follow(lambda: stamps.append((time.monotonic(), target.progress)))
     lane = OutgoingLane(
         LaneKey(channel.number, number, 0), GrowingBuffer(memoryview(bytearray(out_bytes))), (0,), sent=one_less
     )
@@ -138,8 +180,8 @@ async def _both_ways(channel: MeshChannel, number: int, partner: int, out_bytes:
     if errors:
         raise errors[0]
     channel.end(number)
-    passed_s = stamps[-1] - stamps[0]
-    return (come_bytes - BLOCK_BYTES) / max(passed_s, 1e-6)
+    (first_s, first_bytes), (last_s, _) = stamps[0], stamps[-1]
+    return (come_bytes - first_bytes) / max(last_s - first_s, 1e-6)
 
 
 def _mbps(rate_bytes_per_s: float) -> float:

@@ -10,32 +10,37 @@ import functools
 import threading
 import time
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat.collective import CollectiveMethod, WaterFilling
+from offbeat.collective import CollectiveMethod
 from offbeat.collective.rank_part import part_of
-from offbeat.errors import DisagreementError, PlanError
-from offbeat.fabric.discovery import measure_rates, star_of
+from offbeat.errors import DisagreementError, NetworkError, PlanError
+from offbeat.fabric.discovery import measure_network
 from offbeat.fabric.fabric import BindContext, Offers
 from offbeat.fabric.in_memory import InMemory
 from offbeat.fabric.lane_exchange import LaneExchange
 from offbeat.fabric.lane_network import LaneNetwork, texts_of_all
+from offbeat.fabric.path_planner import plan_paths, timed
 from offbeat.fabric.process_group import ProcessGroup, joined
 from offbeat.fabric.staging import CudaCopies, StagedFabric
 from offbeat.payload import Sum, Total
 from offbeat.tensors import dtype_name
 
 if TYPE_CHECKING:
-    from datetime import timedelta
+    from collections.abc import Callable
 
     from offbeat.collective.algorithm import Algorithm
+    from offbeat.collective.rank_part import RankPart
     from offbeat.fabric.fabric import Fabric
+    from offbeat.fabric.path_planner import PathPlan
     from offbeat.payload import Payload, Reply
     from offbeat.pending import Pending
 
 _OFFERS = Offers()
+_TRIAL = timedelta(seconds=20)
 
 
 @dataclass(frozen=True)
@@ -87,48 +92,84 @@ class Routed:
         network = None
         try:
             network = LaneNetwork(context.rank, context.world, "lanes", meet, context.settings, context.timeout)
-            method = self.method or WaterFilling()
-            algorithm = method.plan(star_of(measure_rates(network, meet)))
-            algorithm.verify()
-            digests = meet(algorithm.digest)
-            if wrong := next((rank for rank, one in enumerate(digests) if one != algorithm.digest), None):
-                raise DisagreementError(
-                    f"Cannot sum along paths that differ: rank {wrong} goes by {digests[wrong]}, and rank "
-                    f"{context.rank} by {algorithm.digest} ({algorithm.name}). Run the same offbeat and the same plan."
-                )
+            runner = AlgorithmRunner(network)
+            plan = plan_paths(measure_network(network, meet), self.method, runner.measure, meet)
+            _check_alike(plan, meet, context.rank)
         except BaseException:
             if network is not None:
                 network.abandon()
             companion.abandon()
             raise
-        return BoundRouted(network, companion, algorithm)
+        return BoundRouted(network, companion, plan)
+
+
+def _check_alike(plan: PathPlan, meet: Callable[[str], list[str]], rank: int) -> None:
+    """See that all go by the same paths.
+
+    Raises:
+        DisagreementError: if not.
+    """
+    mine = " ".join(one.algorithm.digest for one in plan.chosen)
+    digests = meet(mine)
+    if (wrong := next((other for other, one in enumerate(digests) if one != mine), None)) is not None:
+        raise DisagreementError(
+            f"Cannot sum along paths that differ: rank {wrong} goes by {digests[wrong]}, and rank {rank} by {mine} "
+            f"({', '.join(one.algorithm.name for one in plan.chosen)}). Run the same offbeat and the same plan."
+        )
+
+
+class AlgorithmRunner:
+    """Carries out algorithms on vectors, one after the other, on a channel of its own.
+
+    Args:
+        network: the links.
+    """
+
+    def __init__(self, network: LaneNetwork) -> None:
+        self._network, self._channel = network, network.channel()
+        self._issued, self._order = 0, threading.Lock()
+
+    def start(self, algorithm: Algorithm, part: RankPart, whole: torch.Tensor) -> LaneExchange:
+        """Begin to sum a vector [D], contiguous and on the CPU, which the sum is written to."""
+        terms = f"a sum of {whole.numel()} {dtype_name(whole.dtype)} ({algorithm.digest[:8]})"
+        bytes_of_all = memoryview(whole.detach().view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
+        size = whole.element_size()
+        places = [
+            bytes_of_all[size * place.start : size * place.stop]
+            for place in (chunk.place(whole.numel()) for chunk in algorithm.chunks)
+        ]
+        add, pool = functools.partial(_add, whole.dtype), self._network.pool
+        with self._order:
+            exchange = LaneExchange(self._channel, self._issued, part, terms, places, add, pool)
+            self._issued += 1
+            self._network.loop.call(exchange.begin)
+        return exchange
+
+    def measure(self, algorithm: Algorithm, size_bytes: int) -> float:
+        """Try an algorithm on a vector of so many bytes; how long it took, in seconds."""
+        part, whole = part_of(algorithm, self._network.rank), torch.zeros(size_bytes // 4)
+        return timed(lambda: self._until_over(self.start(algorithm, part, whole)))
+
+    def _until_over(self, exchange: LaneExchange) -> None:
+        if not exchange.wait(_TRIAL):
+            raise NetworkError(f"Cannot choose paths: a trial did not end within {_TRIAL.total_seconds():g} s.")
 
 
 class BoundRouted:
     """One worker's end. A `Fabric`."""
 
-    def __init__(self, network: LaneNetwork, companion: Fabric, algorithm: Algorithm) -> None:
-        self._network, self._companion = network, companion
-        self._algorithm, self._part = algorithm, part_of(algorithm, network.rank)
-        self._channel, self._issued, self._order = network.channel(), 0, threading.Lock()
+    def __init__(self, network: LaneNetwork, companion: Fabric, plan: PathPlan) -> None:
+        self._network, self._companion, self.plan = network, companion, plan
+        self._runner = AlgorithmRunner(network)
+        self._parts = [part_of(one.algorithm, network.rank) for one in plan.chosen]
         self.rank, self.world, self.offers = network.rank, network.world, _OFFERS
 
     def start(self, payload: Payload) -> Pending:
         if not isinstance(payload, Sum):
             return self._companion.start(payload)
         whole = joined(payload)
-        terms = f"a sum of {whole.numel()} {dtype_name(whole.dtype)} ({self._algorithm.digest[:8]})"
-        bytes_of_all = memoryview(whole.detach().view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
-        size = whole.element_size()
-        places = [
-            bytes_of_all[size * place.start : size * place.stop]
-            for place in (chunk.place(whole.numel()) for chunk in self._algorithm.chunks)
-        ]
-        add, pool = functools.partial(_add, whole.dtype), self._network.pool
-        with self._order:
-            exchange = LaneExchange(self._channel, self._issued, self._part, terms, places, add, pool)
-            self._issued += 1
-            self._network.loop.call(exchange.begin)
+        place = self.plan.for_size(whole.numel() * whole.element_size())
+        exchange = self._runner.start(self.plan.chosen[place].algorithm, self._parts[place], whole)
         return RoutedPending(exchange, payload, whole)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Pending:

@@ -43,6 +43,16 @@ _MEASURED_S, _WEIGHT = 0.02, 0.25
 _COPIED_BYTES = 32 << 10
 
 
+def block_bytes_for(rate_bytes_per_s: float) -> int:
+    """The size of blocks for a link that carries so much.
+
+    >>> block_bytes_for(6e6), block_bytes_for(1e9)
+    (32768, 524288)
+    """
+    block = int(rate_bytes_per_s * _BLOCK_S)
+    return min(_MOST_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, 1 << block.bit_length()))
+
+
 class LaneKey(NamedTuple):
     """The name of a lane between two peers.
 
@@ -237,8 +247,7 @@ class LaneScheduler:
     def _suit_rate(self) -> None:
         """Choose block and window by what the link carries."""
         if self.rate.bytes_per_s:
-            block = int(self.rate.bytes_per_s * _BLOCK_S)
-            self._block_bytes = min(_MOST_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, 1 << block.bit_length()))
+            self._block_bytes = block_bytes_for(self.rate.bytes_per_s)
             self._window_bytes = max(4 * self._block_bytes, int(self.rate.bytes_per_s * _WINDOW_S))
             self._link.limit_unsent(max(_LEAST_BLOCK_BYTES, int(self.rate.bytes_per_s * _UNSENT_S)))
 

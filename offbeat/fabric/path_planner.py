@@ -1,0 +1,134 @@
+"""Which paths for which size: all methods that suit the network are priced, and the best few are tried once.
+
+What a message costs by itself decides where little is sent, and what links carry where much is; so the choice is made
+for classes of sizes. All workers come to the same one: they price what they have told each other, and go by the slowest
+worker's time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from offbeat.collective import MultiTree, Ring, WaterFilling, cost
+from offbeat.errors import PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from offbeat.collective import Algorithm, CollectiveMethod
+    from offbeat.fabric.discovery import MeasuredNetwork
+
+SIZES = (16 << 10, 256 << 10, 4 << 20)
+"""Bytes of a vector, one of each class."""
+_TRIED = 3
+_CLOSE = 1.25  # what is predicted to take longer than that many times the best is not tried
+_TIMES = 2
+
+
+class PricedPaths(NamedTuple):
+    """An algorithm for a class of sizes, with what it was predicted to take, and took when it was tried.
+
+    Args:
+        algorithm: whose it is.
+        size_bytes: of the vector.
+        predicted_s: seconds.
+        measured_s: the slowest worker's; None if it was not tried.
+    """
+
+    algorithm: Algorithm
+    size_bytes: int
+    predicted_s: float
+    measured_s: float | None = None
+
+
+@dataclass(frozen=True)
+class PathPlan:
+    """The paths that were chosen, from the smallest class of sizes to the largest."""
+
+    chosen: tuple[PricedPaths, ...]
+
+    def for_size(self, size_bytes: int) -> int:
+        """The place among those chosen of the one for a vector of so many bytes: of the class nearest by ratio."""
+        for place, (one, other) in enumerate(itertools.pairwise(self.chosen)):
+            if size_bytes < math.sqrt(one.size_bytes * other.size_bytes):
+                return place
+        return len(self.chosen) - 1
+
+
+def plan_paths(
+    measured: MeasuredNetwork,
+    method: CollectiveMethod | None,
+    measure: Callable[[Algorithm, int], float],
+    meet: Callable[[str], list[str]],
+) -> PathPlan:
+    """Choose paths. Collective.
+
+    Args:
+        measured: what is known of the network.
+        method: the only one that may be used; None for any.
+        measure: tries an algorithm on a vector of so many bytes: how long it took here.
+        meet: tells the others a text, and returns what all say, in rank order.
+
+    Raises:
+        PlanError: if the method cannot be used on this network.
+    """
+    if method is not None:
+        algorithm = method.plan(measured.network)
+        return PathPlan((PricedPaths(algorithm, SIZES[-1], predicted(algorithm, measured, SIZES[-1])),))
+    algorithms = list(_algorithms(measured))
+    chosen = []
+    for size_bytes in SIZES:
+        priced = sorted(
+            (PricedPaths(one, size_bytes, predicted(one, measured, size_bytes)) for one in algorithms),
+            key=lambda one: one.predicted_s,
+        )
+        close = [one for one in priced[:_TRIED] if one.predicted_s <= _CLOSE * priced[0].predicted_s]
+        chosen.append(_fastest(close, measure, meet) if len(close) > 1 else priced[0])
+    return PathPlan(tuple(chosen))
+
+
+def predicted(algorithm: Algorithm, measured: MeasuredNetwork, size_bytes: int) -> float:
+    """Predict how long an algorithm takes, in seconds."""
+    return cost(
+        algorithm, measured.network, size_bytes, block_bytes=measured.block_bytes, overhead_s=measured.message_s
+    )
+
+
+def methods_for(world: int) -> Sequence[CollectiveMethod]:
+    """The methods that are priced for so many workers: what costs more to price than it can gain is left out."""
+    return (Ring(), *(WaterFilling(pieces) for pieces in (1, 4, 16, 32) if pieces * world <= 512), MultiTree())
+
+
+def _algorithms(measured: MeasuredNetwork) -> list[Algorithm]:
+    found: dict[str, Algorithm] = {}
+    for method in methods_for(len(measured.network.hosts)):
+        try:
+            algorithm = method.plan(measured.network)
+        except PlanError:  # it is for another kind of network
+            continue
+        found.setdefault(algorithm.digest, algorithm)
+    return list(found.values())
+
+
+def _fastest(
+    close: Sequence[PricedPaths], measure: Callable[[Algorithm, int], float], meet: Callable[[str], list[str]]
+) -> PricedPaths:
+    """Try each a few times, in turns; the one whose shortest time is the least, at the slowest worker."""
+    took = [[measure(one.algorithm, one.size_bytes) for one in close] for _ in range(_TIMES)]
+    mine = [min(column) for column in zip(*took, strict=True)]
+    all_s = [json.loads(text) for text in meet(json.dumps(mine))]
+    slowest = [max(column) for column in zip(*all_s, strict=True)]
+    best = min(range(len(close)), key=lambda place: slowest[place])
+    return close[best]._replace(measured_s=slowest[best])
+
+
+def timed(run: Callable[[], object]) -> float:
+    """How long it takes, in seconds."""
+    began_s = time.monotonic()
+    run()
+    return time.monotonic() - began_s
