@@ -3,8 +3,8 @@
 Ten workers in one process train a perceptron (784 - 100 - 10) on MNIST, and some of them lie. All attacks meet all
 rules: those that compare workers with each other, and those that hold them against a reference, the gradient of a few
 trusted samples that no worker has. Of the asynchronous ones each update is judged by itself, on parameters that are up
-to ten versions old, beside a reference that is renewed at every tenth, of four times as many samples as a worker's. "server only" trains on the trusted samples
-alone: a rule that is not better has no use for its workers.
+to ten versions old, beside a reference that is renewed at every tenth, of four times as many samples as a worker's.
+"server only" trains on the trusted samples alone: a rule that is not better has no use for its workers.
 
 Where six of ten lie, a rule is told of as many liars as its own check allows. The mean that a rule is held against is
 of as many updates that are applied in the same way: all of a step at once, or one by one.
