@@ -58,7 +58,19 @@ from offbeat.codec import (
     TopK,
     innermost,
 )
-from offbeat.collective import CollectiveMethod, MultiTree, Ring, WaterFilling
+from offbeat.collective import (
+    HDRM,
+    BidirectionalRing,
+    CollectiveMethod,
+    DoubleBinaryTree,
+    FlatTree,
+    HalvingDoubling,
+    MultiTree,
+    RecursiveDoubling,
+    Ring,
+    Ring2D,
+    WaterFilling,
+)
 from offbeat.control import AdaptQuorum, ByProgress, Controller, WaitThreshold
 from offbeat.errors import PlanError, brief
 from offbeat.fabric import (
@@ -1034,7 +1046,18 @@ _KINDS: dict[str, dict[str, Any]] = {
         "RoundRobin": RoundRobin,
         "SSP": SSP,
     },
-    "collective": {"MultiTree": MultiTree, "Ring": Ring, "WaterFilling": WaterFilling},
+    "collective": {
+        "BidirectionalRing": BidirectionalRing,
+        "DoubleBinaryTree": DoubleBinaryTree,
+        "FlatTree": FlatTree,
+        "HDRM": HDRM,
+        "HalvingDoubling": HalvingDoubling,
+        "MultiTree": MultiTree,
+        "RecursiveDoubling": RecursiveDoubling,
+        "Ring": Ring,
+        "Ring2D": Ring2D,
+        "WaterFilling": WaterFilling,
+    },
     "codec": {
         "Carry": Carry,
         "Cast": Cast,

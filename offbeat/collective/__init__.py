@@ -3,29 +3,50 @@
 * `algorithm` - the noun: `Algorithm`, a collective as data, with its proof
 * `rank_part` - what one rank does
 * `trees` - algorithms from spanning trees
-* `paths` - a network, as methods see it
-* `cost_model` - how long an algorithm takes on it
-* `bounds` - how long any would take at least
-* `ring` - one after the other
+* `paths` - a network, as methods see it; `tour` - the shortest way through all ranks
+* `cost_model` - how long an algorithm takes; `bounds` - how long any takes at least
+
+For one switch, or where links do not matter:
+
+* `ring` - one after the other, one way round or both; `ring_2d` - along rows and columns
+* `halving_doubling` - pairs, for large vectors; `hdrm` - on a BiGraph
+* `double_binary_tree` - two trees, for middling ones
+* `recursive_doubling`, `flat_tree` - for small ones
 * `water_filling` - parts as large as the link of who sums them up
+
+For any network:
+
 * `multitree` - a tree per root, all at once
 """
 
 from offbeat.collective.algorithm import Algorithm, Chunk, CollectiveMethod, Op
 from offbeat.collective.bounds import Bounds, bound
 from offbeat.collective.cost_model import cost
+from offbeat.collective.double_binary_tree import DoubleBinaryTree
+from offbeat.collective.flat_tree import FlatTree
+from offbeat.collective.halving_doubling import HalvingDoubling
+from offbeat.collective.hdrm import HDRM
 from offbeat.collective.multitree import MultiTree
-from offbeat.collective.ring import Ring
+from offbeat.collective.recursive_doubling import RecursiveDoubling
+from offbeat.collective.ring import BidirectionalRing, Ring
+from offbeat.collective.ring_2d import Ring2D
 from offbeat.collective.water_filling import WaterFilling
 
 __all__ = [
+    "HDRM",
     "Algorithm",
+    "BidirectionalRing",
     "Bounds",
     "Chunk",
     "CollectiveMethod",
+    "DoubleBinaryTree",
+    "FlatTree",
+    "HalvingDoubling",
     "MultiTree",
     "Op",
+    "RecursiveDoubling",
     "Ring",
+    "Ring2D",
     "WaterFilling",
     "bound",
     "cost",

@@ -1,10 +1,10 @@
 """What an algorithm costs: how long it takes on a network that carries nothing else.
 
-Each arc carries one block at a time. Of those that wait for it, the one of the earliest step is next, of those the one
-of the operation listed first. An operation sends block b of its chunk as soon as block b of all that it is after has
-come, as the data plane does. On a way of several arcs the packets of a block follow each other: a block is on all of
-its arcs at once, and takes as long as on the slowest. Each message, which is a block, costs its sender an overhead, and
-each arc adds its latency. Adding and copying cost nothing.
+Each arc carries one block at a time. Of those that wait for it, one of the earliest step is next, of these one that is
+earliest in its chunk, of these that of the operation listed first. An operation sends block b of its chunk as soon as
+block b of all that it is after has come, as the data plane does. On a way of several arcs the packets of a block follow
+each other: a block is on all of its arcs at once, and takes as long as on the slowest. Each message, which is a block,
+costs its sender an overhead, and each arc adds its latency. Adding and copying cost nothing.
 
 That is the model of LogGP (Alexandrov et al., 1995) with queues where ways cross. Times are whole picoseconds inside,
 so that what is equal by construction is equal, and an order does not hang on a rounding.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 1 << 20
 _PER_S = 10**12
-_BLOCKS = 1 << 24  # of one operation; more are cut larger
+_BLOCKS = 1 << 24  # of one operation, at most
 _ARRIVED, _QUEUED, _FREED = range(3)
 
 
@@ -133,12 +133,8 @@ def _simulate(
     latency_ps = [round(one * _PER_S) for one in paths.latency_s]
     overhead_ps = round(overhead_s * _PER_S)
     ways = [paths.between(op.source, op.destination) for op in ops]
-    by_step = sorted(range(len(ops)), key=lambda number: (ops[number].step, number))
-    urgency = [0] * len(ops)
-    for place, number in enumerate(by_step):
-        urgency[number] = place * _BLOCKS
     joins, feeds = _joins(algorithm, counts)
-    waiting: list[list[tuple[int, int, int]]] = [[] for _ in paths.arcs]  # by arc: urgency and block, operation, hop
+    waiting: list[list[tuple[int, int, int, int]]] = [[] for _ in paths.arcs]  # by arc: step, block, operation, hop
     is_busy = [False] * len(paths.arcs)
     # What happens when: an operation's block has arrived, or is at the next arc of its way; an arc is free.
     events: list[tuple[int, int, int, int, int]] = [
@@ -161,7 +157,7 @@ def _simulate(
                 touched.add(number)
             elif kind == _QUEUED:
                 arc = ways[number][hop]
-                push(waiting[arc], (urgency[number] + block, number, hop))
+                push(waiting[arc], (ops[number].step, block, number, hop))
                 touched.add(arc)
             else:
                 for join in feeds[number]:
@@ -169,13 +165,13 @@ def _simulate(
                     if not join.missing[block]:
                         for other in join.ops:
                             arc = ways[other][0]
-                            push(waiting[arc], (urgency[other] + block, other, 0))
+                            push(waiting[arc], (ops[other].step, block, other, 0))
                             touched.add(arc)
         for arc in touched:
             if is_busy[arc] or not waiting[arc]:
                 continue
-            order, number, hop = pop(waiting[arc])
-            block, way = order % _BLOCKS, ways[number]
+            _, block, number, hop = pop(waiting[arc])
+            way = ways[number]
             length = lengths[ops[number].chunk]
             first = now if hop else now + overhead_ps
             end = first + round(length * byte_ps[arc])

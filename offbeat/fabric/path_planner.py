@@ -14,7 +14,17 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from offbeat.collective import MultiTree, Ring, WaterFilling, cost
+from offbeat.collective import (
+    BidirectionalRing,
+    DoubleBinaryTree,
+    FlatTree,
+    HalvingDoubling,
+    MultiTree,
+    RecursiveDoubling,
+    Ring,
+    WaterFilling,
+    cost,
+)
 from offbeat.errors import PlanError
 
 if TYPE_CHECKING:
@@ -101,7 +111,9 @@ def predicted(algorithm: Algorithm, measured: MeasuredNetwork, size_bytes: int) 
 
 def methods_for(world: int) -> Sequence[CollectiveMethod]:
     """The methods that are priced for so many workers: what costs more to price than it can gain is left out."""
-    return (Ring(), *(WaterFilling(pieces) for pieces in (1, 4, 16, 32) if pieces * world <= 512), MultiTree())
+    pieces = [WaterFilling(pieces) for pieces in (1, 4, 16, 32) if pieces * world <= 512]
+    small = (FlatTree(), RecursiveDoubling(), HalvingDoubling(), DoubleBinaryTree())
+    return (*small, *pieces, Ring(), BidirectionalRing(), MultiTree())
 
 
 def _algorithms(measured: MeasuredNetwork) -> list[Algorithm]:
