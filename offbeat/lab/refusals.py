@@ -56,7 +56,8 @@ def needs(scenario: Scenario, rows: Sequence[RowJob]) -> str:
     server = f", and {shards} of a server where the plan has one" if any(job.served for job in rows) else ""
     judged = ", with a validator beside it where the plan has one" if any(job.validated for job in rows) else ""
     runs = scenario.run.repeats * len(rows)
-    takes = "no root" if scenario.loopback else f"root, pyroute2 and {len(scenario.topology.hosts) + 1} namespaces"
+    namespaces = len(scenario.topology.hosts) + len(scenario.topology.switches)
+    takes = "no root" if scenario.loopback else f"root, pyroute2 and {namespaces} namespaces"
     if scenario.emulated:
         takes += f", and {_TUN} for links that can become bad"
     return f"needs {takes}. It makes {runs} runs of {hosts} worker processes{server}{judged}."
