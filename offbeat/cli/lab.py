@@ -125,6 +125,7 @@ def _stop(number: int, frame: object) -> None:
 def show(scenario: ScenarioFile) -> None:
     """Draw a scenario's hosts and links, and say what it measures, and what `offbeat lab run` needs or would refuse."""
     from offbeat.lab.jobs import jobs
+    from offbeat.lab.lower_bounds import allreduce_s
     from offbeat.lab.refusals import lacking_data, needs, refusals
     from offbeat.scenario import Replay
 
@@ -142,7 +143,7 @@ def show(scenario: ScenarioFile) -> None:
         layers = workload.layers()
         size_bytes = model_profiles.size_bytes(layers)
         compute_s = sum(layer.forward_s + layer.backward_s for layer in layers)
-        bound_s = parsed.workers.allreduce_bound_s(size_bytes)
+        bound_s = allreduce_s(parsed.workers, size_bytes)
         name = workload.profile or "a table of layers"
         console.print(
             f"replay of {name}: {size_bytes / 1e6:.2f} MB of gradients in {len(layers)} layers; "

@@ -8,15 +8,20 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from offbeat.errors import NetworkError
+from offbeat.fault_spec import Fault, Fired
 from offbeat.lab import goodput, lab_registry
 from offbeat.lab.arc_counters import ArcCounters
+from offbeat.lab.fault_injection import FaultRun
+from offbeat.lab.jobs import jobs
 from offbeat.lab.launch import places
 from offbeat.lab.namespace import inside
 from offbeat.lab.network import Network
 from offbeat.lab.routed_links import STUB
+from offbeat.scenario import Scenario
 from offbeat.topology import Host, Link, Topology
 from offbeat.wire.interfaces import interface_addresses
 from tests.lab.permissions import namespaces_of, needs_root, soon
@@ -148,6 +153,91 @@ def test_a_link_is_cut_and_mended(mesh: Network) -> None:
         for arc in arcs:
             mesh.shape_arc(arc, 20)
     assert soon(lambda: connects(mesh, "h0", "h2"))
+
+
+SCENARIO = """
+[scenario]
+name = "mesh"
+[topology]
+kind = "mesh"
+dims = [2, 3]
+rate_mbps = 20
+[[link]]
+a = "h0"
+b = "h1"
+rate_mbps = 10
+back_mbps = 5
+[workload]
+kind = "replay"
+profile = "resnet50"
+[[row]]
+name = "ddp"
+system = "ddp"
+"""
+
+
+def fault_run(net: Network, folder: Path, **fault: object) -> FaultRun:
+    """The faults of a run in that network; they are asked for by hand."""
+    made = Scenario.from_toml(SCENARIO)
+    assert made.topology == net.topology
+    made = msgspec.structs.replace(made, fault=[Fault(worker=0, step=0, **fault)])  # type: ignore[arg-type]
+    made.fault[0].check()
+    return FaultRun(jobs(made, folder)[0], folder, net)
+
+
+def ask(run: FaultRun, folder: Path) -> None:
+    fired = Fired(number=0, fault=run.faults[0], time_s=time.time())
+    (folder / "faults.asked").write_bytes(msgspec.json.encode(fired) + b"\n")
+    assert soon(lambda: len(run.fired) == 1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "lost", "kept"),
+    [
+        ({"kind": "partition", "link": ["h1", "h2"]}, ("h1", "h2"), ("h1", "h4")),
+        ({"kind": "partition"}, ("h1", "h0"), ("h1", "h2")),
+        ({"kind": "mute"}, ("h0", "h1"), ("h1", "h2")),
+        ({"kind": "deaf"}, ("h1", "h0"), ("h1", "h2")),
+    ],
+)
+def test_faults_cut_links_for_a_while(
+    mesh: Network, tmp_path: Path, fault: dict[str, object], lost: tuple[str, str], kept: tuple[str, str]
+) -> None:
+    assert connects(mesh, *lost)
+    with fault_run(mesh, tmp_path, seconds=3.0, **fault) as run:
+        began_s = time.monotonic()
+        ask(run, tmp_path)
+        assert not connects(mesh, *lost, 0.5)
+        assert connects(mesh, *kept)
+        assert soon(lambda: connects(mesh, *lost, 0.5))
+        assert time.monotonic() - began_s >= 2.5
+
+
+def test_who_is_mute_still_hears(mesh: Network, tmp_path: Path) -> None:
+    heard: list[bytes] = []
+    with inside(mesh.namespace("h0"), lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as ours:
+        ours.bind(("", PORT))
+        ours.settimeout(5)
+        with fault_run(mesh, tmp_path, kind="mute", seconds=60.0) as run:
+            ask(run, tmp_path)
+            send(mesh, "h1", "h0", 1)
+            heard.append(ours.recv(2000))
+        assert connects(mesh, "h0", "h1"), "behind a run all links are as they were"
+        with fault_run(mesh, tmp_path, kind="deaf", seconds=60.0) as run:
+            (tmp_path / "faults.log").unlink()
+            ask(run, tmp_path)
+            send(mesh, "h1", "h0", 1)
+            ours.settimeout(0.5)
+            with pytest.raises(TimeoutError):
+                ours.recv(2000)
+    assert heard == [bytes(DATAGRAM_BYTES)]
+
+
+def test_a_link_is_slow_for_a_while_at_the_rate_that_holds(mesh: Network, tmp_path: Path) -> None:
+    with fault_run(mesh, tmp_path, kind="slow-link", link=["h4", "h5"], factor=8.0, seconds=60.0) as run:
+        ask(run, tmp_path)
+        assert soon(lambda: 1.9 <= rates(mesh)[mesh.topology.route("h5", "h4")[0]] <= 2.5, 60)
+    assert soon(lambda: 17 <= rates(mesh)[mesh.topology.route("h5", "h4")[0]] <= 19.5, 60)
 
 
 def test_switches_forward_as_well(tmp_path: Path) -> None:
