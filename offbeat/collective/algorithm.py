@@ -205,7 +205,7 @@ class Algorithm:
                 raise ValueError(f"it has {len(data)} bytes")
             read = msgspec.msgpack.decode(data, type=_Written)
             chunks = tuple(Chunk(Fraction(a, b), Fraction(c, d), *ends) for a, b, c, d, *ends in read.chunks)
-            ops = tuple(Op(_KINDS[kind], *rest) for kind, *rest in read.ops)
+            ops = tuple(Op(_KINDS[kind], chunk, a, b, step, after) for kind, chunk, a, b, step, after in read.ops)
         except (msgspec.MsgspecError, ValueError, ArithmeticError, RecursionError, IndexError) as error:
             raise PlanError(f"Cannot read an algorithm: {error}. Write one with `to_bytes`.") from error
         if read.format != FORMAT:

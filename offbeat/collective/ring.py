@@ -1,5 +1,7 @@
-"""The ring: each chunk goes round once to be summed up, and once to be spread (Patarasuk and Yuan, "Bandwidth optimal
-all-reduce algorithms for clusters of workstations", JPDC 2009). Every link carries 2 (N - 1) / N of the vector.
+"""The ring: each chunk goes round once to be summed up, and once to be spread.
+
+Every rank sends to the next one alone, and sends 2 (N - 1) / N of the vector: Patarasuk and Yuan, "Bandwidth optimal
+all-reduce algorithms for clusters of workstations", JPDC 2009.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ class Ring:
     def plan(self, network: Topology) -> Algorithm:
         """Make it for the hosts of a network, which are ranks in their order."""
         nodes = len(network.hosts)
-        return all_reduce("Ring()", nodes, [chain(range(nodes), i) for i in range(nodes)])
+        tour = range(nodes)
+        down, up = ([chain(way, way.index(root)) for root in tour] for way in (tour, tour[::-1]))
+        return all_reduce("Ring()", nodes, down, reduce_trees=up)
 
 
 def chain(tour: Sequence[int], root: int) -> SpanningTree:

@@ -69,14 +69,16 @@ def all_reduce(
     parts = equal_parts(len(trees)) if parts is None else parts
     ups = max(tree.steps for tree in reduce_trees)
     ops: list[Op] = []
-    heard: list[dict[int, list[int]]] = [{} for _ in trees]  # by chunk and rank: what has come to it
+    heard: list[dict[int, tuple[int, ...]]] = [{} for _ in trees]  # by chunk and rank: what has come to it
     for step, chunk, edge in _in_order(reduce_trees, last_first=True):
-        came = tuple(heard[chunk].get(edge.child, ()))
-        heard[chunk].setdefault(edge.parent, []).append(len(ops))
+        here = heard[chunk]
+        came = here.get(edge.child, ())
+        here[edge.parent] = (*here.get(edge.parent, ()), len(ops))
         ops.append(Op("reduce", chunk, edge.child, edge.parent, ups - 1 - step, came))
     for step, chunk, edge in _in_order(trees, last_first=False):
-        came = tuple(heard[chunk].get(edge.parent, ()))
-        heard[chunk].setdefault(edge.child, []).append(len(ops))
+        here = heard[chunk]
+        came = here.get(edge.parent, ())
+        here[edge.child] = (*here.get(edge.child, ()), len(ops))
         ops.append(Op("copy", chunk, edge.parent, edge.child, ups + step, came))
     chunks = tuple(Chunk(*part) for part in parts)
     return Algorithm(name, nodes, chunks, tuple(ops), uses_slots)
@@ -109,8 +111,11 @@ def gather_up(name: str, nodes: int, trees: Sequence[SpanningTree], *, uses_slot
 
 def _in_order(trees: Sequence[SpanningTree], *, last_first: bool) -> Iterable[tuple[int, int, Edge]]:
     """All edges, by step, then chunk, then their order in the tree; in the reverse order if so."""
-    found = [
-        (edge.step, chunk, place, edge) for chunk, tree in enumerate(trees) for place, edge in enumerate(tree.edges)
-    ]
-    found.sort(key=lambda one: one[:3], reverse=last_first)
-    return ((step, chunk, edge) for step, chunk, _, edge in found)
+    by_step: list[list[tuple[int, Edge]]] = [[] for _ in range(max((tree.steps for tree in trees), default=0))]
+    for chunk, tree in enumerate(trees):
+        for edge in tree.edges:
+            by_step[edge.step].append((chunk, edge))
+    steps = list(enumerate(by_step))
+    for step, edges in reversed(steps) if last_first else steps:
+        for chunk, edge in reversed(edges) if last_first else edges:
+            yield step, chunk, edge
