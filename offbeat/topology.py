@@ -70,7 +70,7 @@ class Link:
 
     @property
     def rates_mbps(self) -> tuple[float | None, float | None]:
-        """From a to b, and from b to a."""
+        """The rates from a to b, and from b to a."""
         return self.rate_mbps, self.rate_mbps if self.back_mbps is None else self.back_mbps
 
 

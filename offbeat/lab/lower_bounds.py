@@ -4,7 +4,7 @@
   max(C, S/min B, 2 (N-1) S/sum B), see `Topology.allreduce_bound_s`. S is what a step sends on average: half of it in
   16 bits, an eighth where workers exchange after every eighth step. How little PowerSGD sends is not counted: C.
 * all-reduce over any other network: no cut carries more than the links across it, whatever method: see
-  `offbeat.collective.bound`.
+  `offbeat.collective.bounds`.
 * switch: each host sends S, and receives it, at best while it computes: max(C, S/min B).
 * server, one update of all workers' contributions: nothing leaves before the optimizer steps, so what all workers are
   given back passes the server's link after the computation; at best while contributions still arrive: C + N d, where
@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from offbeat.collective.bounds import bound
 from offbeat.scenario import without_hosts
 
 if TYPE_CHECKING:
@@ -135,12 +136,14 @@ def allreduce(workers: Topology, *, compute_s: float, size_bytes: float) -> tupl
 
 
 def allreduce_s(workers: Topology, size_bytes: float) -> float:
-    """Least seconds in which `size_bytes` of each host can be summed by whatever method, and all be given the sum."""
+    """Least seconds in which `size_bytes` of each host can be summed by whatever method, and all be given the sum.
+
+    Raises:
+        PlanError: if hosts do not hang on one switch, and scipy is not installed.
+    """
     if workers.is_star:
         return workers.allreduce_bound_s(size_bytes)
-    from offbeat.collective.bound import bound
-
-    return bound(workers, size_bytes).any_s
+    return bound(workers, size_bytes).any_method_s
 
 
 def served(

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from offbeat.errors import NetworkError, OffbeatError
 from offbeat.lab.jobs import find
+from offbeat.lab.lower_bounds import allreduce_s
 from offbeat.lab.network import check_topology, require_rights
 from offbeat.scenario import TrainingScript
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from offbeat.lab.jobs import RowJob
     from offbeat.scenario import Scenario
@@ -38,7 +39,14 @@ def refusals(scenario: Scenario) -> list[OffbeatError]:
     if scenario.loopback:
         return []
     found: list[OffbeatError] = []
-    for check in (require_rights, lambda: check_topology(scenario.topology), lambda: _check_emulated(scenario)):
+    checks: list[Callable[[], object]] = [
+        require_rights,
+        lambda: check_topology(scenario.topology),
+        lambda: _check_emulated(scenario),
+        # Behind hours of measuring is too late to say that the limit cannot be computed.
+        lambda: allreduce_s(scenario.workers, 1.0),
+    ]
+    for check in checks:
         try:
             check()
         except OffbeatError as error:

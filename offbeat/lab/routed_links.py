@@ -73,7 +73,7 @@ class RoutedLinks:
             inside(self.namespace(node), functools.partial(self._build_node, node))
 
     def close(self) -> None:
-        """Nothing is to be ended."""
+        """Do nothing: links end with their namespaces."""
 
     def _build_cables(self, node: str) -> None:
         from pyroute2 import IPRoute
