@@ -409,6 +409,8 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     "accuracy_chars": (Claim(NEVER, "", at_most=0),),
     "delayed_mnist": (Claim(NEVER, "", at_most=0),),
     "delayed_chars": (Claim(NEVER, "", at_most=0),),
+    "torus": (),
+    "mesh": (),
 }
 """By scenario, in the order of the page."""
 

@@ -16,8 +16,9 @@ Beside them stand the nouns that rooms share:
 * a model: `layout` - parameters in flat buckets; `tensors` - as bytes, and dtypes by name; `payload` - what is
   exchanged; `pending` - an exchange under way; `rng` - random generators; `model_profiles` - sizes of well-known
   networks
-* a cluster: `topology` - hosts and links; `routing` - ways over them; `topology_drawing`; `scenario` - and their work;
-  `straggler_model` - slow steps; `fault_spec` - faults; `attack_spec` - lies; `contribution_hooks` - for its tests
+* a cluster: `topology` - hosts and links; `routing` - ways over them; `topology_drawing`; `topology_spec` - as text;
+  `scenario` - and their work; `straggler_model` - slow steps; `fault_spec` - faults; `attack_spec` - lies;
+  `contribution_hooks` - for its tests
 * a process: `clock`; `backoff` - pauses between tries; `exit_codes`; `errors`; `version`
 * text and files: `toml_reader`, `safe_read` - what may be damaged; `safe_write` - whole or not at all; `short_name` -
   of a part; `float_sum` - exact sums

@@ -57,7 +57,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         factor: how many times slower, where something is slow.
         target: what it strikes: that worker, the first shard of the server, or the last one, or the switch, which is
             started again. Of links: those of the worker to all shards, or of all workers to that shard. Of rates: the
-            link of the worker, those of all workers, or that of the shard.
+            link of the worker, those of all workers, or that of the shard. Of a lab's links that are not those of one
+            switch: all that the host has, so that it forwards nothing either.
+        link: the two ends of the one link of a lab that is struck instead; kinds "rate", "partition" and "slow-link".
         to_mbps: the new rate in each direction, in 10^6 bit/s; of kind "rate" alone.
 
     >>> Fault(worker=2, step=20, kind="sigstop", seconds=3.0).words
@@ -70,6 +72,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     seconds: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 1.0
     factor: Annotated[float, msgspec.Meta(gt=1, le=1000)] = 10.0
     target: Target = "worker"
+    link: Annotated[list[str], msgspec.Meta(max_length=2)] = []
     to_mbps: float | None = None
 
     @property
@@ -77,6 +80,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """The fault in words: its kind, worker and step."""
         long = f" for {self.seconds:g} s" if self.kind in LASTING else ""
         kind = self.kind if self.to_mbps is None else f"{self.kind} of {self.to_mbps:g} Mbit/s at the link"
+        if self.link:
+            at = "" if self.to_mbps is not None else " of the link"
+            return f"{kind}{at} {'-'.join(self.link)}{long} at step {self.step} of worker {self.worker}"
         if self.target == "worker":
             return f"{kind} of worker {self.worker}{long} at its step {self.step}"
         kind += "s" * (self.target == "workers")
@@ -143,6 +149,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 f'Cannot have {self.kind!r} strike with {key} = {value}: only "rate" takes that. Leave {key} out '
                 f"({path}.{key})."
             )
+        if self.link:
+            self._check_link(path)
         if self.kind in get_args(Script) and self.target != "worker":
             raise ScenarioError(
                 f"Cannot have {self.kind!r} strike the {self.target}: it happens within a training script. Leave out "
@@ -157,6 +165,19 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ScenarioError(
                 f"Cannot have {self.kind!r} strike at step 0: it is prepared in the step before. Choose at least 1 "
                 f"({path}.step)."
+            )
+
+    def _check_link(self, path: str) -> None:
+        if self.kind not in ON_ONE_LINK:
+            raise ScenarioError(
+                f"Cannot have {self.kind!r} strike a link by its ends: {', '.join(sorted(ON_ONE_LINK))} can. Choose "
+                f"one of them, or leave link out ({path}.link)."
+            )
+        if len(self.link) != 2 or self.target != "worker":
+            why = f"it has two ends, and {len(self.link)} are named" if len(self.link) != 2 else "target names others"
+            raise ScenarioError(
+                f"Cannot tell which link to strike: {why}. Name the two nodes that it joins, and no target "
+                f"({path}.link)."
             )
 
     def _check_rate(self, path: str) -> None:
@@ -175,6 +196,8 @@ PASSING = frozenset({"cut", "flip", "truncate", "duplicate", "reorder", "replay"
 """Kinds of `Link` that happen once, to bytes on their way to the server."""
 LASTING = frozenset({"sigstop", "slow", "disk", "gil", "partition", "deaf", "mute", "slow-link", "lossy"})
 """Kinds that `seconds` say something about."""
+ON_ONE_LINK = frozenset({"rate", "partition", "slow-link"})
+"""Kinds that may strike a link which is named by its ends."""
 _GIVEN_UP_S = 5.0
 """A job's timeout, if nothing else is said: beyond it a silent worker is left behind, and what it brings is dropped."""
 

@@ -2,6 +2,7 @@
 
     [scenario]                          name and description
     [hosts] or [[host]]                 equal hosts by count, or one table each
+    [topology], [[link]], [[switch]]    another network than one switch, and links that are different
     [workload] kind = "replay"|"script" what every worker does, whatever system carries its gradients
     [run]                               steps, repeats, and the row that others are compared with
     [[fault]]                           what goes wrong, at which worker and step
@@ -30,9 +31,10 @@ Reading a scenario opens no file and builds nothing: paths in it are resolved by
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import hashlib
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -43,6 +45,10 @@ from offbeat.fault_spec import Fault
 from offbeat.model_profiles import TimedLayer, scaled, timed
 from offbeat.straggler_model import StragglerLaw
 from offbeat.topology import MAX_HOSTS, Host, Link, Topology, check_compute_factor, check_names, check_rate
+from offbeat.topology_spec import LinkSpec, SwitchSpec, TopologySpec, check_links, overridden
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 System = Literal["offbeat", "ddp", "ddp+restarts", "ddp+bf16", "ddp+powersgd"]
 Profile = Literal["resnet50", "vgg16", "transformer-small"]
@@ -65,6 +71,9 @@ _LATER: list[tuple[str, Any]] = [
     ("switch", "udp"),
     ("swap", []),
     ("to_mbps", None),
+    ("topology", None),
+    ("link", []),
+    ("switch", []),
 ]
 
 
@@ -103,11 +112,12 @@ class Impair(_Table, frozen=True, kw_only=True):
 class HostTable(_Table, frozen=True, kw_only=True):
     """One `[[host]]`; `rate_mbps` is its link to the switch, each direction, in 10^6 bit/s.
 
-    A host with `role = "server"` runs a shard of the parameter server, for rows whose plan has one.
+    A host with `role = "server"` runs a shard of the parameter server, for rows whose plan has one. Where `[topology]`
+    says which hosts there are, tables are for those that are different, and rates are those of links.
     """
 
     name: str
-    rate_mbps: float
+    rate_mbps: float | None = None
     compute_factor: float = 1.0
     role: Literal["worker", "server"] = "worker"
 
@@ -250,6 +260,9 @@ class Scenario(_Table, frozen=True, kw_only=True):
     row: list[Row]
     hosts: Hosts | None = None
     host: list[HostTable] = []
+    topology_spec: TopologySpec | None = msgspec.field(default=None, name="topology")
+    link: list[LinkSpec] = []
+    switch: list[SwitchSpec] = []
     straggle: StragglerLaw | None = None
     impair: Impair | None = None
     fault: list[Fault] = []
@@ -294,16 +307,35 @@ class Scenario(_Table, frozen=True, kw_only=True):
 
     @property
     def topology(self) -> Topology:
-        """Hosts and links: one switch, one link per host."""
+        """Hosts and links: one switch and one link per host, if nothing else is said."""
+        spec = self.topology_spec
+        if spec is not None and self.hosts is None and not self._lists_hosts:
+            made = spec.build(self.link, self.switch)
+            factors = {host.name: host.compute_factor for host in self.host}
+            hosts = tuple(dataclasses.replace(h, compute_factor=factors.get(h.name, 1.0)) for h in made.hosts)
+            return dataclasses.replace(made, hosts=hosts)
+        usual_mbps, latency_ms = (None, 0.0) if spec is None else (spec.rate_mbps, spec.latency_ms)
         if self.hosts is not None:
             names = [f"h{index}" for index in range(self.hosts.count)] + self.servers
-            return Topology.star(names, rate_mbps=self.hosts.rate_mbps, compute_factor=self.hosts.compute_factor)
-        hosts = tuple(Host(host.name, host.compute_factor) for host in self.host)
-        return Topology(hosts, tuple(Link(host.name, "switch", host.rate_mbps) for host in self.host))
+            factors = dict.fromkeys(names, self.hosts.compute_factor)
+            rates_mbps = dict.fromkeys(names, self.hosts.rate_mbps or usual_mbps)
+        else:
+            factors = {host.name: host.compute_factor for host in self.host}
+            rates_mbps = {host.name: host.rate_mbps or usual_mbps for host in self.host}
+        hosts = tuple(Host(name, factor) for name, factor in factors.items())
+        links = tuple(Link(name, "switch", rate, latency_ms=latency_ms) for name, rate in rates_mbps.items())
+        return overridden(Topology(hosts, links), self.link)
+
+    @property
+    def _lists_hosts(self) -> bool:
+        """Whether `[[host]]` says which hosts there are, and not only what is different about some of them."""
+        return bool(self.host) and (
+            self.topology_spec is None or (self.topology_spec.kind == "star" and not self.topology_spec.dims)
+        )
 
     @property
     def impaired(self) -> list[str]:
-        """Names of the hosts with whose links something is wrong."""
+        """Names of the hosts with whose links something is wrong; they hang on one switch."""
         if self.impair is None:
             return []
         return self.impair.hosts or [host.name for host in self.workers.hosts]
@@ -311,36 +343,39 @@ class Scenario(_Table, frozen=True, kw_only=True):
     @property
     def emulated(self) -> list[str]:
         """Names of the hosts whose links can become bad: those that are, and those of which a fault says so."""
+        if not self.topology.is_star:
+            return []  # each end of a link is shaped where it is: no frame passes a program
         struck = [name for fault in self.fault if fault.on_links for name in self.linked(fault)]
         return list(dict.fromkeys([*self.impaired, *struck]))
 
     def linked(self, fault: Fault) -> list[str]:
-        """Names of the hosts whose links a fault strikes."""
+        """Names of the hosts whose links a fault strikes; of a link, those of its ends that are hosts."""
+        if fault.link:
+            return [host.name for host in self.topology.hosts if host.name in fault.link]
         if fault.target in ("worker", "workers"):
             hosts = self.workers.hosts
             return [host.name for host in (hosts if fault.target == "workers" else [hosts[fault.worker]])]
         return self.servers[:1] if fault.target == "coordinator" else self.servers[-1:]
+
+    def struck_links(self, fault: Fault) -> list[Link]:
+        """The links that a fault strikes: the one it names, or all those of whom it names."""
+        topology = self.topology
+        if fault.link:
+            return [topology.links[topology.between(*fault.link)]]
+        hosts = set(self.linked(fault))
+        return [link for link in topology.links if hosts & {link.a, link.b}]
 
     def at(self, step: int) -> Scenario:
         """The scenario with the rates that links have in a step, from 0; itself if they are those of the beginning."""
         changes = sorted((fault for fault in self.fault if fault.stays and fault.step < step), key=lambda one: one.step)
         if not changes:
             return self
-        rates = {host.name: self.topology.uplink(host.name).rate_mbps for host in self.topology.hosts}
-        for fault in changes:
-            rates |= dict.fromkeys(self.linked(fault), fault.to_mbps)
-        servers = self.servers
-        hosts = [
-            HostTable(
-                name=host.name,
-                rate_mbps=rate_mbps,
-                compute_factor=host.compute_factor,
-                role="server" if host.name in servers else "worker",
-            )
-            for host in self.topology.hosts
-            if (rate_mbps := rates[host.name]) is not None
+        changed = [
+            LinkSpec(a=link.a, b=link.b, rate_mbps=fault.to_mbps)
+            for fault in changes
+            for link in self.struck_links(fault)
         ]
-        return msgspec.structs.replace(self, hosts=None, host=hosts)
+        return msgspec.structs.replace(self, link=[*self.link, *changed])
 
     @property
     def servers(self) -> list[str]:
@@ -352,9 +387,7 @@ class Scenario(_Table, frozen=True, kw_only=True):
     @property
     def workers(self) -> Topology:
         """The topology without the servers."""
-        whole, servers = self.topology, set(self.servers)
-        links = tuple(link for link in whole.links if link.a not in servers)
-        return Topology(tuple(host for host in whole.hosts if host.name not in servers), links)
+        return without_hosts(self.topology, self.servers)
 
     @property
     def measured_steps(self) -> range:
@@ -362,17 +395,7 @@ class Scenario(_Table, frozen=True, kw_only=True):
         return range(self.run.warmup_steps, self.run.warmup_steps + self.run.steps)
 
     def _check(self) -> None:
-        if (self.hosts is None) == (not self.host):
-            both = "both `hosts` and `host` are given" if self.hosts else "neither `hosts` nor `host` is given"
-            raise ScenarioError(
-                f"Cannot tell the hosts: {both}. Use one [hosts] table with a count, or one [[host]] per host (hosts)."
-            )
-        if self.hosts is not None:
-            _check_hosts(self.hosts)
-        check_names([host.name for host in self.host], taken=["switch"], path="host")
-        for index, host in enumerate(self.host):
-            check_rate(host.rate_mbps, f"host[{index}].rate_mbps")
-            check_compute_factor(host.compute_factor, f"host[{index}].compute_factor")
+        self._check_network()
         if isinstance(self.workload, Replay) and (self.workload.profile is None) == (not self.workload.layer):
             raise ScenarioError(
                 f"Cannot replay {'both a profile and a table of layers' if self.workload.layer else 'nothing'}: "
@@ -388,12 +411,85 @@ class Scenario(_Table, frozen=True, kw_only=True):
             raise ScenarioError("Cannot train on servers alone: no host is a worker. Add one (host).")
         _ = self.workers
 
+    def _check_network(self) -> None:
+        spec = self.topology_spec
+        check_links(self.link)
+        if spec is not None and (spec.kind != "star" or spec.dims):
+            self._check_preset(spec)
+        elif (self.hosts is None) == (not self.host):
+            both = "both `hosts` and `host` are given" if self.hosts else "neither `hosts` nor `host` is given"
+            raise ScenarioError(
+                f"Cannot tell the hosts: {both}. Use one [hosts] table with a count, or one [[host]] per host (hosts)."
+            )
+        else:
+            self._check_star(spec)
+        if self.loopback and (spec is not None or self.link):
+            raise ScenarioError(
+                "Cannot have a topology on the loopback interface: it has no links. Leave out [topology] and [[link]], "
+                'or use network = "switch" (hosts.network).'
+            )
+        for link in self.topology.links:
+            if None in link.rates_mbps and not self.loopback:
+                raise ScenarioError(
+                    f"Cannot build the link between {link.a!r} and {link.b!r}: no rate is given. Give one to all, "
+                    "or a [[link]] with one to this (topology.rate_mbps)."
+                )
+
+    def _check_star(self, spec: TopologySpec | None) -> None:
+        if self.hosts is not None:
+            _check_hosts(self.hosts, None if spec is None else spec.rate_mbps)
+        check_names([host.name for host in self.host], taken=["switch"], path="host")
+        for index, host in enumerate(self.host):
+            check_compute_factor(host.compute_factor, f"host[{index}].compute_factor")
+            if host.rate_mbps is not None:
+                check_rate(host.rate_mbps, f"host[{index}].rate_mbps")
+            elif spec is None or spec.rate_mbps is None:
+                raise ScenarioError(
+                    "Cannot do without rate_mbps: it is not given, and there is no default. Give a number "
+                    f"(host[{index}].rate_mbps)."
+                )
+        if self.switch or (spec is not None and spec.ranks):
+            key = "switch" if self.switch else "topology.ranks"
+            raise ScenarioError(
+                f"Cannot use {key} where hosts are listed: they hang on one switch, and have the ranks of their order. "
+                f"Leave it out ({key})."
+            )
+        if spec is not None:
+            spec.check()
+
+    def _check_preset(self, spec: TopologySpec) -> None:
+        if self.hosts is not None:
+            raise ScenarioError(
+                f"Cannot have both [hosts] and a topology of kind {spec.kind!r}: it says itself which hosts there are. "
+                "Leave [hosts] out, or use [[host]] for those that are different (hosts)."
+            )
+        made = spec.build(self.link, self.switch)
+        names = [host.name for host in made.hosts]
+        for index, host in enumerate(self.host):
+            if host.name not in names:
+                raise ScenarioError(
+                    f"Cannot find the host {brief(host.name)!r}: the topology has none of that name"
+                    f"{_nearest(host.name, names)}. Name one of it (host[{index}].name)."
+                )
+            if host.rate_mbps is not None:
+                raise ScenarioError(
+                    f"Cannot give host {host.name!r} a rate: in a topology of kind {spec.kind!r} links have rates. Use "
+                    f"[[link]], or [topology] for all of them (host[{index}].rate_mbps)."
+                )
+            check_compute_factor(host.compute_factor, f"host[{index}].compute_factor")
+        check_names([host.name for host in self.host], taken=[], path="host")
+
     def _check_impaired(self) -> None:
         if self.impair is None:
             return
         if self.loopback:
             raise ScenarioError(
                 'Cannot impair links: the loopback interface has none. Use network = "switch" (hosts.network).'
+            )
+        if not self.topology.is_star:
+            raise ScenarioError(
+                "Cannot impair links of this network: a program that forwards frames stands where hosts meet one "
+                "switch, by links that carry as much back. Leave [impair] out (impair)."
             )
         names = [host.name for host in self.topology.hosts]
         for index, name in enumerate(self.impair.hosts):
@@ -436,6 +532,14 @@ class Scenario(_Table, frozen=True, kw_only=True):
                 raise ScenarioError(
                     'Cannot change a rate: the loopback interface has no links. Use network = "switch" (hosts.network).'
                 )
+            if fault.link:
+                self._check_struck(fault, f"fault[{index}]")
+            if fault.on_links and fault.kind == "lossy" and not self.topology.is_star and not self.loopback:
+                raise ScenarioError(
+                    "Cannot lose some frames of this network: a program that does it stands where hosts meet one "
+                    'switch, by links that carry as much back. Choose "partition" or "slow-link" '
+                    f"(fault[{index}].kind)."
+                )
             if fault.stays and not self.linked(fault):
                 raise ScenarioError(
                     f'Cannot change the rate of the {fault.target}: there is none. Choose "workers", or add one with '
@@ -443,6 +547,13 @@ class Scenario(_Table, frozen=True, kw_only=True):
                 )
         if not self.loopback:
             self._check_rates(self.emulated, "fault.kind")
+
+    def _check_struck(self, fault: Fault, path: str) -> None:
+        if self.loopback:
+            raise ScenarioError(
+                'Cannot strike a link: the loopback interface has none. Use network = "switch" (hosts.network).'
+            )
+        self.topology.between(fault.link[0], fault.link[1], f"{path}.link")
 
     def _check_attacks(self, row: Row, attacks: list[AttackSpec], path: str) -> None:
         for index, attack in enumerate(attacks):
@@ -522,7 +633,19 @@ def _without_later(said: Any) -> Any:
     return [_without_later(item) for item in said] if isinstance(said, list) else said
 
 
-def _check_hosts(hosts: Hosts) -> None:
+def without_hosts(topology: Topology, names: Collection[str]) -> Topology:
+    """A topology in which these hosts have nothing of their own to send; where others' ways lead through them, they
+    forward, as a switch does."""
+    hosts = tuple(host for host in topology.hosts if host.name not in names)
+    if topology.is_star:
+        ends = {host.name for host in hosts}
+        links = tuple(link for link in topology.links if ends & {link.a, link.b})
+        return dataclasses.replace(topology, hosts=hosts, links=links)
+    others = tuple(host.name for host in topology.hosts if host.name in names)
+    return dataclasses.replace(topology, hosts=hosts, switches=(*topology.switches, *others))
+
+
+def _check_hosts(hosts: Hosts, usual_mbps: float | None) -> None:
     if not 1 <= hosts.count <= MAX_HOSTS:
         raise ScenarioError(
             f"Cannot build {hosts.count} hosts: a scenario has 1 to {MAX_HOSTS}. Choose a number in that range "
@@ -534,12 +657,12 @@ def _check_hosts(hosts: Hosts) -> None:
                 f"Cannot shape the loopback interface to {hosts.rate_mbps:g} Mbit/s: it has no links. "
                 'Remove the rate, or use network = "switch" (hosts.rate_mbps).'
             )
-    elif hosts.rate_mbps is None:
+    elif hosts.rate_mbps is None and usual_mbps is None:
         raise ScenarioError(
             "Cannot build the links: no rate is given. Give a rate in Mbit/s, "
             'or use network = "loopback" for plain processes without links (hosts.rate_mbps).'
         )
-    else:
+    elif hosts.rate_mbps is not None:
         check_rate(hosts.rate_mbps, "hosts.rate_mbps")
     check_compute_factor(hosts.compute_factor, "hosts.compute_factor")
 

@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from offbeat import topology_drawing
-from offbeat.errors import ScenarioError
+from offbeat.errors import ScenarioError, brief
 from offbeat.routing import Arc as Arc
 from offbeat.routing import CommonAncestor, DimensionOrder, Routing, ShortestPath
 
@@ -70,7 +70,7 @@ class Link:
 
     @property
     def rates_mbps(self) -> tuple[float | None, float | None]:
-        """From a to b, and from b to a."""
+        """The rates from a to b, and from b to a."""
         return self.rate_mbps, self.rate_mbps if self.back_mbps is None else self.back_mbps
 
 
@@ -111,12 +111,10 @@ class Topology:
             for key, rate_mbps in (("rate_mbps", link.rate_mbps), ("back_mbps", link.back_mbps)):
                 if rate_mbps is not None:
                     check_rate(rate_mbps, f"links[{index}].{key}")
-            if not 0 <= link.latency_ms <= MAX_LATENCY_MS:
-                raise ScenarioError(
-                    f"Cannot delay a link by {link.latency_ms:g} ms: 0 to {MAX_LATENCY_MS:g} can be. Choose such a "
-                    f"latency (links[{index}].latency_ms)."
-                )
-        self._check_ways()
+            check_latency(link.latency_ms, f"links[{index}].latency_ms")
+        # A single host needs no network.
+        if self.links or len(self.hosts) > 1:
+            check_ways(self.nodes, self.links, "links")
 
     @classmethod
     def star(
@@ -125,10 +123,11 @@ class Topology:
         *,
         rate_mbps: float | None = None,
         compute_factor: float = 1.0,
+        latency_ms: float = 0.0,
     ) -> Topology:
         """Equal hosts, each with one link of `rate_mbps` (10^6 bit/s per direction) to one switch."""
         hosts = tuple(Host(name, compute_factor) for name in names)
-        return cls(hosts, tuple(Link(name, "switch", rate_mbps) for name in names))
+        return cls(hosts, tuple(Link(name, "switch", rate_mbps, latency_ms=latency_ms) for name in names))
 
     @classmethod
     def ring(cls, count: int, *, rate_mbps: float | None = None, latency_ms: float = 0.0) -> Topology:
@@ -155,7 +154,12 @@ class Topology:
     def _grid(
         cls, dims: Sequence[int], kind: str, *, rate_mbps: float | None, latency_ms: float, parallel: bool = False
     ) -> Topology:
-        _check_dims(dims, kind, most=1 if kind == "ring" else MAX_DIMS)
+        if not 1 <= len(dims) <= MAX_DIMS:
+            raise ScenarioError(
+                f"Cannot build a {kind} of {len(dims)} dimensions: it has 1 to {MAX_DIMS}. Give so many numbers "
+                "(topology.dims)."
+            )
+        check_dims(dims, kind)
         count = math.prod(dims)
         _check_count(count)
         hosts = _hosts(count)
@@ -175,7 +179,7 @@ class Topology:
         Switches are named s0-0, s0-1, ... in the level of the hosts' and so on (Petrini and Vanneschi, "k-ary n-trees:
         high performance networks for massively parallel architectures", 1997).
         """
-        _check_dims((arity, levels), "fat tree", most=2)
+        check_dims((arity, levels), "fat tree")
         _check_count(arity**levels if levels <= 32 else MAX_HOSTS + 1)
         width = arity ** (levels - 1)
         pairs = [(f"h{host}", f"s0-{host // arity}") for host in range(arity * width)]
@@ -203,7 +207,7 @@ class Topology:
             hosts: at each switch.
             switches: in both layers together.
         """
-        _check_dims((hosts, switches), "BiGraph", most=2)
+        check_dims((hosts, switches), "BiGraph")
         _check_count(hosts * switches)
         if switches % 2:
             raise ScenarioError(
@@ -279,8 +283,8 @@ class Topology:
             raise _no_way(node, destination)
         return self._towards[destination][node]
 
-    def between(self, a: str, b: str) -> int:
-        """The number of the link between two nodes, whichever is its `a`.
+    def between(self, a: str, b: str, path: str = "links") -> int:
+        """The number of the link between two nodes, whichever is its `a`; `path` is where they are named.
 
         Raises:
             ScenarioError: if there is none.
@@ -290,7 +294,7 @@ class Topology:
                 return index
         beside = sorted({arc.target for arc in self.arcs if arc.source == a})
         there = f"{a!r} is linked to {', '.join(beside)}" if beside else f"there is no {a!r}"
-        raise ScenarioError(f"Cannot find a link between {a!r} and {b!r}: {there}. Name two ends of a link.")
+        raise ScenarioError(f"Cannot find a link between {a!r} and {b!r}: {there}. Name two ends of a link ({path}).")
 
     def uplink(self, host: str) -> Link:
         """The only link of `host`.
@@ -375,21 +379,38 @@ class Topology:
     def _towards(self) -> dict[str, dict[str, Arc]]:
         return {}
 
-    def _check_ways(self) -> None:
-        beside: dict[str, list[str]] = {}
-        for link in self.links:
-            beside.setdefault(link.a, []).append(link.b)
-            beside.setdefault(link.b, []).append(link.a)
-        first = self.hosts[0].name
-        reached, queue = {first}, [first]
-        while queue:
-            new = [node for node in beside.get(queue.pop(), []) if node not in reached]
-            reached.update(new)
-            queue += new
-        for node in self.nodes:
-            # A single host needs no network.
-            if node not in reached and (self.links or len(self.hosts) > 1):
-                raise _no_way(first, node)
+
+def check_ways(nodes: Sequence[str], links: Sequence[Link], path: str) -> None:
+    """Refuse a network in which some node cannot be reached; `path` is where the list of links stands.
+
+    Raises:
+        ScenarioError: if so, naming two nodes without a way between them.
+    """
+    beside: dict[str, list[str]] = {}
+    for link in links:
+        beside.setdefault(link.a, []).append(link.b)
+        beside.setdefault(link.b, []).append(link.a)
+    reached, queue = {nodes[0]}, [nodes[0]]
+    while queue:
+        new = [node for node in beside.get(queue.pop(), []) if node not in reached]
+        reached.update(new)
+        queue += new
+    for node in nodes:
+        if node not in reached:
+            raise _no_way(nodes[0], node, path)
+
+
+def check_name(name: str, path: str) -> None:
+    """Refuse what is no name of a node.
+
+    Raises:
+        ScenarioError: if so.
+    """
+    if _NAME.fullmatch(name) is None:
+        raise ScenarioError(
+            f"Cannot name a host {brief(name)!r}: a name is 1 to 32 of a-z, 0-9 and '-', not starting with '-'. "
+            f"Rename it ({path})."
+        )
 
 
 def check_names(names: Sequence[str], *, taken: Sequence[str], path: str) -> None:
@@ -400,11 +421,7 @@ def check_names(names: Sequence[str], *, taken: Sequence[str], path: str) -> Non
     """
     counts: Counter[str] = Counter(taken)
     for index, name in enumerate(names):
-        if _NAME.fullmatch(name) is None:
-            raise ScenarioError(
-                f"Cannot name a host {name!r}: a name is 1 to 32 of a-z, 0-9 and '-', not starting with '-'. "
-                f"Rename it ({path}[{index}].name)."
-            )
+        check_name(name, f"{path}[{index}].name")
         if counts[name]:
             first = f"{path}[{names.index(name)}]" if name not in taken else "a switch"
             raise ScenarioError(
@@ -424,6 +441,18 @@ def check_rate(rate_mbps: float, path: str) -> None:
         raise ScenarioError(
             f"Cannot shape a link to {rate_mbps:g} Mbit/s: the lab shapes {MIN_RATE_MBPS:g} to {MAX_RATE_MBPS:g} "
             f"Mbit/s. Choose a rate in that range ({path})."
+        )
+
+
+def check_latency(latency_ms: float, path: str) -> None:
+    """Refuse what no link adds.
+
+    Raises:
+        ScenarioError: if it is not from 0 to `MAX_LATENCY_MS`.
+    """
+    if not 0 <= latency_ms <= MAX_LATENCY_MS:
+        raise ScenarioError(
+            f"Cannot delay a link by {latency_ms:g} ms: 0 to {MAX_LATENCY_MS:g} can be. Choose such a latency ({path})."
         )
 
 
@@ -452,12 +481,12 @@ def _check_count(count: int) -> None:
         )
 
 
-def _check_dims(dims: Sequence[int], kind: str, *, most: int) -> None:
-    if not 1 <= len(dims) <= most:
-        raise ScenarioError(
-            f"Cannot build a {kind} of {len(dims)} dimensions: it has 1 to {most}. Give so many numbers "
-            "(topology.dims)."
-        )
+def check_dims(dims: Sequence[int], kind: str) -> None:
+    """Refuse sizes below 1.
+
+    Raises:
+        ScenarioError: if there is one.
+    """
     for index, size in enumerate(dims):
         if size < 1:
             raise ScenarioError(
@@ -470,8 +499,8 @@ def _hosts(count: int) -> tuple[Host, ...]:
     return tuple(Host(f"h{index}") for index in range(count))
 
 
-def _no_way(a: str, b: str) -> ScenarioError:
-    return ScenarioError(f"Cannot find a way from {a!r} to {b!r}: no links lead there. Add one between them (links).")
+def _no_way(a: str, b: str, path: str = "links") -> ScenarioError:
+    return ScenarioError(f"Cannot find a way from {a!r} to {b!r}: no links lead there. Add one between them ({path}).")
 
 
 def _rate(link: Link) -> str:

@@ -61,6 +61,7 @@ NOUNS = {
     "toml_reader",
     "topology",
     "topology_drawing",
+    "topology_spec",
     "version",
 }
 # `wire` and `diagnosis` start in a few milliseconds beside every worker, the command line answers at once: neither may

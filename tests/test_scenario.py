@@ -10,6 +10,7 @@ import pytest
 
 from offbeat.errors import ScenarioError
 from offbeat.scenario import Replay, Scenario, TrainingScript
+from offbeat.topology import Topology
 
 SHIPPED = sorted((Path(__file__).parent.parent / "benchmarks/scenarios").glob("*.toml"))
 
@@ -104,6 +105,16 @@ def test_names_may_have_underscores() -> None:
 
 TWICE = '[[host]]\nname = "a"\nrate_mbps = 1\n[[host]]\nname = "a"\nrate_mbps = 1'
 HOSTS = "[hosts]\ncount = 2\nrate_mbps = 100"
+TORUS = '[topology]\nkind = "torus"\ndims = [2, 3]\nrate_mbps = 10'
+TABLE = '[topology]\nkind = "table"\nrate_mbps = 10'
+
+
+def link(a: str, b: str) -> str:
+    return f'[[link]]\na = "{a}"\nb = "{b}"'
+
+
+def struck(kind: str, *ends: str) -> str:
+    return f'[[fault]]\nworker = 1\nstep = 3\nkind = "{kind}"\nlink = {list(ends)}'
 
 
 @pytest.mark.parametrize(
@@ -283,6 +294,82 @@ HOSTS = "[hosts]\ncount = 2\nrate_mbps = 100"
             "Cannot change a rate: the loopback interface has no links. .* (hosts.network).",
         ),
         ('name = "two"\n', "", "Cannot do without name: it is not given.* (scenario.name)."),
+        (HOSTS, '[[host]]\nname = "a"', "Cannot do without rate_mbps: it is not given, .* (host[0].rate_mbps)."),
+        # Networks that cannot be.
+        (HOSTS, f"{HOSTS}\n{TORUS}", "Cannot have both [hosts] and a topology of kind 'torus': .* (hosts)."),
+        (HOSTS, TORUS.replace("torus", "tours"), "Unknown kind 'tours' (did you mean 'torus'?).* (topology.kind)."),
+        (HOSTS, TORUS.replace("[2, 3]", "[2, 0]"), "Cannot build a torus with 0 in a dimension.* (topology.dims[1])."),
+        (HOSTS, TORUS.replace("[2, 3]", "[2.5]"), "Cannot set dims[0] to 2.5: it takes a whole.* (topology.dims[0])."),
+        (
+            HOSTS,
+            TORUS.replace("dims = [2, 3]", ""),
+            "Cannot build a topology of kind 'torus' with 0.* (topology.dims).",
+        ),
+        (HOSTS, TORUS.replace("torus", "ring"), "Cannot build a topology of kind 'ring' with 2 .* (topology.dims)."),
+        (HOSTS, TORUS.replace("[2, 3]", "[101, 100]"), "Cannot build 10100 hosts.* (hosts)."),
+        (HOSTS, TORUS.replace("= 10", "= 0"), "Cannot shape a link to 0 Mbit/s: .* (topology.rate_mbps)."),
+        (HOSTS, TORUS.replace("rate_mbps = 10", ""), "Cannot build the link between 'h0' and .* (topology.rate_mbps)."),
+        (HOSTS, f"{TORUS}\nlatency_ms = -1", "Cannot delay a link by -1 ms: .* (topology.latency_ms)."),
+        (HOSTS, f'{TORUS}\nranks = ["h0", "h9"]', "Cannot give 'h9' rank 1: there are h0.* (topology.ranks[1])."),
+        (HOSTS, f'{TORUS}\nranks = ["h0", "h0"]', "Cannot give 'h0' rank 1: it has a rank.* (topology.ranks[1])."),
+        (HOSTS, f'{TORUS}\nranks = ["h0"]', "Cannot tell the rank of 'h1': 1 of 6 hosts .* (topology.ranks)."),
+        (HOSTS, f'{TORUS}\n[[switch]]\nname = "s"', "Cannot name switches of kind 'torus': .* (switch)."),
+        (HOSTS, f'{TORUS}\n[[host]]\nname = "h6"', "Cannot find the host 'h6': .* (host[0].name)."),
+        (HOSTS, f'{TORUS}\n[[host]]\nname = "h1"\nrate_mbps = 5', "Cannot give host 'h1' a.* (host[0].rate_mbps)."),
+        (HOSTS, f"{TORUS}\n{link('h0', 'h4')}", "Cannot change the link between 'h0' and 'h4': 'h0' is.* (link[0])."),
+        (HOSTS, f"{TORUS}\n{link('h0', 'x')}", "Cannot change the link between 'h0' and 'x': .* (link[0])."),
+        (
+            HOSTS,
+            f"{TORUS}\n{link('h0', 'h1')}\n{link('h1', 'h0')}",
+            "Cannot have two links between 'h1' and 'h0': link[1] has the ends of link[0].* (link[1]).",
+        ),
+        (
+            HOSTS,
+            f"{TORUS}\n{link('h0', 'h1')}\nrate_mbps = nan",
+            "Cannot shape a link to nan Mbit/s: .* (link[0].rate_mbps).",
+        ),
+        (
+            HOSTS,
+            f"{TORUS}\n{link('h0', 'h1')}\nback_mbps = 0.0",
+            "Cannot shape a link to 0 Mbit/s: .* (link[0].back_mbps).",
+        ),
+        (HOSTS, f"{TORUS}\n{link('h0', 'h1')}\nrate = 3", "Unknown key 'rate' (did you mean 'rate_.* (link[0].rate)."),
+        (HOSTS, TABLE, "Cannot build a network without links: .* (link)."),
+        (HOSTS, f"{TABLE}\n{link('a', 'b')}\n{link('c', 'd')}", "Cannot find a way from 'a' to 'c': .* (link)."),
+        (HOSTS, f"{TABLE}\n{link('a', 'a')}", "Cannot link 'a' to itself: .* (link[0].b)."),
+        (HOSTS, f"{TABLE}\n{link('a', 'B b')}", "Cannot name a host 'B b': .* (link[0].b)."),
+        (
+            HOSTS,
+            f'{TABLE}\n{link("s", "t")}\n[[switch]]\nname = "s"\n[[switch]]\nname = "t"',
+            "Cannot build a network of switches alone: .* (switch).",
+        ),
+        (
+            HOSTS,
+            f'{TABLE}\n{link("a", "b")}\n[[switch]]\nname = "s"',
+            "Cannot find a way from 'a' to 's': .* (link).",
+        ),
+        (
+            HOSTS,
+            f"{TORUS}\n[impair]\nloss = 0.1",
+            "Cannot impair links of this network: a program that forwards frames .* (impair).",
+        ),
+        (HOSTS, f"{TORUS}\n{struck('sigkill', 'h0', 'h1')}", "Cannot have 'sigkill' strike a link .* (fault[0].link)."),
+        (HOSTS, f"{TORUS}\n{struck('partition', 'h0', 'h4')}", "Cannot find a link between 'h0' .* (fault[0].link)."),
+        (
+            HOSTS,
+            f"{TORUS}\n{struck('partition', 'h0')}",
+            "Cannot tell which link to strike: it has .* (fault[0].link).",
+        ),
+        (
+            HOSTS,
+            f"{TORUS}\n[[fault]]\nworker = 1\nstep = 3\nkind = 'lossy'",
+            "Cannot lose some frames of this network: .* (fault[0].kind).",
+        ),
+        (
+            HOSTS,
+            f'[hosts]\ncount = 2\nnetwork = "loopback"\n{TABLE.replace("table", "star")}',
+            "Cannot have a topology on the loopback interface: .* (hosts.network).",
+        ),
     ],
 )
 def test_one_sentence_and_the_path(old: str, new: str, says: str) -> None:
@@ -368,6 +455,91 @@ def test_links_have_the_rates_of_their_steps() -> None:
     assert [fault.takes for fault in scenario.fault] == [None, None, "a server"]
     plain = Scenario.from_toml(GOOD)
     assert plain.at(10) is plain
+
+
+def test_a_preset_with_links_that_are_different() -> None:
+    text = f"{TORUS}\nlatency_ms = 2\n{link('h1', 'h0')}\nrate_mbps = 5\n{link('h0', 'h3')}\nback_mbps = 1"
+    scenario = Scenario.from_toml(changed(HOSTS, f'{text}\n[[host]]\nname = "h4"\ncompute_factor = 3.0'))
+    topology = scenario.topology
+    assert [host.compute_factor for host in topology.hosts] == [1, 1, 1, 1, 3, 1]
+    rates = {(arc.source, arc.target): (arc.rate_mbps, arc.latency_ms) for arc in topology.arcs}
+    assert rates["h0", "h1"] == rates["h1", "h0"] == (5, 2)
+    assert (rates["h0", "h3"], rates["h3", "h0"]) == ((10, 2), (1, 2))
+    assert rates["h4", "h1"] == (10, 2)
+    assert len(rates) == 2 * (2 * 3 + 3)
+    assert [arc.target for arc in topology.route("h0", "h2")] == ["h2"], "it is still a torus"
+
+
+@pytest.mark.parametrize(
+    ("kind", "dims", "hosts", "links"),
+    [
+        ("star", [3], 3, 3),
+        ("ring", [5], 5, 5),
+        ("mesh", [2, 2, 2], 8, 12),
+        ("torus", [4, 4], 16, 32),
+        ("fat-tree", [2, 2], 4, 8),
+        ("bigraph", [2, 4], 8, 12),
+    ],
+)
+def test_every_preset(kind: str, dims: list[int], hosts: int, links: int) -> None:
+    text = f'[topology]\nkind = "{kind}"\ndims = {dims}\nrate_mbps = 10'
+    scenario = Scenario.from_toml(changed(HOSTS, text))
+    assert (len(scenario.topology.hosts), len(scenario.topology.links)) == (hosts, links)
+    assert scenario.workers == scenario.topology
+    assert scenario.digest != Scenario.from_toml(changed(HOSTS, text.replace("10", "11"))).digest
+
+
+def test_a_whole_network_as_a_table() -> None:
+    text = f"{TABLE}\n{link('a', 's')}\n{link('b', 's')}\nback_mbps = 2\n{link('b', 'c')}\nrate_mbps = 3"
+    hosts = '[[switch]]\nname = "s"\n[[host]]\nname = "c"\nrole = "server"'
+    scenario = Scenario.from_toml(changed(HOSTS, f"{text}\n{hosts}"))
+    assert [host.name for host in scenario.topology.hosts] == ["a", "b", "c"]
+    assert scenario.topology.switches == ("s",)
+    assert [link.rates_mbps for link in scenario.topology.links] == [(10, 10), (10, 2), (3, 3)]
+    assert scenario.servers == ["c"]
+    assert [host.name for host in scenario.workers.hosts] == ["a", "b"]
+    assert scenario.workers.switches == ("s", "c"), "others' ways may lead through it"
+
+
+def test_ranks_go_in_any_order() -> None:
+    order = ["h0", "h1", "h2", "h5", "h4", "h3"]
+    scenario = Scenario.from_toml(changed(HOSTS, f"{TORUS}\nranks = {order}"))
+    assert [host.name for host in scenario.workers.hosts] == order
+    assert all(len(scenario.topology.route(a, b)) == 1 for a, b in zip(order, [*order[1:], order[0]], strict=True))
+
+
+def test_a_star_with_links_that_are_different() -> None:
+    text = f"{HOSTS}\n{link('h1', 'switch')}\nback_mbps = 400"
+    scenario = Scenario.from_toml(changed(HOSTS, text))
+    assert [link.rates_mbps for link in scenario.topology.links] == [(100, 100), (100, 400)]
+    assert not scenario.topology.is_star
+    usual = Scenario.from_toml(changed(HOSTS, '[topology]\nkind = "star"\nrate_mbps = 9\n[hosts]\ncount = 2'))
+    assert usual.topology == Topology.star(["h0", "h1"], rate_mbps=9)
+    listed = Scenario.from_toml(changed(HOSTS, '[topology]\nkind = "star"\nrate_mbps = 9\n[[host]]\nname = "a"'))
+    assert listed.topology == Topology.star(["a"], rate_mbps=9)
+
+
+def test_faults_may_name_a_link() -> None:
+    text = f"{TORUS}\n{struck('rate', 'h1', 'h0')}\nto_mbps = 2.5\n{struck('partition', 'h0', 'h3')}"
+    scenario = Scenario.from_toml(changed(HOSTS, text))
+    assert [fault.words for fault in scenario.fault] == [
+        "rate of 2.5 Mbit/s at the link h1-h0 at step 3 of worker 1",
+        "partition of the link h0-h3 for 1 s at step 3 of worker 1",
+    ]
+    assert scenario.emulated == []
+    assert [(link.a, link.b) for link in scenario.struck_links(scenario.fault[0])] == [("h0", "h1")]
+    assert scenario.at(3) is scenario
+    later = {frozenset((one.a, one.b)): one.rates_mbps for one in scenario.at(4).topology.links}
+    assert later.pop(frozenset(("h0", "h1"))) == (2.5, 2.5)
+    assert set(later.values()) == {(10, 10)}
+
+
+def test_all_links_of_a_host_may_be_struck() -> None:
+    text = f'{TORUS}\n[[fault]]\nworker = 1\nstep = 3\nkind = "rate"\nto_mbps = 5'
+    scenario = Scenario.from_toml(changed(HOSTS, text))
+    assert {frozenset((one.a, one.b)) for one in scenario.struck_links(scenario.fault[0])} == {
+        frozenset(("h1", other)) for other in ("h0", "h2", "h4")
+    }
 
 
 DEEP = 100_000

@@ -142,11 +142,11 @@ def show(scenario: ScenarioFile) -> None:
         layers = workload.layers()
         size_bytes = model_profiles.size_bytes(layers)
         compute_s = sum(layer.forward_s + layer.backward_s for layer in layers)
-        bound_s = parsed.workers.allreduce_bound_s(size_bytes)
+        at_least = _at_least(parsed, size_bytes)
         name = workload.profile or "a table of layers"
         console.print(
             f"replay of {name}: {size_bytes / 1e6:.2f} MB of gradients in {len(layers)} layers; "
-            f"computation {compute_s:.3f} s, all-reduce at least {bound_s:.3f} s per step",
+            f"computation {compute_s:.3f} s, all-reduce {at_least}",
             markup=False,
         )
     else:
@@ -162,6 +162,21 @@ def show(scenario: ScenarioFile) -> None:
         console.print(lacking, markup=False)
     for error in refusals(parsed):
         console.print(f"offbeat lab run would refuse this here: {error}", markup=False)
+
+
+def _at_least(parsed: Scenario, size_bytes: float) -> str:
+    """Say how long an all-reduce takes at least; without one switch, also one that gathers when all is summed."""
+    if parsed.workers.is_star:
+        return f"at least {parsed.workers.allreduce_bound_s(size_bytes):.3f} s per step"
+    from offbeat.collective.bounds import bound
+    from offbeat.errors import PlanError
+
+    try:
+        found = bound(parsed.workers, size_bytes)
+    except PlanError as error:
+        return f"unknown: {error}"
+    whole_s = f"{found.sequential_s:.3f} s if all is summed before it is gathered"
+    return f"at least {found.any_method_s:.3f} s per step, {whole_s}"
 
 
 @app.command()

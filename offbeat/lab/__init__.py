@@ -2,12 +2,14 @@
 
 A scenario (a TOML file, `offbeat.scenario`) says which hosts hang on which links, which work they do, and which systems
 are compared. The lab builds each host as a network namespace, joins them by veth pairs to a bridge that lives in a
-namespace of its own, shapes both directions of every link with a token bucket (tbf), starts one worker per host inside,
-and measures. Nothing is built in the machine's own network, so two labs never meet and nothing outside can notice.
+namespace of its own, or to each other, shapes both directions of every link with a token bucket (tbf), starts one
+worker per host inside, and measures. Nothing is built in the machine's own network, so two labs never meet and nothing
+outside can notice.
 
 The network:
 
-* `network` - build and remove the network of one scenario
+* `network` - build and remove the network of one scenario: `bridged_links` - of hosts on one switch; `routed_links` -
+  of any other, in which hosts and switches forward; `link_shaping` - one end of a link
 * `namespace` - run a function inside a network namespace; `netns_exec` - run a program inside one, and end it with its
   parent (a program by itself)
 * `emulator` - a bad link, packet by packet: delay, loss, damage, one-way partitions (a program by itself);
@@ -26,7 +28,8 @@ A run:
 * `systems` - offbeat and the systems it is compared with, behind one function
 * `replay` - the worker program that replays a profile; `peer_checkpoint` - from what a script under torchrun goes on
 * `fault_injection` - the faults of a run
-* `recorder` - what a worker measures, as JSON lines; `link_sampler` - how busy each link is
+* `recorder` - what a worker measures, as JSON lines; `link_sampler` - how busy each link is;
+  `arc_counters` - what each direction of each link has carried
 * `hardware` - the machine it was measured on
 
 Switches by themselves:

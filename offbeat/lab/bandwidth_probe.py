@@ -1,16 +1,17 @@
-"""Measure what a link really carries.
+"""Measure what links really carry: one node's ends of TCP streams.
 
-    bandwidth_probe.py receive PORT SETTLE_S SECONDS
-    bandwidth_probe.py send ADDRESS PORT
+    bandwidth_probe.py SETTLE_S SECONDS [receive PORT]... [send ADDRESS PORT]...
 
-The receiver prints the goodput of one TCP stream in 10^6 bit/s, then hangs up; the sender sends until it does. Started
-by its path with nothing but the standard library.
+It says "ready" when it can be reached, waits for a line, so that all nodes begin at once, and prints the goodput of
+each stream that it receives in 10^6 bit/s, a line for each, in order; then it hangs up. Senders send until the other
+end does. Started by its path with nothing but the standard library.
 """
 
 from __future__ import annotations
 
 import socket
 import sys
+import threading
 import time
 from contextlib import suppress
 
@@ -18,10 +19,10 @@ CHUNK = 1 << 18
 CONNECT_S = 10.0
 
 
-def receive(port: int, settle_s: float, seconds: float) -> float:
+def receive(listener: socket.socket, settle_s: float, seconds: float) -> float:
     """Accept one stream, let it settle, and return its goodput over `seconds`, in 10^6 bit/s."""
     buffer = bytearray(CHUNK)
-    with socket.create_server(("0.0.0.0", port)) as listener:
+    with listener:
         listener.settimeout(CONNECT_S)
         stream, _ = listener.accept()
     with stream:
@@ -40,16 +41,7 @@ def receive(port: int, settle_s: float, seconds: float) -> float:
 
 def send(address: str, port: int) -> None:
     """Send as much as the link takes until the receiver hangs up."""
-    deadline_s = time.perf_counter() + CONNECT_S
-    while True:
-        try:
-            stream = socket.create_connection((address, port), timeout=CONNECT_S)
-            break
-        except ConnectionRefusedError:
-            # The receiver is still starting.
-            if time.perf_counter() > deadline_s:
-                raise
-            time.sleep(0.02)
+    stream = socket.create_connection((address, port), timeout=CONNECT_S)
     # On a slow link one chunk takes long; whoever started us ends us.
     stream.settimeout(None)
     payload = bytes(CHUNK)
@@ -58,13 +50,38 @@ def send(address: str, port: int) -> None:
             stream.sendall(payload)
 
 
-def main(arguments: list[str]) -> None:
-    """Be one end of a stream."""
-    if arguments[0] == "receive":
-        sys.stdout.write(f"{receive(int(arguments[1]), float(arguments[2]), float(arguments[3]))}\n")
-    else:
-        send(arguments[1], int(arguments[2]))
+class _Receiver(threading.Thread):
+    def __init__(self, port: int, settle_s: float, seconds: float) -> None:
+        super().__init__()
+        self._listener = socket.create_server(("0.0.0.0", port))
+        self._settle_s, self._seconds = settle_s, seconds
+        self.goodput_mbps = -1.0
+
+    def run(self) -> None:
+        self.goodput_mbps = receive(self._listener, self._settle_s, self._seconds)
+
+
+def main(arguments: list[str]) -> int:
+    """Be one node's ends of all its streams; the exit code."""
+    settle_s, seconds = map(float, arguments[:2])
+    words = iter(arguments[2:])
+    receivers: list[_Receiver] = []
+    senders: list[threading.Thread] = []
+    for word in words:
+        if word == "receive":
+            receivers.append(_Receiver(int(next(words)), settle_s, seconds))
+        else:
+            senders.append(threading.Thread(target=send, args=(next(words), int(next(words)))))
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    sys.stdin.readline()
+    for thread in (*receivers, *senders):
+        thread.start()
+    for thread in (*receivers, *senders):
+        thread.join()
+    sys.stdout.writelines(f"{one.goodput_mbps}\n" for one in receivers)
+    return int(any(one.goodput_mbps < 0 for one in receivers))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -8,6 +8,7 @@ attacks those alone hear that lie (`offbeat.testing.attacker`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import time
 from collections import Counter
@@ -23,11 +24,13 @@ from offbeat.lab.emulated_link import law_of
 from offbeat.lab.emulator import Law
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from offbeat.lab.jobs import RowJob
     from offbeat.lab.launch import SwitchProcess
     from offbeat.lab.network import Network
+    from offbeat.topology import Arc
 
 _LOOK_S = 0.01
 _LOSS = 0.05
@@ -61,8 +64,8 @@ class FaultRun:
         self.switch: SwitchProcess | None = None
         self._over = threading.Event()
         self._watcher: threading.Thread | None = None
-        self._mending: list[tuple[float, str]] = []  # when, and whose link
-        self._shaped: set[str] = set()  # hosts whose links have another rate
+        self._mending: list[tuple[float, Callable[[], object]]] = []  # when, and what ends a fault
+        self._rates_mbps = {arc: arc.rate_mbps for arc in self._scenario.topology.arcs}  # what holds, but for a while
 
     @property
     def environment(self) -> dict[str, str]:
@@ -174,31 +177,51 @@ class FaultRun:
                 elif network is not None:
                     self._strike(network, one)
             done = len(asked)
-            if network is not None:
-                self._mend(network, time.monotonic())
-        if network is not None:  # the next run finds all links as they were
-            self._mend(network, float("inf"))
-            for host in sorted(self._shaped):
-                network.shape(host, self._scenario.topology.uplink(host).rate_mbps)
+            self._mend(time.monotonic())
+        self._mend(float("inf"))  # the next run finds all links as they were
+        if network is not None:
+            for arc in [arc for arc, rate_mbps in self._rates_mbps.items() if rate_mbps != arc.rate_mbps]:
+                network.shape_arc(arc, arc.rate_mbps)
 
     def _note(self, asked: Fired) -> None:
         with self._log.open("ab") as log:
             log.write(msgspec.json.encode(msgspec.structs.replace(asked, time_s=time.time())) + b"\n")
 
     def _shape(self, network: Network, asked: Fired) -> None:
-        hosts = self._scenario.linked(asked.fault)
         self._note(asked)
-        self._shaped.update(hosts)
-        for host in hosts:
-            network.shape(host, asked.fault.to_mbps)
+        for arc in self._struck(asked.fault):
+            self._rates_mbps[arc] = asked.fault.to_mbps
+            network.shape_arc(arc, asked.fault.to_mbps)
 
     def _strike(self, network: Network, asked: Fired) -> None:
-        fault = asked.fault
-        (host,) = self._scenario.linked(fault)
-        up, down = self._laws(fault, host)
-        network.worsen(host, up=up, down=down)
-        self._mending.append((time.monotonic() + fault.seconds, host))
+        fault, until_s = asked.fault, time.monotonic() + asked.fault.seconds
+        if network.topology.is_star:
+            (host,) = self._scenario.linked(fault)
+            up, down = self._laws(fault, host)
+            network.worsen(host, up=up, down=down)
+            usual = self._usual(host)
+            self._mending.append((until_s, functools.partial(network.worsen, host, up=usual, down=usual)))
+        else:
+            for arc in self._struck(fault):
+                rate_mbps, is_cut = self._rates_mbps[arc] or 0.0, fault.kind != "slow-link"
+                network.shape_arc(arc, rate_mbps if is_cut else rate_mbps / fault.factor, is_cut=is_cut)
+                self._mending.append((until_s, functools.partial(self._restore, network, arc)))
         self._note(asked)
+
+    def _struck(self, fault: Fault) -> list[Arc]:
+        """The directions of links that a fault strikes: of the links that it names, or of hosts, for these all but what
+        they hear, or say, if it lets that pass."""
+        topology, hosts = self._scenario.topology, set(self._scenario.linked(fault))
+        links = {topology.between(link.a, link.b) for link in self._scenario.struck_links(fault)}
+        passing = {"mute": "target", "deaf": "source"}.get(fault.kind)
+        return [
+            arc
+            for arc in topology.arcs
+            if arc.link in links and (passing is None or getattr(arc, passing) not in hosts)
+        ]
+
+    def _restore(self, network: Network, arc: Arc) -> None:
+        network.shape_arc(arc, self._rates_mbps[arc])
 
     def _laws(self, fault: Fault, host: str) -> tuple[Law | None, Law | None]:
         """The laws for what the host sends, and for what it receives; None where nothing changes."""
@@ -217,7 +240,7 @@ class FaultRun:
         impair = self._scenario.impair
         return law_of(impair) if impair is not None and host in self._scenario.impaired else Law()
 
-    def _mend(self, network: Network, now_s: float) -> None:
+    def _mend(self, now_s: float) -> None:
         for item in [item for item in self._mending if item[0] <= now_s]:
             self._mending.remove(item)
-            network.worsen(item[1], up=self._usual(item[1]), down=self._usual(item[1]))
+            item[1]()

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
+from offbeat.lab.bridged_links import INTERFACE
 from offbeat.lab.namespace import inside
-from offbeat.lab.network import INTERFACE
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.packet import FROM_WORKERS, MOST_VALUES, VALUES_STEP, Flag, Packet, PacketKind, encode

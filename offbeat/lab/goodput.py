@@ -1,21 +1,27 @@
-"""Do the links carry what the scenario promises? Measured before every scenario, all hosts sending at once."""
+"""Do the links carry what the scenario promises? Measured before every scenario, all of them busy at once.
+
+Where hosts hang on one switch, each sends to the next one. In any other network there is a stream over each link in
+each direction; behind that one stream by itself goes over as many links as any way has. Streams are named by the host
+that sends, or by both ends, as "h0>h1".
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from offbeat.errors import NetworkError, ScenarioError
 from offbeat.lab import command_lines
-from offbeat.lab.network import bucket_bytes
+from offbeat.lab.link_shaping import bucket_bytes
 from offbeat.topology import queue_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from offbeat.lab.network import Network
+    from offbeat.topology import Topology
 
 LEAST_SHARE = 0.85
 """Below this share of its rate a link is not what the scenario says. Headers alone take 4 %."""
@@ -30,6 +36,19 @@ _SETTLE_QUEUES = 6
 """A stream from nothing needs about so many times what the fullest queue on its way holds."""
 _LEAST_PACKETS = 40
 """Fewer, and one that is on its way when the clock stops would count too much."""
+
+
+class Stream(NamedTuple):
+    """A stream of bytes from one node to another.
+
+    Args:
+        rate_mbps: of the slowest link on its way; None if none is shaped.
+    """
+
+    name: str
+    sender: str
+    receiver: str
+    rate_mbps: float | None
 
 
 def ensure(network: Network) -> dict[str, float]:
@@ -53,69 +72,101 @@ def ensure(network: Network) -> dict[str, float]:
 
 
 def measure(network: Network, *, seconds: float = 0.7) -> dict[str, float]:
-    """Goodput of each host's link in 10^6 bit/s: host i sends to host i+1, all at the same time.
+    """Goodput of each stream, in 10^6 bit/s.
 
     Streams settle first; then they are measured for `seconds`, or longer where the slowest link needs it.
 
     Raises:
         NetworkError: if a stream fails.
     """
-    hosts = [host.name for host in network.topology.hosts]
-    if len(hosts) < 2:
-        return {}
-    settle_s, seconds = _times(network, seconds)
-    # Filled one by one, so that what has started is ended even if the next cannot start.
-    receivers: list[subprocess.Popen[str]] = []
-    senders: list[subprocess.Popen[str]] = []
-    try:
-        for host in hosts:
-            receivers.append(_start(network, host, "receive", str(_PORT), str(settle_s), str(seconds)))  # noqa: PERF401
-        for sender, receiver in zip(hosts, [*hosts[1:], hosts[0]], strict=True):
-            senders.append(_start(network, sender, "send", network.address(receiver), str(_PORT)))
-        texts = [process.communicate(timeout=settle_s + seconds + _GRACE_S)[0] for process in receivers]
-        for process in senders:
-            process.wait(timeout=_GRACE_S)
-    except subprocess.TimeoutExpired as error:
-        raise NetworkError(
-            f"Cannot measure the links: a stream took more than {settle_s + seconds + _GRACE_S:g} s. "
-            "Close other programs, or choose lower rates (hosts.rate_mbps)."
-        ) from error
-    finally:
-        for process in [*receivers, *senders]:
-            process.kill()
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
-    if any(process.returncode for process in [*receivers, *senders]):
-        raise NetworkError("Cannot measure the links: a stream broke. Run `offbeat doctor` to see what is missing.")
-    # Host i's stream is the one that host i+1 received.
-    streams = [float(text) for text in [*texts[1:], texts[0]]]
-    return {host: round(stream, 3) for host, stream in zip(hosts, streams, strict=True)}
+    measured: dict[str, float] = {}
+    for streams in streams_of(network.topology):
+        measured |= _measure(network, streams, seconds)
+    return measured
 
 
 def check(goodput_mbps: Mapping[str, float], network: Network) -> None:
     """Refuse links that this machine cannot shape as promised.
 
     Raises:
-        ScenarioError: naming the first host whose stream was too slow.
+        ScenarioError: naming the first stream that was too slow.
     """
-    hosts = list(goodput_mbps)
-    for index, (host, measured) in enumerate(goodput_mbps.items()):
-        receiver = hosts[(index + 1) % len(hosts)]
-        rates = [network.topology.uplink(end).rate_mbps for end in (host, receiver)]
-        shaped = [rate for rate in rates if rate is not None]
-        if shaped and measured < LEAST_SHARE * min(shaped):
+    for stream in (stream for streams in streams_of(network.topology) for stream in streams):
+        measured = goodput_mbps[stream.name]
+        if stream.rate_mbps is not None and measured < LEAST_SHARE * stream.rate_mbps:
+            where = f"of {stream.name}" if network.topology.is_star else f"from {stream.sender} to {stream.receiver}"
             raise ScenarioError(
-                f"Cannot shape the link of {host} to {min(shaped):g} Mbit/s on this machine: with all hosts sending, a "
+                f"Cannot shape the link {where} to {stream.rate_mbps:g} Mbit/s on this machine: with all links busy, a "
                 f"stream reached {measured:.4g}. Lower the rate or the number of hosts, or close other programs "
-                "(hosts.rate_mbps)."
+                "(hosts.rate_mbps, topology.rate_mbps)."
             )
+
+
+def streams_of(topology: Topology) -> list[list[Stream]]:
+    """The streams to measure: those of a list all at once, one list after the other."""
+    hosts = [host.name for host in topology.hosts]
+    if len(hosts) < 2:
+        return []
+    if topology.is_star:
+        ring = zip(hosts, [*hosts[1:], hosts[0]], strict=True)
+        return [[_stream(topology, a, b, name=a) for a, b in ring]]
+    arcs = [Stream(f"{arc.source}>{arc.target}", arc.source, arc.target, arc.rate_mbps) for arc in topology.arcs]
+    farthest = max(hosts[1:], key=lambda host: len(topology.route(hosts[0], host)))
+    far = _stream(topology, hosts[0], farthest, name=f"{hosts[0]}>{farthest}")
+    return [arcs] if far.name in {arc.name for arc in arcs} else [arcs, [far]]
+
+
+def _stream(topology: Topology, sender: str, receiver: str, *, name: str) -> Stream:
+    rates_mbps = [arc.rate_mbps for arc in topology.route(sender, receiver) if arc.rate_mbps is not None]
+    return Stream(name, sender, receiver, min(rates_mbps, default=None))
+
+
+def _measure(network: Network, streams: Sequence[Stream], seconds: float) -> dict[str, float]:
+    """Measure streams that run at the same time."""
+    settle_s, seconds = _times(network, seconds)
+    limit_s = settle_s + seconds + _GRACE_S
+    arguments: dict[str, list[str]] = {}
+    for index, stream in enumerate(streams):
+        port = str(_PORT + index)
+        arguments.setdefault(stream.receiver, []).extend(["receive", port])
+        arguments.setdefault(stream.sender, []).extend(["send", network.address(stream.receiver), port])
+    probes: dict[str, subprocess.Popen[str]] = {}
+    try:
+        for node, words in arguments.items():
+            probes[node] = _start(network, node, str(settle_s), str(seconds), *words)
+        for probe in probes.values():
+            assert probe.stdout is not None
+            probe.stdout.readline()  # "ready", or nothing: then it has ended, and its exit code says so
+        texts = {}
+        for probe in probes.values():
+            assert probe.stdin is not None
+            probe.stdin.write("go\n")
+            probe.stdin.flush()
+        for node, probe in probes.items():
+            texts[node] = probe.communicate(timeout=limit_s)[0].split()
+    except subprocess.TimeoutExpired as error:
+        raise NetworkError(
+            f"Cannot measure the links: a stream took more than {limit_s:g} s. Close other programs, or choose lower "
+            "rates (hosts.rate_mbps, topology.rate_mbps)."
+        ) from error
+    except BrokenPipeError:
+        pass  # what ended has an exit code
+    finally:
+        for probe in probes.values():
+            probe.kill()
+            probe.wait()
+            for pipe in (probe.stdin, probe.stdout):
+                if pipe is not None:
+                    pipe.close()
+    if any(probe.returncode for probe in probes.values()):
+        raise NetworkError("Cannot measure the links: a stream broke. Run `offbeat doctor` to see what is missing.")
+    received = {node: iter(text) for node, text in texts.items()}
+    return {stream.name: round(float(next(received[stream.receiver])), 3) for stream in streams}
 
 
 def _times(network: Network, seconds: float) -> tuple[float, float]:
     """Seconds that streams settle, and seconds that they are measured."""
-    rates = [network.topology.uplink(host.name).rate_mbps for host in network.topology.hosts]
-    shaped = [rate for rate in rates if rate is not None]
+    shaped = [arc.rate_mbps for arc in network.topology.arcs if arc.rate_mbps is not None]
     if not shaped:
         return _SETTLE_S, seconds
     slowest_mbps = min(shaped)
@@ -126,8 +177,13 @@ def _times(network: Network, seconds: float) -> tuple[float, float]:
     return min(_SETTLE_S + _SETTLE_QUEUES * queue_s, _SETTLE_MAX_S), max(seconds, _LEAST_PACKETS * packet_s)
 
 
-def _start(network: Network, host: str, *arguments: str) -> subprocess.Popen[str]:
-    command = command_lines.entered(network.namespace(host), [sys.executable, "-S", "-I", _PROBE, *arguments])
+def _start(network: Network, node: str, *arguments: str) -> subprocess.Popen[str]:
+    command = command_lines.entered(network.namespace(node), [sys.executable, "-S", "-I", _PROBE, *arguments])
     return subprocess.Popen(
-        command, env=network.mark(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env=network.mark(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from offbeat.lab.network import CONGESTION_CONTROL
+from offbeat.lab.link_shaping import CONGESTION_CONTROL
 
 _PACKAGES = ("offbeat", "torch", "numpy", "msgspec", "pyroute2")
 

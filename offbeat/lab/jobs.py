@@ -212,6 +212,11 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> RowJob:
             f"Cannot use the plan of row {row.name!r}: there is no host for its parameter server. Add one with "
             f'servers = 1 (hosts.servers), or role = "server" (host.role).'
         )
+    if made.fabric.offers.holds == "switch" and not scenario.topology.is_star:
+        raise ScenarioError(
+            f"Cannot use the plan of row {row.name!r}: a switch sums where all hosts hang on it, and here they do not. "
+            f"Use another fabric, or leave [topology] out (row[{index}].plan)."
+        )
     _check_attacks(index, row, scenario, made)
     if made.validator is not None and row.swap:
         raise ScenarioError(

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 from offbeat.errors import WorkerLostError
 from offbeat.exit_codes import how_it_ended
 from offbeat.lab import command_lines, lab_registry, recorder, validator_process
-from offbeat.lab.network import INTERFACE
 from offbeat.lab.worker_placement import WorkerPlacement
 
 if TYPE_CHECKING:
@@ -37,14 +36,16 @@ _SWITCH_START_S, _SWITCH_LOOK_S, _SWITCH_END_S = 30.0, 0.05, 5.0
 
 def places(network: Network) -> list[WorkerPlacement]:
     """One place per host of a network."""
+    is_star = network.topology.is_star
     return [
         WorkerPlacement(
             host.name,
             network.namespace(host.name),
             network.address(host.name),
-            INTERFACE,
+            network.interface,
             host.compute_factor,
-            network.port(host.name),
+            port=network.port(host.name) if is_star else None,
+            interfaces=() if is_star else tuple(network.interfaces(host.name)),
         )
         for host in network.topology.hosts
     ]
@@ -260,6 +261,7 @@ class Workers:
                             "RANK": str(rank),
                             "GROUP_RANK": str(rank),
                             "GLOO_SOCKET_IFNAME": place.interface,
+                            recorder.INTERFACES: ",".join(place.interfaces or [place.interface]),
                             recorder.RESULT: str(self.result(rank)),
                             **own,
                         },

@@ -12,8 +12,8 @@ import msgspec
 
 from offbeat.errors import WorkerLostError
 from offbeat.lab import command_lines
+from offbeat.lab.bridged_links import INTERFACE
 from offbeat.lab.garbage import GarbageResult, GarbageTask
-from offbeat.lab.network import INTERFACE
 from offbeat.lab.packet_loss import LossCounts, PacketLoss
 from offbeat.lab.switch_load import LoadResult, LoadTask
 

@@ -1,8 +1,10 @@
 """How fast could a row be at best? C is computation, B a link's rate, N the workers, S the bytes of a gradient.
 
-* all-reduce: each host has to send S, and all together 2 (N-1) S, at best while they compute:
+* all-reduce over one switch: each host has to send S, and all together 2 (N-1) S, at best while they compute:
   max(C, S/min B, 2 (N-1) S/sum B), see `Topology.allreduce_bound_s`. S is what a step sends on average: half of it in
   16 bits, an eighth where workers exchange after every eighth step. How little PowerSGD sends is not counted: C.
+* all-reduce over any other network: no cut carries more than the links across it, whatever method: see
+  `offbeat.collective.bounds`.
 * switch: each host sends S, and receives it, at best while it computes: max(C, S/min B).
 * server, one update of all workers' contributions: nothing leaves before the optimizer steps, so what all workers are
   given back passes the server's link after the computation; at best while contributions still arrive: C + N d, where
@@ -26,12 +28,14 @@ measured steps of what holds in each.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from offbeat.topology import Topology
+from offbeat.collective.bounds import bound
+from offbeat.scenario import without_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,8 +43,10 @@ if TYPE_CHECKING:
     from offbeat.lab.jobs import RowJob
     from offbeat.lab.results import RawRun, ResultFile
     from offbeat.scenario import Scenario
+    from offbeat.topology import Topology
 
 ALLREDUCE = "max(C, S/min B, 2 (N-1) S/sum B)"
+CUTS = "max(C, all-reduce over the narrowest cuts)"
 IN_NETWORK = "max(C, S/min B)"
 TOGETHER = "C + N d"
 ONE_BY_ONE = "max(C + d, N d)"
@@ -79,9 +85,8 @@ def _limit(job: RowJob, scenario: Scenario, raw: Sequence[RawRun]) -> tuple[floa
             together=demand.together,
             overlaps=demand.overlaps,
         )
-    names = {hosts[rank].name for rank in staying}
-    links = tuple(link for link in scenario.workers.links if link.a in names)
-    workers = Topology(tuple(host for host in hosts if host.name in names), links)
+    staying_names = {hosts[rank].name for rank in staying}
+    workers = without_hosts(scenario.workers, {host.name for host in hosts} - staying_names)
     if job.switched:
         return max(compute_s, workers.switch_bound_s(size_bytes)), IN_NETWORK
     return allreduce(workers, compute_s=compute_s, size_bytes=size_bytes)
@@ -127,7 +132,18 @@ def allreduce(workers: Topology, *, compute_s: float, size_bytes: float) -> tupl
         compute_s: C.
         size_bytes: S.
     """
-    return max(compute_s, workers.allreduce_bound_s(size_bytes)), ALLREDUCE
+    return max(compute_s, allreduce_s(workers, size_bytes)), ALLREDUCE if workers.is_star else CUTS
+
+
+def allreduce_s(workers: Topology, size_bytes: float) -> float:
+    """Least seconds in which `size_bytes` of each host can be summed by whatever method, and all be given the sum.
+
+    Raises:
+        PlanError: if hosts do not hang on one switch, and scipy is not installed.
+    """
+    if workers.is_star:
+        return workers.allreduce_bound_s(size_bytes)
+    return bound(workers, size_bytes).any_method_s
 
 
 def served(
@@ -146,9 +162,23 @@ def served(
         together: whether one update takes the contributions of all workers.
         overlaps: whether all that passes the link can do so while workers compute.
     """
-    all_s = scenario.topology.server_bound_s(size_bytes, scenario.servers, workers)
+    all_s = _server_s(scenario, size_bytes, workers)
     if overlaps:
         return max(compute_s, all_s), OVERLAPPED
     if together:
         return compute_s + all_s, TOGETHER
     return max(compute_s + all_s / workers, all_s), ONE_BY_ONE
+
+
+def _server_s(scenario: Scenario, size_bytes: float, workers: int) -> float:
+    """Least seconds in which workers can push `size_bytes` each to the servers, and pull as much."""
+    topology = scenario.topology
+    if topology.is_star:
+        return topology.server_bound_s(size_bytes, scenario.servers, workers)
+    # Whatever the ways to them, it passes the servers' own links.
+    together = [
+        sum(arc.rate_mbps or math.inf for arc in topology.arcs if getattr(arc, end) == name)
+        for name in scenario.servers
+        for end in ("source", "target")
+    ]
+    return workers * size_bytes * 8e-6 / (len(scenario.servers) * min(together))

@@ -1,20 +1,8 @@
 """Build and remove the network of one scenario.
 
-Division of labour: every host is a namespace with one interface `eth0`; the switch is a bridge `br0` in a namespace of
-its own, with one port per host; a link is the veth pair between the two. Each direction of a link is shaped where it
-starts: the host's way out on `eth0`, the switch's way out on its port.
-
-Rules, each measured with plain TCP at 20, 200 and 1000 Mbit/s (goodput 92 to 96 % of the rate, headers included):
-
-* A token bucket passes a packet only if it fits in the bucket, and splits larger GSO packets in software, which costs
-  four times the CPU. So packets are limited (`gso_max_size`) to 0.6 ms of the link, or a frame if that is more, and the
-  bucket holds two of them.
-* The queue before the bucket holds 25 ms, as a switch with shallow buffers, and at least 128 KiB for slow links.
-* A rate can change while the link is in use (`tc qdisc change`): what waits in the queue stays there. The bucket does
-  not shrink with it: a packet that was made for a larger one would never pass.
-* All hosts run TCP Reno: the only algorithm that every kernel lets a namespace choose. Without competing traffic it
-  fills these links as CUBIC does, while BBR's probing makes step times of the same work differ.
-* IPv6 is off: its neighbour and multicast chatter would be in every byte count.
+Division of labour: every host is a namespace. Where hosts hang on one switch, that is a bridge (`bridged_links`);
+everywhere else each switch is a namespace, too, and hosts and switches forward by static routes (`routed_links`). How a
+link is shaped is said in `link_shaping`.
 """
 
 from __future__ import annotations
@@ -23,29 +11,25 @@ import functools
 import os
 import secrets
 import subprocess
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from offbeat.errors import NetworkError, ScenarioError
 from offbeat.lab import command_lines, lab_registry
-from offbeat.lab.emulated_link import EmulatedLink, whole_frames
+from offbeat.lab.bridged_links import BridgedLinks
+from offbeat.lab.link_shaping import reshape
 from offbeat.lab.namespace import inside
-from offbeat.topology import queue_bytes
+from offbeat.lab.routed_links import RoutedLinks
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+    from pathlib import Path
     from types import TracebackType
 
     from offbeat.lab.emulator import Counts, Law
-    from offbeat.topology import Topology
+    from offbeat.topology import Arc, Topology
 
-INTERFACE = "eth0"
-"""The one interface of every host."""
-CONGESTION_CONTROL = "reno"
 MAX_HOSTS = 250
-"""One /24 of addresses."""
-_ETHERNET_BYTES = 14
-_SWITCH_ADDRESS = "10.77.0.254"
+"""One /24 of addresses; another one for switches."""
 
 
 class Network:
@@ -53,7 +37,7 @@ class Network:
 
     Args:
         topology: to build.
-        emulated: hosts whose links can be made bad (`worsen`); each costs a process.
+        emulated: hosts of a star whose links can be made bad (`worsen`); each costs a process.
         mtu: bytes that a frame carries at most, IP header included.
         directory: where it is written down who built what.
 
@@ -62,7 +46,7 @@ class Network:
 
     Raises:
         NetworkError: if this process is not root, pyroute2 is missing, or the kernel refuses a part.
-        ScenarioError: if the topology is not one switch with one link per host.
+        ScenarioError: if the topology is none that can be built.
     """
 
     def __init__(
@@ -78,14 +62,14 @@ class Network:
         self.topology, self.mtu = topology, mtu
         self.lab = secrets.token_hex(4)
         self._directory = directory
-        self._emulated = {host: f"bad{index}" for index, host in enumerate(emulated)}
-        self._emulators: dict[str, EmulatedLink] = {}
-        self._rates_mbps = {host.name: topology.uplink(host.name).rate_mbps for host in topology.hosts}
-        self._most_mbps = dict(self._rates_mbps)  # that each link has had
-        self._index = {host.name: index for index, host in enumerate(topology.hosts)}
-        self._switch = f"offbeat-{self.lab}-switch"
+        self._links: BridgedLinks | RoutedLinks
+        if topology.is_star:
+            self._links = BridgedLinks(topology, self.lab, mtu=mtu, emulated=emulated, environment=self.mark())
+        else:
+            self._links = RoutedLinks(topology, self.lab, mtu=mtu)
+        self._most_mbps = {arc: arc.rate_mbps for arc in topology.arcs}  # that each direction has had
         lab_registry.clean(directory=directory)
-        self._claim = lab_registry.LabRecord.mine(self.lab, [self._switch, *map(self.namespace, self._index)])
+        self._claim = lab_registry.LabRecord.mine(self.lab, self._links.namespaces)
         self._record = lab_registry.write(self._claim, directory)
         self.scratch = lab_registry.scratch_of(self.lab, directory)
         self._reaper = subprocess.Popen(
@@ -106,22 +90,35 @@ class Network:
                 ) from error
             raise
 
-    def namespace(self, host: str) -> str:
-        """Name of the network namespace that is this host, for `ip netns exec`."""
-        return f"offbeat-{self.lab}-h{self._index[host]}"
+    @property
+    def interface(self) -> str:
+        """The interface of every host that has its address, and no other."""
+        return self._links.interface
 
-    def address(self, host: str) -> str:
-        """IPv4 address of this host within the lab."""
-        return f"10.77.0.{self._index[host] + 1}"
+    def namespace(self, node: str) -> str:
+        """Name of the network namespace that is this host, for `ip netns exec`; or this switch, if it routes."""
+        return self._links.namespace(node)
+
+    def address(self, node: str) -> str:
+        """IPv4 address of this host within the lab; or of a switch that routes, for its neighbours."""
+        return self._links.address(node)
+
+    def interfaces(self, node: str) -> list[str]:
+        """The interfaces of a host, or a switch that routes, by which anything leaves it."""
+        return self._links.interfaces(node)
 
     @property
     def switch(self) -> tuple[str, str]:
-        """The namespace of the switch, and an address of it that every host reaches over its own link alone."""
-        return self._switch, _SWITCH_ADDRESS
+        """The namespace of the one switch, and an address of it that every host reaches over its own link alone."""
+        return self._bridged.switch
 
     def port(self, host: str) -> tuple[str, str]:
-        """Namespace and name of the interface that is the switch's end of this host's link."""
-        return self._switch, f"port{self._index[host]}"
+        """Namespace and name of the interface that is the one switch's end of this host's link."""
+        return self._bridged.port(host)
+
+    def start(self, arc: Arc) -> tuple[str, str]:
+        """Namespace and name of the interface where a direction of a link starts: it is shaped and counted there."""
+        return self._links.start(arc)
 
     def worsen(self, host: str, *, up: Law | None = None, down: Law | None = None) -> tuple[Counts, Counts]:
         """Have another law hold for a host's link from now on; what became of its frames so far, up and down.
@@ -134,34 +131,42 @@ class Network:
         Raises:
             NetworkError: if the emulator is gone.
         """
-        return self._emulators[host].change(up=up, down=down)
+        return self._bridged.worsen(host, up=up, down=down)
 
     def shape(self, host: str, rate_mbps: float | None) -> None:
-        """Have a host's link carry so much from now on, in each direction; what is on its way stays there.
+        """Have all links of a host carry so much from now on, in each direction; see `shape_arc`."""
+        for arc in self.topology.arcs:
+            if host in (arc.source, arc.target):
+                self.shape_arc(arc, rate_mbps)
+
+    def shape_arc(self, arc: Arc, rate_mbps: float | None, *, is_cut: bool = False) -> None:
+        """Have one direction of a link carry so much from now on; what is on its way stays there.
 
         Args:
             rate_mbps: in 10^6 bit/s.
+            is_cut: it carries nothing, until it is shaped again.
 
         Raises:
             NetworkError: if the link was not shaped when it was built, or is not to be any more, or the kernel refuses.
         """
-        before_mbps = self._most_mbps[host]
+        before_mbps = self._most_mbps[arc]
+        name = f"from {arc.source} to {arc.target}"
         if rate_mbps is None or before_mbps is None:
             raise NetworkError(
-                f"Cannot change the rate of the link of {host}: it {'has none' if before_mbps is None else 'needs one'}"
-                ". Give the link a rate (hosts.rate_mbps)."
+                f"Cannot change the rate of the link {name}: it {'has none' if before_mbps is None else 'needs one'}"
+                ". Give the link a rate (hosts.rate_mbps, topology.rate_mbps)."
             )
-        self._most_mbps[host] = most_mbps = max(before_mbps, rate_mbps)
-        for namespace, interface in ((self.namespace(host), INTERFACE), self.port(host)):
-            try:
-                inside(namespace, functools.partial(_reshape, interface, rate_mbps, most_mbps, self.mtu))
-            except NetworkError:
-                raise
-            except Exception as error:
-                raise NetworkError(
-                    f"Cannot change the rate of the link of {host}: the kernel refused it ({error}). Run `offbeat "
-                    "doctor` to see what is missing."
-                ) from error
+        self._most_mbps[arc] = most_mbps = max(before_mbps, rate_mbps)
+        namespace, interface = self.start(arc)
+        try:
+            inside(namespace, functools.partial(reshape, interface, rate_mbps, most_mbps, self.mtu, is_cut=is_cut))
+        except NetworkError:
+            raise
+        except Exception as error:
+            raise NetworkError(
+                f"Cannot change the rate of the link {name}: the kernel refused it ({error}). Run `offbeat doctor` to "
+                "see what is missing."
+            ) from error
 
     def mark(self) -> dict[str, str]:
         """Environment for a process of this lab, by which `offbeat lab clean` knows it."""
@@ -169,8 +174,7 @@ class Network:
 
     def close(self) -> None:
         """Remove every host and link, and end what still runs inside; closing twice is allowed."""
-        for emulator in self._emulators.values():
-            emulator.close()
+        self._links.close()
         lab_registry.remove(self._claim, self._directory)
         if self._reaper.stdin is not None:
             self._reaper.stdin.close()
@@ -184,61 +188,18 @@ class Network:
     ) -> None:
         self.close()
 
+    @property
+    def _bridged(self) -> BridgedLinks:
+        assert isinstance(self._links, BridgedLinks), "refused before: this takes one switch"
+        return self._links
+
     def _build(self) -> None:
         from pyroute2 import netns
 
         self.scratch.mkdir(mode=0o700)
         for name in self._claim.namespaces:
             netns.create(name)
-        for host in self._index:
-            inside(self.namespace(host), _configure_stack)
-        inside(self._switch, self._build_switch)
-        for host, tap in self._emulated.items():
-            namespace, port = self.port(host)
-            self._emulators[host] = EmulatedLink(namespace, port, tap, environment=self.mark())
-        inside(self._switch, self._plug_in_taps)
-        for host in self._index:
-            inside(self.namespace(host), functools.partial(self._build_host, host))
-
-    def _build_switch(self) -> None:
-        from pyroute2 import IPRoute
-
-        _write_sysctl("ipv6/conf/all/disable_ipv6", "1")
-        _write_sysctl("ipv6/conf/default/disable_ipv6", "1")
-        with IPRoute() as kernel:
-            # No spanning tree, no multicast snooping: a plain switch that forwards from the first frame on.
-            kernel.link("add", ifname="br0", kind="bridge", br_stp_state=0, br_forward_delay=0, br_mcast_snooping=0)
-            bridge = kernel.link_lookup(ifname="br0")[0]
-            kernel.addr("add", index=bridge, address=_SWITCH_ADDRESS, prefixlen=24)
-            kernel.link("set", index=bridge, state="up")
-            for host in self._index:
-                peer = {"ifname": INTERFACE, "net_ns_fd": self.namespace(host), "mtu": self.mtu}
-                _, name = self.port(host)
-                kernel.link("add", ifname=name, kind="veth", mtu=self.mtu, peer=peer)
-                port = kernel.link_lookup(ifname=name)[0]
-                _shape(kernel, port, self._rates_mbps[host], self.mtu)
-                plugged_in = {} if host in self._emulated else {"master": bridge}
-                kernel.link("set", index=port, state="up", **plugged_in)
-
-    def _plug_in_taps(self) -> None:
-        from pyroute2 import IPRoute
-
-        with IPRoute() as kernel:
-            for tap in self._emulated.values():
-                bridge = kernel.link_lookup(ifname="br0")[0]
-                kernel.link("set", index=kernel.link_lookup(ifname=tap)[0], master=bridge, state="up")
-
-    def _build_host(self, host: str) -> None:
-        from pyroute2 import IPRoute
-
-        with IPRoute() as kernel:
-            kernel.link("set", index=1, state="up")
-            interface = kernel.link_lookup(ifname=INTERFACE)[0]
-            _shape(kernel, interface, self._rates_mbps[host], self.mtu)
-            if host in self._emulated:
-                whole_frames(INTERFACE)
-            kernel.addr("add", index=interface, address=self.address(host), prefixlen=24)
-            kernel.link("set", index=interface, state="up")
+        self._links.build()
 
 
 def require_rights() -> None:
@@ -264,57 +225,26 @@ def check_topology(topology: Topology) -> None:
     """Refuse what no lab can be built of.
 
     Raises:
-        ScenarioError: if it is not one switch with one link per host, or there are too many hosts.
+        ScenarioError: if there are too many hosts or switches, links add latency, or two nodes have several links.
     """
-    if len(topology.switches) != 1:
-        raise ScenarioError(
-            f"Cannot build {len(topology.switches)} switches: the lab builds exactly 1. Use one switch (switches)."
-        )
-    if len(topology.hosts) > MAX_HOSTS:
-        raise ScenarioError(
-            f"Cannot build {len(topology.hosts)} hosts: a lab has at most {MAX_HOSTS}, one per address. Use fewer, "
-            "or `offbeat simulate` (hosts)."
-        )
-
-
-def bucket_bytes(rate_mbps: float, mtu: int = 1500) -> tuple[int, int]:
-    """Largest packet and size of the token bucket, in bytes, with which a link of `rate_mbps` is shaped."""
-    packet = int(min(max(rate_mbps * 1e6 / 8 * 0.0006, 4096, mtu + _ETHERNET_BYTES), 65536))
-    return packet, 2 * packet
-
-
-def _shape(kernel: Any, interface: int, rate_mbps: float | None, mtu: int) -> None:
-    if rate_mbps is not None:
-        _set_rate(kernel, "add", interface, rate_mbps, mtu, bucket_bytes(rate_mbps, mtu)[1])
-
-
-def _reshape(name: str, rate_mbps: float, most_mbps: float, mtu: int) -> None:
-    """Give an interface of this namespace another rate; `most_mbps` is the highest that it has had."""
-    from pyroute2 import IPRoute
-
-    with IPRoute() as kernel:
-        interface = kernel.link_lookup(ifname=name)[0]
-        _set_rate(kernel, "change", interface, rate_mbps, mtu, bucket_bytes(most_mbps, mtu)[1])
-
-
-def _set_rate(kernel: Any, command: str, interface: int, rate_mbps: float, mtu: int, burst_bytes: int) -> None:
-    packet_bytes, _ = bucket_bytes(rate_mbps, mtu)
-    rate_bytes_per_s = rate_mbps * 1e6 / 8
-    limit_bytes = burst_bytes + queue_bytes(rate_mbps)
-    kernel.link("set", index=interface, gso_max_size=packet_bytes, gro_max_size=packet_bytes)
-    kernel.tc(command, "tbf", interface, rate=int(rate_bytes_per_s), burst=burst_bytes, limit=limit_bytes)
-
-
-def _configure_stack() -> None:
-    _write_sysctl("ipv6/conf/all/disable_ipv6", "1")
-    _write_sysctl("ipv6/conf/default/disable_ipv6", "1")
-    _write_sysctl("ipv4/tcp_congestion_control", CONGESTION_CONTROL)
-    # As on machines that are set up for training (`offbeat doctor` asks for it): links rest between two steps.
-    _write_sysctl("ipv4/tcp_slow_start_after_idle", "0")
-
-
-def _write_sysctl(name: str, value: str) -> None:
-    path = Path("/proc/sys/net") / name
-    # A kernel built without IPv6 has nothing to switch off.
-    if path.exists() or not name.startswith("ipv6/"):
-        path.write_text(value)
+    for count, what in ((len(topology.hosts), "hosts"), (len(topology.switches), "switches")):
+        if count > MAX_HOSTS:
+            raise ScenarioError(
+                f"Cannot build {count} {what}: a lab has at most {MAX_HOSTS}, one per address. Use fewer, or `offbeat "
+                f"simulate` ({what})."
+            )
+    ends = set()
+    for link in topology.links:
+        if link.latency_ms:
+            # netem is in few kernels, and a program at each end of each link would take more time than it adds.
+            raise ScenarioError(
+                f"Cannot add {link.latency_ms:g} ms of latency to the link between {link.a} and {link.b}: the lab "
+                "shapes rates alone. Leave it out, or use [impair] where all hosts hang on one switch "
+                "(topology.latency_ms)."
+            )
+        if (pair := frozenset((link.a, link.b))) in ends:
+            raise ScenarioError(
+                f"Cannot build several links between {link.a} and {link.b}: packets go by one of them. Use one with "
+                "the rate of all (link)."
+            )
+        ends.add(pair)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def predictions(scenario: Scenario, folder: Path, known: Known, *, steps: int | None = None) -> list[Prediction]:
-    """Simulate every row that can be.
+    """Simulate every row that can be; none where hosts do not hang on one switch.
 
     Args:
         folder: where the scenario's file lies.
@@ -30,6 +30,8 @@ def predictions(scenario: Scenario, folder: Path, known: Known, *, steps: int | 
     from offbeat.plan import Plan
     from offbeat.sim import is_modelled, predict
 
+    if not scenario.topology.is_star:
+        return []
     rows = [(job, Plan.from_toml(job.toml) if job.toml else None) for job in jobs(scenario, folder)]
     return [
         predict(scenario, job.row, plan, known, steps=steps, faults=job.faults)

@@ -4,8 +4,9 @@ A worker program makes one `Recorder`, calls `step()` after every training step,
 `finish()` at the end. The lab tells it through the environment how many steps count; outside of the lab it keeps quiet
 and the program trains all the same.
 
-Bytes are those that really left: the transmit counter of the host's interface, headers and acknowledgements included.
-On the loopback interface, which all workers share, they are what the kernel counted on this process's TCP sockets.
+Bytes are those that really left: the transmit counters of the host's interfaces, headers and acknowledgements included,
+and what it forwards for others where hosts do. On the loopback interface, which all workers share, they are what the
+kernel counted on this process's TCP sockets.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 RESULT = "OFFBEAT_LAB_RESULT"
 WORK = "OFFBEAT_LAB_WORK"
 SNAPSHOT = "OFFBEAT_LAB_SNAPSHOT"
+INTERFACES = "OFFBEAT_LAB_INTERFACES"
+"""The variable with the interfaces by which anything leaves a host."""
 _TCP_INFO_BYTES_SENT = slice(200, 208)
 """Where `tcpi_bytes_sent` stands in `struct tcp_info` (Linux 4.19 and later)."""
 
@@ -278,14 +281,15 @@ def read(path: Path) -> list[Line]:
 
 def sent_bytes() -> int:
     """Bytes this worker has sent so far, by the counters of the kernel."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    if interface == "lo":
+    interfaces = os.environ.get(INTERFACES, os.environ.get("GLOO_SOCKET_IFNAME", "lo")).split(",")
+    if interfaces == ["lo"]:
         return _sent_by_sockets()
+    total = 0
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
-        if name.strip() == interface:
-            return int(counters.split()[8])
-    return 0
+        if name.strip() in interfaces:
+            total += int(counters.split()[8])
+    return total
 
 
 def _sent_by_sockets() -> int:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from offbeat.errors import NetworkError, OffbeatError
 from offbeat.lab.jobs import find
+from offbeat.lab.lower_bounds import allreduce_s
 from offbeat.lab.network import check_topology, require_rights
 from offbeat.scenario import TrainingScript
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from offbeat.lab.jobs import RowJob
     from offbeat.scenario import Scenario
@@ -38,7 +39,14 @@ def refusals(scenario: Scenario) -> list[OffbeatError]:
     if scenario.loopback:
         return []
     found: list[OffbeatError] = []
-    for check in (require_rights, lambda: check_topology(scenario.topology), lambda: _check_emulated(scenario)):
+    checks: list[Callable[[], object]] = [
+        require_rights,
+        lambda: check_topology(scenario.topology),
+        lambda: _check_emulated(scenario),
+        # Behind hours of measuring is too late to say that the limit cannot be computed.
+        lambda: allreduce_s(scenario.workers, 1.0),
+    ]
+    for check in checks:
         try:
             check()
         except OffbeatError as error:
@@ -56,7 +64,8 @@ def needs(scenario: Scenario, rows: Sequence[RowJob]) -> str:
     server = f", and {shards} of a server where the plan has one" if any(job.served for job in rows) else ""
     judged = ", with a validator beside it where the plan has one" if any(job.validated for job in rows) else ""
     runs = scenario.run.repeats * len(rows)
-    takes = "no root" if scenario.loopback else f"root, pyroute2 and {len(scenario.topology.hosts) + 1} namespaces"
+    namespaces = len(scenario.topology.hosts) + len(scenario.topology.switches)
+    takes = "no root" if scenario.loopback else f"root, pyroute2 and {namespaces} namespaces"
     if scenario.emulated:
         takes += f", and {_TUN} for links that can become bad"
     return f"needs {takes}. It makes {runs} runs of {hosts} worker processes{server}{judged}."

@@ -191,6 +191,21 @@ class LinkUse(_Strict, frozen=True, kw_only=True):
         return self.interval_s * len(self.sent_bytes)
 
 
+class ArcUse(_Strict, frozen=True, kw_only=True):
+    """The use that one row made of one direction of one link, where hosts do not hang on one switch.
+
+    `sent_bytes` passed in it from the first measured step of any worker to the end of the last one, by the kernel's
+    counters, headers included; `share` is that of what it could have carried. Both are medians over all repeats.
+    """
+
+    row: str
+    source: str
+    target: str
+    rate_mbps: Amount
+    sent_bytes: Count
+    share: Amount
+
+
 class FaultCost(_Strict, frozen=True, kw_only=True):
     """The cost of one fault, in one repeat of one row, until the next one struck or the row ended.
 
@@ -265,12 +280,13 @@ class LossCurve(_Strict, frozen=True, kw_only=True):
 class ResultFile(_Strict, frozen=True, kw_only=True):
     """A result file. `scenario` is its text and `digest` that of its meaning.
 
-    `goodput_mbps` is what a plain TCP stream reached on each host's link, all hosts sending at once, before the rows.
+    `goodput_mbps` is what a plain TCP stream reached on each host's link, all hosts sending at once, before the rows;
+    where hosts do not hang on one switch, in each direction of each link, as "h0>h1", and last on the longest way.
     `overhead_us_per_bucket` is, per offbeat row, the median over the repeats of (its step - the baseline's step) /
     buckets, in microseconds. `bounds` says, per row, which limit its `bound_s` is, and `links` how its links were used
-    where the scenario has a server. `recoveries` say what each fault cost, `handovers` what each swap, `courses` how
-    the loss went where there were swaps, and `simulated` what `offbeat.sim` says of the rows that it models. `failed`
-    says why a row has no more repeats, or none.
+    where the scenario has a server; `arcs` says it where hosts do not hang on one switch. `recoveries` say what each
+    fault cost, `handovers` what each swap, `courses` how the loss went where there were swaps, and `simulated` what
+    `offbeat.sim` says of the rows that it models. `failed` says why a row has no more repeats, or none.
     """
 
     format: int = FORMAT
@@ -288,6 +304,7 @@ class ResultFile(_Strict, frozen=True, kw_only=True):
     raw: list[RawRun]
     bounds: dict[str, str] = {}
     links: list[LinkUse] = []
+    arcs: list[ArcUse] = []
     simulated: list[Prediction] = []
     recoveries: list[FaultCost] = []
     handovers: list[SwapCost] = []

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from offbeat.lab.link_sampler import Traffic
     from offbeat.lab.results import FaultCost, RawRun, ResultFile, SwapCost
     from offbeat.scenario import Replay
+    from offbeat.topology import Arc
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class RunResult:
     buckets: int = 0
     staleness: list[int] = field(default_factory=list)
     link: Traffic | None = None
+    arcs: dict[Arc, int] = field(default_factory=dict)  # bytes of each direction of each link
+    seen_s: float = 0.0  # in which they passed
     recoveries: list[FaultCost] = field(default_factory=list)
     handovers: list[SwapCost] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)

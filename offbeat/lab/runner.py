@@ -21,6 +21,7 @@ import msgspec
 from offbeat.diagnosis.explain import without_quoted
 from offbeat.errors import DisagreementError, OffbeatError, ScenarioError, WorkerLostError
 from offbeat.lab import goodput, hardware, launch, link_sampler, lower_bounds, recorder
+from offbeat.lab.arc_counters import ArcCounters
 from offbeat.lab.emulated_link import law_of
 from offbeat.lab.fault_cost import recoveries
 from offbeat.lab.fault_injection import FaultRun
@@ -28,7 +29,7 @@ from offbeat.lab.jobs import jobs
 from offbeat.lab.network import Network
 from offbeat.lab.predictions import known_of, predictions
 from offbeat.lab.refusals import refuse
-from offbeat.lab.results import LinkUse, LossCurve, RawRun, ResultFile, RowResult, Spread, Staleness
+from offbeat.lab.results import ArcUse, LinkUse, LossCurve, RawRun, ResultFile, RowResult, Spread, Staleness
 from offbeat.lab.run_result import RunResult
 from offbeat.lab.swap_cost import course, handovers, swaps
 from offbeat.lab.validator_process import ValidatorProcess
@@ -197,8 +198,9 @@ def run_once(
         )
         watched = (servers if job.served else places)[0] if servers else None
         watch = None if watched is None or watched.port is None else link_sampler.Sampler(watched.host, *watched.port)
+        counters = None if network is None or network.topology.is_star else ArcCounters(network)
         try:
-            with strikes, watch or nullcontext():
+            with strikes, watch or nullcontext(), counters or nullcontext():
                 workers.wait(job.scenario.run.timeout_s, strikes.struck, validator=validator)
         except WorkerLostError as error:
             raise WorkerLostError(f"Cannot measure row {job.row.name!r}, repeat {index}: {error}") from None
@@ -236,12 +238,15 @@ def run_once(
     swapped = swaps([[(one.time_s, one.text) for one in told_swaps if one.rank == rank] for rank in ranks])
     named = [] if index else [_named(one, begin_s) for one in swapped]
     events = strikes.events(begin_s) + named + events  # first, as a result keeps only so many
-    link = None if watch is None else watch.between(*link_sampler.whole_time(spans))
+    whole_s = link_sampler.whole_time(spans)
+    link = None if watch is None else watch.between(*whole_s)
+    arcs = {} if counters is None else counters.between(*whole_s)
     lasting = [(record.time_s, text) for record, text in said if record.what not in _OF_NO_FAULT]
     costs = recoveries(job, index, strikes.fired, lines, lasting)
     # Where something goes wrong, what a step took says nothing of a swap.
     handed_over = [] if strikes.faults else handovers(job.row.name, index, swapped, lines)
-    return RunResult(measured, events, buckets, staleness, link, costs, handed_over, course(lines))
+    seen_s = whole_s[1] - whole_s[0]
+    return RunResult(measured, events, buckets, staleness, link, arcs, seen_s, costs, handed_over, course(lines))
 
 
 def _named(swapped: TimedSwap, begin_s: float) -> str:
@@ -336,6 +341,7 @@ def _report(
             if one.losses and handed_over
         ],
         links=[use for job in rows if (use := _link_use(job, repeats[job.row.name])) is not None],
+        arcs=[use for job in rows for use in _arc_uses(job.row.name, repeats[job.row.name])],
         failed={name: without_quoted(str(error)).partition("\n")[0] for name, error in failed.items()},
     )
 
@@ -393,6 +399,22 @@ def _link_use(job: RowJob, runs: Sequence[RunResult]) -> LinkUse | None:
         variation=variation,
         idle_share=idle_share,
     )
+
+
+def _arc_uses(row: str, runs: Sequence[RunResult]) -> list[ArcUse]:
+    """Measure how many bytes each direction of each link carried; none if nobody looked."""
+    return [
+        ArcUse(
+            row=row,
+            source=arc.source,
+            target=arc.target,
+            rate_mbps=arc.rate_mbps,
+            sent_bytes=round(statistics.median(one.arcs[arc] for one in runs)),
+            share=statistics.median(one.arcs[arc] * 8 / (arc.rate_mbps * 1e6 * one.seen_s) for one in runs),
+        )
+        for arc in runs[0].arcs
+        if arc.rate_mbps is not None
+    ]
 
 
 def _ratio(runs: Sequence[RunResult], baseline: Mapping[int, RunResult], workload: Replay | TrainingScript) -> float:

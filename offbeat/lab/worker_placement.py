@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class WorkerPlacement:
     """The place of a worker. `namespace` None is this machine itself, `compute_factor` 2.0 half as fast.
 
-    `port` is the switch's end of its link: namespace and interface; None if it has no link.
+    `interface` is the one that has its address. `port` is the switch's end of its link: namespace and interface; None
+    if it does not hang on one switch. `interfaces` are those by which anything leaves the host, if it is not that one.
     """
 
     host: str
@@ -18,3 +19,4 @@ class WorkerPlacement:
     interface: str
     compute_factor: float = 1.0
     port: tuple[str, str] | None = None
+    interfaces: tuple[str, ...] = ()

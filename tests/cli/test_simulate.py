@@ -12,6 +12,21 @@ ROOT = Path(__file__).parents[2]
 SCENARIO = ROOT / "benchmarks/scenarios/ps_uniform.toml"
 SCRIPT = ROOT / "benchmarks/scenarios/mnist.toml"
 RESULT = ROOT / "benchmarks/results/mnist.json"
+POWERSGD = """
+[scenario]
+name = "two"
+[hosts]
+count = 2
+rate_mbps = 100
+[workload]
+kind = "replay"
+profile = "resnet50"
+[run]
+baseline = "powersgd"
+[[row]]
+name = "powersgd"
+system = "ddp+powersgd"
+"""
 
 
 def test_every_row_is_predicted(tmp_path: Path) -> None:
@@ -40,6 +55,7 @@ def test_predictions_go_beside_what_was_measured(tmp_path: Path) -> None:
 
 def test_what_cannot_be_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "no.json").write_text("{}")
+    (tmp_path / "powersgd.toml").write_text(POWERSGD)
     for arguments, told in (
         ((SCRIPT,), "Cannot simulate the script"),
         ((SCRIPT,), f"There is one: --like {SCRIPT.parent.parent / 'results' / 'mnist.json'}."),
@@ -50,6 +66,8 @@ def test_what_cannot_be_is_one_sentence(tmp_path: Path) -> None:
         ((SCRIPT, "--like", RESULT, "--write", "--steps", 3), "another number of them was asked for"),
         ((ROOT / "benchmarks/scenarios/slow_worker.toml", "--workers", 4), "the scenario has a table for each"),
         ((SCENARIO, "--json", "nowhere/out.json"), "there is no folder nowhere"),
+        ((ROOT / "benchmarks/scenarios/torus.toml",), "Cannot simulate torus: its hosts do not hang on one switch"),
+        (("powersgd.toml",), "Cannot simulate two: none of its rows is modelled"),
         (("missing.toml",), "Cannot read the scenario missing.toml"),
     ):
         code, output = offbeat("simulate", *arguments, folder=tmp_path)

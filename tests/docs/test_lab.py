@@ -28,6 +28,7 @@ from offbeat.scenario import (
     TrainingScript,
 )
 from offbeat.straggler_model import StragglerLaw
+from offbeat.topology_spec import LinkSpec, SwitchSpec, TopologyKind, TopologySpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,6 +39,9 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "`[scenario]`": ScenarioTable,
     "`[hosts]`": Hosts,
     "`[[host]]`": HostTable,
+    "`[topology]`": TopologySpec,
+    "`[[link]]`": LinkSpec,
+    "`[[switch]]`": SwitchSpec,
     "`[straggle]`": StragglerLaw,
     "`[impair]`": Impair,
     "`[[fault]]`": Fault,
@@ -96,6 +100,11 @@ def test_every_kind_of_fault_is_named() -> None:
     (section,) = re.findall(r"^### `\[\[fault\]\]`.*?\n(.*?)(?=^##)", PAGE, re.MULTILINE | re.DOTALL)
     named = set(re.findall(r"^\| `([a-z-]+)`.*?\|", section, re.MULTILINE)) | set(re.findall(r"`([a-z-]+)`", section))
     assert {kind for one in (Process, Within, Link, Stranger, Shaping) for kind in get_args(one)} <= named
+
+
+def test_every_kind_of_topology_is_named() -> None:
+    (section,) = re.findall(r"^### `\[topology\]`.*?\n(.*?)(?=^##)", PAGE, re.MULTILINE | re.DOTALL)
+    assert set(re.findall(r'^\| `"([a-z-]+)"` \|', section, re.MULTILINE)) == set(get_args(TopologyKind))
 
 
 def test_every_kind_of_attack_is_named() -> None:

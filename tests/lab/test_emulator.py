@@ -196,6 +196,6 @@ class TestOnRealLinks:
         assert min(up.lost, up.damaged, up.overtaken) > 0
 
     def test_an_emulator_that_is_gone_is_said_to_be(self, net: Network) -> None:
-        net._emulators["a"].close()
+        net._bridged._emulators["a"].close()
         with pytest.raises(NetworkError, match="its emulator is gone"):
             net.worsen("a", up=Law())

@@ -94,6 +94,17 @@ system = "ddp"
 name = "offbeat"
 system = "offbeat"
 """
+RING = """
+[topology]
+kind = "ring"
+dims = [3]
+rate_mbps = 20
+[[fault]]
+worker = 0
+step = 4
+kind = "rate"
+link = ["h1", "h2"]
+to_mbps = 2"""
 
 
 def scenario(folder: Path, text: str = LOOPBACK, *, digest: str = "'same'", script: str = SCRIPT) -> Path:
@@ -217,6 +228,11 @@ def test_show_draws_and_counts(tmp_path: Path) -> None:
     assert code == 0
     assert "┌── 200 Mbit/s ── h0" in output
     assert "replay of resnet50: 6.13 MB of gradients in 54 layers" in output
+    code, output = offbeat("lab", "show", ROOT / "benchmarks/scenarios/mesh.toml", folder=tmp_path)
+    assert code == 0
+    assert "h0 ─── h1 ─── h2 ─── h3\n│" in output
+    assert "at least 1.000 s per step, 1.500 s if all is summed before it is gathered" in output
+    assert "needs root, pyroute2 and 16 namespaces" in output
     code, output = offbeat("lab", "show", scenario(tmp_path), folder=tmp_path)
     assert code == 0
     assert "plain processes on loopback: h0, h1" in output
@@ -415,6 +431,37 @@ class TestInNamespaces:
         report = results.read(tmp_path / "out.json")
         self.check(report, Scenario.from_toml(REPLAY))
         assert not list(DIRECTORY.glob("offbeat-*-h[2-9]")), "two hosts are two"
+
+    @pytest.mark.timeout(240)
+    def test_a_ring_of_three_hosts(self, tmp_path: Path) -> None:
+        """Every direction is measured and counted; a link that becomes slower in the middle makes the steps behind it
+        longer, and is as it was in the next run."""
+        text = REPLAY.replace("[hosts]\ncount = 2\nrate_mbps = 100", RING).replace("repeats = 1", "repeats = 2")
+        text = text.partition('[[row]]\nname = "offbeat"')[0]
+        path = scenario(tmp_path, text)
+        code, output = offbeat("lab", "run", path, "--json", "out.json", folder=tmp_path, timeout_s=230)
+        assert code == 0, output
+        report = results.read(tmp_path / "out.json")
+        links = {f"h{a}>h{b}" for a in range(3) for b in range(3) if a != b}
+        assert set(report.goodput_mbps) == links
+        assert all(17 <= goodput <= 19.5 for goodput in report.goodput_mbps.values())
+        assert {raw.digest for raw in report.raw} == {report.raw[0].digest}
+        # Gloo's ring goes one way, and only acknowledgements come back.
+        bytes_ = {f"{one.source}>{one.target}": one.sent_bytes for one in report.arcs}
+        assert set(bytes_) == links
+        one_way = 4 / 3 * report.raw[0].gradient_bytes * len(report.raw[0].step_s)
+        assert sorted(0.95 * one_way <= sent <= 1.2 * one_way for sent in bytes_.values()) == [False] * 3 + [True] * 3
+        assert all(one.share == pytest.approx(0.5, abs=0.5) for one in report.arcs)
+        (row,) = report.rows
+        assert row.events[0].startswith("fault: rate of 2 Mbit/s at the link h1-h2 at step 4 of worker 0")
+        assert report.bounds == {"ddp": lower_bounds.CUTS}
+        assert row.bound_s <= row.seconds_per_step.median
+        for raw in report.raw:
+            before, behind = raw.step_s[:2], raw.step_s[3:]
+            assert min(behind) > 3 * min(before), "in each repeat: before it links are as they were"
+        assert sum(raw.bytes_sent for raw in report.raw if raw.repeat == 0) == pytest.approx(
+            sum(bytes_.values()), rel=0.1
+        )
 
     def check(self, report: ResultFile, wanted: Scenario) -> None:
         assert isinstance(wanted.workload, Replay)

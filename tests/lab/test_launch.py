@@ -13,10 +13,11 @@ import pytest
 
 from offbeat.errors import WorkerLostError
 from offbeat.lab import command_lines
+from offbeat.lab.bridged_links import INTERFACE
 from offbeat.lab.command_lines import LAST_LINES
 from offbeat.lab.jobs import jobs
 from offbeat.lab.launch import Shards, Workers, loopback_places, places
-from offbeat.lab.network import INTERFACE, Network
+from offbeat.lab.network import Network
 from offbeat.scenario import Scenario, System
 from offbeat.topology import Topology
 from tests.cli.commands import alive, descendants

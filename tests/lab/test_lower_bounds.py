@@ -113,6 +113,51 @@ def test_a_row_is_bounded_by_what_it_sends(tmp_path: Path, row: str, fault: str,
     assert lower_bounds.limit(job, raw)[0] == pytest.approx(wanted_s)
 
 
+GRAPH = '[topology]\nkind = "{kind}"\ndims = {dims}\nrate_mbps = 200'
+
+
+@pytest.mark.parametrize(
+    ("kind", "dims", "rows", "wanted_s"),
+    [
+        ("torus", [4, 4], "", 30 / 64 * D_S),
+        ("mesh", [4, 4], "", 30 / 48 * D_S),  # gathering only what has been summed takes 15 / 16
+        ("ring", [4], "", 6 / 8 * D_S),
+        # From the middle on one link carries a quarter.
+        (
+            "ring",
+            [4],
+            '[[fault]]\nworker = 0\nstep = 24\nkind = "rate"\nto_mbps = 50\nlink = ["h0", "h1"]',
+            (6 / 8 + 6 / 6.5) / 2 * D_S,
+        ),
+        # What ends forwards all the same, and has nothing to send.
+        ("ring", [4], '[[fault]]\nworker = 2\nstep = 10\nkind = "sigkill"', 4 / 6 * D_S),
+        ("ring", [4], '[[host]]\nname = "h3"\nrole = "server"', 4 / 6 * D_S),
+    ],
+)
+def test_beside_one_switch_cuts_decide(tmp_path: Path, kind: str, dims: list[int], rows: str, wanted_s: float) -> None:
+    text = TEXT.replace("[hosts]\ncount = 8\nservers = {servers}\nrate_mbps = 200", GRAPH.format(kind=kind, dims=dims))
+    row = 'system = "offbeat"\nplan = { fabric = { kind = "Elastic" } }' if "sigkill" in rows else 'system = "ddp"'
+    scenario = Scenario.from_toml(text.replace('system = "ddp"', f"{row}\n{rows}\n[run]\nsteps = 40"))
+    (job,) = jobs(scenario, tmp_path)
+    raw = [RawRun(**(RAW | {"rank": rank})) for rank in range(len(scenario.workers.hosts))]  # type: ignore[arg-type]
+    limit_s, words = lower_bounds.limit(job, raw)
+    assert limit_s == pytest.approx(wanted_s, rel=1e-3)
+    assert words == lower_bounds.CUTS
+
+
+def test_all_goes_through_the_links_of_a_server(tmp_path: Path) -> None:
+    """Two in a ring, of which one carries less back."""
+    graph = GRAPH.format(kind="ring", dims=[4]) + '\n[[link]]\na = "h3"\nb = "h0"\nback_mbps = 100'
+    text = TEXT.replace("[hosts]\ncount = 8\nservers = {servers}\nrate_mbps = 200", graph)
+    text = text.replace('system = "ddp"', f'system = "offbeat"\nplan = {{ {SERVED} }}')
+    scenario = Scenario.from_toml(f'{text}\n[[host]]\nname = "h3"\nrole = "server"\n[run]\nbaseline = "ddp"')
+    (job,) = jobs(scenario, tmp_path)
+    raw = [RawRun(**(RAW | {"rank": rank})) for rank in range(3)]  # type: ignore[arg-type]
+    limit_s, words = lower_bounds.limit(job, raw)
+    assert limit_s == pytest.approx(0.01 + 3 * D_S * 200 / 300)
+    assert words == lower_bounds.TOGETHER
+
+
 @pytest.mark.parametrize("name", measured())
 def test_no_row_that_was_measured_passes_its_limit(name: str) -> None:
     """And each file says what follows from its raw records: `python -m benchmarks.limits` writes it."""

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from offbeat.errors import NetworkError, ScenarioError
-from offbeat.lab import command_lines, goodput, lab_registry, network
+from offbeat.lab import command_lines, goodput, lab_registry
+from offbeat.lab.bridged_links import INTERFACE, BridgedLinks
+from offbeat.lab.link_shaping import bucket_bytes
 from offbeat.lab.namespace import DIRECTORY, inside
-from offbeat.lab.network import Network, bucket_bytes
+from offbeat.lab.network import MAX_HOSTS, Network
 from offbeat.topology import Host, Link, Topology
 from tests.cli.commands import alive
 from tests.lab.permissions import Owner, namespaces_of, needs_root, soon
@@ -90,7 +92,7 @@ def test_a_busy_second_is_not_taken_for_a_bad_link(monkeypatch: pytest.MonkeyPat
 def test_links_without_a_rate_are_not_shaped(tmp_path: Path) -> None:
     with Network(Topology.star(["a", "b"]), directory=tmp_path) as net:
         assert min(goodput.measure(net, seconds=0.3).values()) > 500
-        with pytest.raises(NetworkError, match="Cannot change the rate of the link of a: it has none"):
+        with pytest.raises(NetworkError, match="Cannot change the rate of the link from a to switch: it has none"):
             net.shape("a", 10)
 
 
@@ -162,7 +164,7 @@ def test_hosts_are_alone(tmp_path: Path) -> None:
         assert set(os.listdir("/sys/class/net")) == before
         name = net.namespace("a")
         seen = inside(name, lambda: Path("/proc/thread-self/net/dev").read_text().splitlines()[2:])
-        assert {line.split(":")[0].strip() for line in seen} == {"lo", network.INTERFACE}
+        assert {line.split(":")[0].strip() for line in seen} == {"lo", INTERFACE}
         assert inside(name, lambda: Path("/proc/thread-self/net/if_inet6").read_text()) == ""
         port = service.getsockname()[1]
         for address in ("127.0.0.1", net.address("b")):
@@ -192,11 +194,11 @@ def test_closing_removes_everything(tmp_path: Path) -> None:
 def test_a_lab_that_fails_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
 
-    def fail(self: Network, host: str) -> None:
-        built.append(self.lab)
+    def fail(self: BridgedLinks, host: str) -> None:
+        built.append(self.namespace(host).split("-")[1])
         raise OSError("no such qdisc")
 
-    monkeypatch.setattr(Network, "_build_host", fail)
+    monkeypatch.setattr(BridgedLinks, "_build_host", fail)
     with pytest.raises(NetworkError, match=r"the kernel refused a part of it \(no such qdisc\)"):
         Network(Topology.star(["a", "b"], rate_mbps=100), directory=tmp_path)
     assert len(built) == 1
@@ -274,9 +276,21 @@ def test_building_is_quick(tmp_path: Path) -> None:
     assert time.perf_counter() - start_s < 15
 
 
-def test_several_switches_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ScenarioError, match="Cannot build 2 switches: the lab builds exactly 1"):
-        Network(Topology((Host("a"),), (Link("a", "s"),), switches=("s", "t")), directory=tmp_path)
+@pytest.mark.parametrize(
+    ("topology", "says"),
+    [
+        (
+            Topology.ring(3, latency_ms=5),
+            r"add 5 ms of latency to the link between h0 and h1: .*\(topology\.latency_ms\)",
+        ),
+        (Topology.torus(2, 2, parallel=True), r"Cannot build several links between h1 and h0: .*\(link\)"),
+        (Topology.star([f"h{index}" for index in range(MAX_HOSTS + 1)]), r"Cannot build 251 hosts: .*\(hosts\)"),
+        (Topology.fat_tree(2, 7), r"Cannot build 448 switches: a lab has at most 250"),
+    ],
+)
+def test_what_no_lab_can_be_built_of(tmp_path: Path, topology: Topology, says: str) -> None:
+    with pytest.raises(ScenarioError, match=says):
+        Network(topology, directory=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
