@@ -45,7 +45,7 @@ from offbeat.fault_spec import Fault
 from offbeat.model_profiles import TimedLayer, scaled, timed
 from offbeat.straggler_model import StragglerLaw
 from offbeat.topology import MAX_HOSTS, Host, Link, Topology, check_compute_factor, check_names, check_rate
-from offbeat.topology_spec import LinkSpec, SwitchSpec, TopologySpec, check_links, overridden
+from offbeat.topology_spec import LinkSpec, NetworkFile, SwitchSpec, TopologySpec, check_links, overridden
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -304,6 +304,14 @@ class Scenario(_Table, frozen=True, kw_only=True):
     def mtu(self) -> int:
         """Bytes that a frame carries at most."""
         return 1500 if self.hosts is None else self.hosts.mtu
+
+    @property
+    def network_file(self) -> NetworkFile | None:
+        """The network between the workers, where it is said which links there are; None for one switch."""
+        spec = self.topology_spec
+        if spec is None or self.hosts is not None or self._lists_hosts:
+            return None
+        return NetworkFile(topology=spec, link=self.link, switch=self.switch)
 
     @property
     def topology(self) -> Topology:

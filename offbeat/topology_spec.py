@@ -8,10 +8,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+import tomli_w
 
+from offbeat import toml_reader
 from offbeat.errors import ScenarioError
 from offbeat.topology import (
     MAX_DIMS,
@@ -235,3 +237,48 @@ def _check_link(spec: LinkSpec, path: str) -> None:
             check_rate(rate_mbps, f"{path}.{key}")
     if spec.latency_ms is not None:
         check_latency(spec.latency_ms, f"{path}.latency_ms")
+
+
+class NetworkFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file that says which network connects the workers: `[topology]`, `[[link]]` and `[[switch]]`, as in a scenario.
+
+    Hosts are ranks in their order, or in that of `ranks`.
+
+    >>> NetworkFile.from_toml("topology = { kind = 'ring', dims = [3], rate_mbps = 100 }").build().hosts[2].name
+    'h2'
+    """
+
+    topology: TopologySpec
+    link: list[LinkSpec] = []
+    switch: list[SwitchSpec] = []
+
+    @classmethod
+    def from_toml(cls, text: str) -> NetworkFile:
+        """Read it.
+
+        Raises:
+            ScenarioError: if it is no such file.
+        """
+        table = toml_reader.decode(text, "topology", ScenarioError)
+        try:
+            return msgspec.convert(table, cls)
+        except msgspec.ValidationError as error:
+            raise ScenarioError(f"Cannot read the topology: {error}. See docs/lab.md for the keys.") from error
+
+    def to_toml(self) -> str:
+        """It as a file."""
+        return tomli_w.dumps(_without_none(msgspec.to_builtins(self)))
+
+    def build(self) -> Topology:
+        """The topology.
+
+        Raises:
+            ScenarioError: if it cannot be.
+        """
+        return self.topology.build(self.link, self.switch)
+
+
+def _without_none(table: Any) -> Any:
+    if isinstance(table, dict):
+        return {key: _without_none(value) for key, value in table.items() if value is not None}
+    return [_without_none(one) for one in table] if isinstance(table, list) else table

@@ -35,6 +35,7 @@ class LauncherInfo:
         survival_file: this worker creates it once the job goes on without one that is lost; None if nobody looks.
         ended: a file that is there when the job that this worker joins has ended; None if nobody creates it.
         switch: "host:port" of a switch's control; "" if none is named.
+        topology: a file that says which links connect the workers; None if they are to find that out.
     """
 
     servers: tuple[str, ...]
@@ -42,6 +43,7 @@ class LauncherInfo:
     survival_file: Path | None = None
     ended: Path | None = None
     switch: str = ""
+    topology: Path | None = None
 
     def note_survival(self, survives: bool) -> None:
         """Tell the launcher whether a worker that is lost ends the job."""

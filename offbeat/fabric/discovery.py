@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offbeat.errors import NetworkError
+from offbeat.errors import NetworkError, PlanError
 from offbeat.topology import MAX_RATE_MBPS, MIN_RATE_MBPS, Host, Link, Topology
 from offbeat.wire.lane import BLOCK_BYTES, CopyingSink, GrowingBuffer, LaneKey, OutgoingLane, block_bytes_for
 from offbeat.wire.mesh import MeshExchange
@@ -59,6 +59,28 @@ def measure_network(network: LaneNetwork, meet: Callable[[str], list[str]]) -> M
     star = star_of(rates)
     slowest = min(rate for row in rates for rate in row if rate)
     return MeasuredNetwork(star, message_s, block_bytes_for(slowest / (network.world - 1)), tuple(unlike(rates, star)))
+
+
+def known_network(network: LaneNetwork, topology: Topology, meet: Callable[[str], list[str]]) -> MeasuredNetwork:
+    """What is known where people say which links there are; what a message costs is measured. Collective.
+
+    Raises:
+        PlanError: if it has another number of hosts.
+        NetworkError: if a link is lost meanwhile.
+    """
+    if len(topology.hosts) != network.world:
+        raise PlanError(
+            f"Cannot plan paths: the topology has {len(topology.hosts)} hosts, and there are {network.world} workers. "
+            "Name the file that describes this network with OFFBEAT_TOPOLOGY, or none."
+        )
+    channel, message_s = network.channel(), math.inf
+    for turn, partner in enumerate(partners(network.world, network.rank)):
+        if partner is not None:
+            message_s = min(message_s, network.loop.run(_pings(channel, turn * _PINGS, partner)))
+        meet("")
+    slowest_mbps = min((arc.rate_mbps for arc in topology.arcs if arc.rate_mbps is not None), default=MAX_RATE_MBPS)
+    told = min(float(text) for text in meet(str(message_s)))
+    return MeasuredNetwork(topology, told, block_bytes_for(slowest_mbps * 1e6 / 8))
 
 
 def measure_rates(network: LaneNetwork, meet: Callable[[str], list[str]]) -> tuple[list[list[float]], float]:

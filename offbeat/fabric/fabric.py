@@ -21,6 +21,8 @@ from offbeat.errors import PlanError
 from offbeat.payload import Gather, Payload, Reply, Sum
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from offbeat.fabric.elastic_group import ElasticGroup
@@ -72,6 +74,7 @@ class BindContext:
         switch: "host:port" of the switch that the launcher names; "" for none.
         timeout: how long the others, and what the fabric connects with, are waited for.
         sync: the policy that the job begins with, for a fabric that carries it out; None for one that waits for all.
+        topology: a file that says which links connect the workers; None if they are to find that out.
     """
 
     rank: int = 0
@@ -82,6 +85,7 @@ class BindContext:
     switch: str = ""
     timeout: timedelta = timedelta(seconds=20)
     sync: Policy | None = None
+    topology: Path | None = None
 
 
 class Fabric(Protocol):

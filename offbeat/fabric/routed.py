@@ -18,7 +18,7 @@ import torch
 from offbeat.collective import CollectiveMethod
 from offbeat.collective.rank_part import part_of
 from offbeat.errors import DisagreementError, NetworkError, PlanError
-from offbeat.fabric.discovery import measure_network
+from offbeat.fabric.discovery import known_network, measure_network
 from offbeat.fabric.fabric import BindContext, Offers
 from offbeat.fabric.in_memory import InMemory
 from offbeat.fabric.lane_exchange import LaneExchange
@@ -28,9 +28,11 @@ from offbeat.fabric.process_group import ProcessGroup, joined
 from offbeat.fabric.staging import CudaCopies, StagedFabric
 from offbeat.payload import Sum, Total
 from offbeat.tensors import dtype_name
+from offbeat.topology_spec import NetworkFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from offbeat.collective.algorithm import Algorithm
     from offbeat.collective.rank_part import RankPart
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from offbeat.fabric.path_planner import PathPlan
     from offbeat.payload import Payload, Reply
     from offbeat.pending import Pending
+    from offbeat.topology import Topology
 
 _OFFERS = Offers()
 _TRIAL = timedelta(seconds=20)
@@ -93,7 +96,11 @@ class Routed:
         try:
             network = LaneNetwork(context.rank, context.world, "lanes", meet, context.settings, context.timeout)
             runner = AlgorithmRunner(network)
-            plan = plan_paths(measure_network(network, meet), self.method, runner.measure, meet)
+            if context.topology is None:
+                measured = measure_network(network, meet)
+            else:
+                measured = known_network(network, _read(context.topology), meet)
+            plan = plan_paths(measured, self.method, runner.measure, meet)
             _check_alike(plan, meet, context.rank)
         except BaseException:
             if network is not None:
@@ -101,6 +108,13 @@ class Routed:
             companion.abandon()
             raise
         return BoundRouted(network, companion, plan)
+
+
+def _read(path: Path) -> Topology:
+    try:
+        return NetworkFile.from_toml(path.read_text()).build()
+    except OSError as error:
+        raise PlanError(f"Cannot read the topology in {path}: {error.strerror} (OFFBEAT_TOPOLOGY).") from error
 
 
 def _check_alike(plan: PathPlan, meet: Callable[[str], list[str]], rank: int) -> None:

@@ -136,6 +136,10 @@ class RowJob:
         own: dict[str, str] = {"OFFBEAT_LAB_SYSTEM": self.row.system}
         if self.row.system == "offbeat":
             own |= {"OFFBEAT_PLAN": self.toml, "OFFBEAT_RUN_DIR": str(run_dir)}
+            if (network := self.scenario.network_file) is not None:
+                path = run_dir.with_name("topology.toml")
+                path.write_text(network.to_toml())
+                own["OFFBEAT_TOPOLOGY"] = str(path)
         if self.restarts:
             own |= {SNAPSHOT: str(run_dir.with_name("snapshot.pt"))}
         return own

@@ -14,6 +14,7 @@ A value is read when it is asked for, so that a variable that nobody needs may h
 | `OFFBEAT_SERVERS`, `OFFBEAT_JOB`, `OFFBEAT_TOKEN`, `OFFBEAT_CERTIFICATE`, `OFFBEAT_KEY`, `OFFBEAT_AUTHORITY` \
 | the user | the parameter server, and how to connect with it |
 | `OFFBEAT_SWITCH` | the user | host:port of the switch that sums gradients |
+| `OFFBEAT_TOPOLOGY` | the user | a file that says which links connect the workers, for `Routed()` |
 | `OFFBEAT_OUTLIVES`, `OFFBEAT_ENDED`, `OFFBEAT_WORKERS` | offbeat run | files by which both know of each other |
 """
 
@@ -214,6 +215,7 @@ class Environment:
             survival_file=self._path("OFFBEAT_OUTLIVES"),
             ended=self._path("OFFBEAT_ENDED"),
             switch=self._variables.get("OFFBEAT_SWITCH", ""),
+            topology=self._path("OFFBEAT_TOPOLOGY"),
         )
 
     def _path(self, name: str) -> Path | None:

@@ -38,7 +38,9 @@ class FabricBinding:
         timeout: timedelta,
     ) -> None:
         self._waiter = waiter
-        self._context = BindContext(rank, world, "gloo", group, launcher.settings, launcher.switch, timeout)
+        self._context = BindContext(
+            rank, world, "gloo", group, launcher.settings, launcher.switch, timeout, topology=launcher.topology
+        )
         self._bound: list[Fabric] = []
 
     def bind(self, plan: Plan, backend: str) -> Fabric:
