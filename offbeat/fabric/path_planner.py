@@ -87,19 +87,32 @@ def plan_paths(
     Raises:
         PlanError: if the method cannot be used on this network.
     """
+    classes = priced_paths(measured, method)
+    return PathPlan(tuple(_fastest(close, measure, meet) if len(close) > 1 else close[0] for close in classes))
+
+
+def predict_paths(measured: MeasuredNetwork, method: CollectiveMethod | None) -> PathPlan:
+    """Choose paths by what is predicted alone; raises as `plan_paths`."""
+    return PathPlan(tuple(close[0] for close in priced_paths(measured, method)))
+
+
+def priced_paths(measured: MeasuredNetwork, method: CollectiveMethod | None) -> list[list[PricedPaths]]:
+    """The paths of each class of sizes that may be best, the one of which that is predicted first.
+
+    Raises:
+        PlanError: if the method cannot be used on this network.
+    """
     if method is not None:
         algorithm = method.plan(measured.network)
-        return PathPlan((PricedPaths(algorithm, SIZES[-1], predicted(algorithm, measured, SIZES[-1])),))
-    algorithms = list(_algorithms(measured))
-    chosen = []
+        return [[PricedPaths(algorithm, SIZES[-1], predicted(algorithm, measured, SIZES[-1]))]]
+    algorithms, found = list(_algorithms(measured)), []
     for size_bytes in SIZES:
         priced = sorted(
             (PricedPaths(one, size_bytes, predicted(one, measured, size_bytes)) for one in algorithms),
             key=lambda one: one.predicted_s,
         )
-        close = [one for one in priced[:_TRIED] if one.predicted_s <= _CLOSE * priced[0].predicted_s]
-        chosen.append(_fastest(close, measure, meet) if len(close) > 1 else priced[0])
-    return PathPlan(tuple(chosen))
+        found.append([one for one in priced[:_TRIED] if one.predicted_s <= _CLOSE * priced[0].predicted_s])
+    return found
 
 
 def predicted(algorithm: Algorithm, measured: MeasuredNetwork, size_bytes: int) -> float:

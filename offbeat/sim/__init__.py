@@ -15,7 +15,8 @@ objects that decide are those of the parameter server and of the workers, not co
 * `parameter_server` - workers and a parameter server; `worker` is one of them, `transfers` what is on its way,
   `leased_data` what they compute, `sim_plan` what the coordinator is told of the plan; `early_push` - the same where
   gradients are pushed while backward computes
-* `allreduce` - workers that all hold the parameters; `controller_driver` - which policy decides there;
+* `allreduce` - workers that all hold the parameters; `routed_sums` - how long sums take along planned paths;
+  `controller_driver` - which policy decides there;
   `cross_iteration` - the same where gradients travel behind the next forward pass, too
 * `result` - what became of a row
 * `predict` - a row's prediction, as it stands beside the measurement

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from offbeat.float_sum import add_up
 from offbeat.sim.controller_driver import SimulatedController
@@ -48,6 +48,10 @@ if TYPE_CHECKING:
 _STEP_S = 0.002
 _CONFERRED = 4  # all-reduces of nothing, as long as which it takes to say what is wanted, and whether all can
 _TOLD_EVERY = 5  # steps, where batches are tuned (`offbeat.loading.replicated_source`)
+
+
+SumTime: TypeAlias = "Callable[[float, int, float, float], float]"
+"""Seconds of one sum, of its bytes, how many workers, the slowest link's bytes per second and a message's seconds."""
 
 
 def ring_s(size_bytes: float, world: int, slowest: float, to_worker_s: float) -> float:
@@ -82,7 +86,7 @@ def play(
     tune: BatchTuning | None = None,
     faults: Faults | None = None,
     controller: Controller | None = None,
-    in_network: bool = False,
+    sum_s: SumTime = ring_s,
     kept_steps: float = math.inf,
 ) -> SimResult:
     """Play so many steps of all workers.
@@ -92,14 +96,14 @@ def play(
         tune: how batches follow the machines.
         faults: what goes wrong.
         controller: has another policy than `policy` decide.
-        in_network: gradients are summed by a switch, not around a ring.
+        sum_s: how long a sum takes, around a ring, by a switch or along other paths.
         kept_steps: steps of which it keeps the sums for who comes too late.
     """
     world = len(compute_times)
     driver = SimulatedController(policy, controller)
     played, group = (
         SimResult.of(world),
-        SimulatedGroup(world, links, faults or Faults(), switch_s if in_network else ring_s),
+        SimulatedGroup(world, links, faults or Faults(), sum_s),
     )
     tuning = None if tune is None else tune.init(batch * world, together=True)
     for rank in range(world if tune is not None else 0):
@@ -203,9 +207,7 @@ class SimulatedGroup:
         sum_s: how long a sum takes.
     """
 
-    def __init__(
-        self, world: int, links: Links, faults: Faults, sum_s: Callable[[float, int, float, float], float] = ring_s
-    ) -> None:
+    def __init__(self, world: int, links: Links, faults: Faults, sum_s: SumTime = ring_s) -> None:
         self.here, self._sum_s = list(range(world)), sum_s
         self._links, self._faults, self._troubles = links, faults, Disturbances()
         self._is_broken = False  # by somebody who is gone, until the next exchange

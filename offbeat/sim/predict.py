@@ -211,9 +211,24 @@ def _played(
         tune=None if plan is None else plan.tuning,
         faults=faults,
         controller=None if plan is None else plan.controller,
-        in_network=plan is not None and plan.fabric.offers.holds == "switch",
+        sum_s=_sum_time(scenario, plan, links),
         kept_steps=math.inf if plan is None else _kept_steps(plan, known.gradient_bytes),
     )
+
+
+def _sum_time(scenario: Scenario, plan: Plan | None, links: Links) -> allreduce.SumTime:
+    """The time of a sum over the fabric of a plan; None for a peer, which sums around a ring."""
+    if plan is None or len(scenario.workers.hosts) == 1:
+        return allreduce.ring_s
+    if plan.fabric.offers.holds == "switch":
+        return allreduce.switch_s
+    from offbeat.fabric import Routed
+
+    if isinstance(plan.fabric, Routed):
+        from offbeat.sim.routed_sums import RoutedSums
+
+        return RoutedSums(scenario.workers, plan.fabric.method, links.slowest)
+    return allreduce.ring_s
 
 
 def _early_parts(scenario: Scenario, plan: Plan, links: Links, struck: Sequence[Fault]) -> EarlyParts:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 128 << 10
 """Before anything is known of the link."""
 WINDOW_BYTES = 8 * BLOCK_BYTES
-_LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 16 << 10, 512 << 10
+_LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 32 << 10, 512 << 10
 _BLOCK_S, _WINDOW_S = 0.004, 0.06
 _UNSENT_S = 0.008  # what is sent later, such as word of what has arrived, waits no longer in the kernel
 _MEASURED_S, _WEIGHT = 0.02, 0.25

@@ -1,0 +1,48 @@
+"""How long sums take along planned paths: what the algorithm costs on the links, by the model that chose it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+from offbeat.fabric.discovery import MeasuredNetwork
+from offbeat.fabric.path_planner import predict_paths, predicted
+from offbeat.sim.links import GOODPUT, LATENCY_S
+from offbeat.wire.lane import block_bytes_for
+
+if TYPE_CHECKING:
+    from offbeat.collective import CollectiveMethod
+    from offbeat.topology import Link, Topology
+
+
+class RoutedSums:
+    """The time of a sum along the paths that are best for its size.
+
+    Args:
+        network: of the workers, with nothing amiss.
+        method: by which paths are found; None for what suits the network.
+        slowest: bytes per second of the slowest link, when nothing is amiss.
+    """
+
+    def __init__(self, network: Topology, method: CollectiveMethod | None, slowest: float) -> None:
+        links = tuple(_behind_headers(link) for link in network.links)
+        self._slowest, world = slowest, len(network.hosts)
+        block_bytes = block_bytes_for(slowest / max(1, world - 1))
+        self._measured = MeasuredNetwork(dataclasses.replace(network, links=links), LATENCY_S / 2, block_bytes)
+        self._paths = predict_paths(self._measured, method)
+        self._healthy_s = functools.cache(self._priced)
+
+    def __call__(self, size_bytes: float, world: int, slowest: float, to_worker_s: float) -> float:
+        """Seconds of one all-reduce; see `allreduce.ring_s`. With a slower link it takes longer by as much."""
+        return self._healthy_s(int(size_bytes)) * self._slowest / slowest if world > 1 else 0.0
+
+    def _priced(self, size_bytes: int) -> float:
+        algorithm = self._paths.chosen[self._paths.for_size(size_bytes)].algorithm
+        return predicted(algorithm, self._measured, size_bytes)
+
+
+def _behind_headers(link: Link) -> Link:
+    """The link with what it leaves for data."""
+    there, back = (None if rate is None else GOODPUT * rate for rate in link.rates_mbps)
+    return dataclasses.replace(link, rate_mbps=there, back_mbps=back)
