@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
-from offbeat import ASP, BSP, GRBS, Carry, ErrorReset, LocalSGD, LookAhead, ParameterServer, Plan
+from offbeat import ASP, BSP, GRBS, Carry, ErrorFeedback, ErrorReset, LocalSGD, LookAhead, ParameterServer, Plan
 from offbeat.audit import verify
 from offbeat.errors import PlanError
 from offbeat.robust import FLTrust, ZenoPlusPlus, ZenoPS, ZenoPSAsync
@@ -259,6 +259,46 @@ def test_a_checkpoint_is_that_of_the_validator(tmp_path: Path) -> None:
     for one in results:
         for here, there in zip(one, torch.load(saved)["model"].values(), strict=True):
             assert torch.equal(here, there)
+
+
+def keep(folder: str, saved: str) -> tuple[bool, int, list[str]]:
+    """The same script everywhere, as users write it: it goes on from a checkpoint, and makes one."""
+    said, rank = listen(), come(folder)
+    net, loaded, first = model(rank), False, 0
+    try:
+        with offbeat.init(KEPT, timeout=timedelta(seconds=5)) as run:
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+            replica, optimizer = run.prepare(net, optimizer)
+            checkpoints = offbeat.Checkpoints(run, saved, model=net, optimizer=optimizer)
+            loaded, first = checkpoints.load(), run.step
+            x, y = samples(100, 32).tensors
+            for _ in range(10**6 if run.is_validator else 4):
+                F.cross_entropy(replica(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if run.step == 3:
+                    run.settle()
+                    checkpoints.save()
+            run.settle()
+    except SystemExit:
+        pass
+    return loaded, first, said
+
+
+KEPT = Plan(codec=ErrorFeedback(GRBS(2, 4)), fabric=ParameterServer(), validator=FLTrust())
+
+
+def test_a_validator_is_no_worker_in_a_checkpoint(tmp_path: Path) -> None:
+    """Its rank may be a worker's when the job is resumed, which would go on with what the validator has not sent."""
+    saved, jobs = tmp_path / "saved", []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        jobs.append(run_workers(WORLD, keep, str(tmp_path / name), str(saved), newcomers=1, timeout_s=100))
+        ranks = {path.name.split(".rank")[1][0] for path in saved.glob("*.rank*")}
+        assert ranks == {"0", "1", "2"}, sorted(saved.iterdir())
+    assert [(loaded, first) for loaded, first, _ in jobs[1]] == [(True, 3)] * (WORLD + 1)
+    told = [line for _, _, said in jobs[1] for line in said]
+    assert not [line for line in told if "codec" in line or "random numbers" in line]
 
 
 SCRIPT = """
