@@ -7,6 +7,7 @@ too low for, those who keep nobody waiting first. In a pipe nothing is left out.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import time
 from collections import Counter, deque
@@ -103,11 +104,8 @@ class TopView:
             parts.append(Text("The server is running, but no worker has joined yet."))
         room = None
         if height is not None:
-            notes = sum(
-                -(-len(model_status.note) // (width or len(model_status.note)))
-                for model_status in self.model_statuses
-                if model_status.note
-            )
+            texts = [text for one in self.model_statuses for text in (one.note, _of_rejected(one)) if text]
+            notes = sum(-(-len(text) // (width or len(text))) for text in texts)
             notes += sum(
                 bool(how_far(model_status)) + len(self._events(model_status)) for model_status in self.model_statuses
             )
@@ -120,6 +118,7 @@ class TopView:
             pace = pacemaker(model_status)
             parts += [Text(pace)] if pace else []
             parts += [Text(printable(model_status.note), "yellow")] if model_status.note else []
+            parts += [Text(hint, "dim")] if (hint := _of_rejected(model_status)) else []
             parts += [Text(_cut(line, width or _LONGEST_EVENT), "dim") for line in self._events(model_status)]
         return Group(*parts)
 
@@ -151,6 +150,16 @@ class TopView:
         if not model_status.started:
             text.append(f"; {len(model_status.present)} workers are here, it begins with the last", "yellow")
         return text
+
+
+def _of_rejected(model_status: ModelStatus) -> str:
+    """Say where it stands who is rejected, if a rule or a validator is used: what is shown here any worker may ask."""
+    if not re.search(r"^\[(rule|validator)\]$", model_status.plan, re.MULTILINE):
+        return ""
+    return (
+        "Rejected contributions count as applied here, as workers may look, too; who is rejected stands in the history "
+        "(offbeat verify-run)."
+    )
 
 
 def printable(text: str) -> str:
@@ -301,7 +310,7 @@ def _columns(model_status: ModelStatus, workers: Sequence[WorkerStatus]) -> list
         *_on_table(workers),
         column(4, "waits", ["" if w.gone else f"{model_status.waiting_share(w):.0%}" for w in workers]),
         column(7, "batch", [f"{w.samples:.6g}" if w.samples and not w.gone else "" for w in workers]),
-        column(8, "applied", ["" if model_status.fabric else str(w.applied) for w in workers]),
+        column(8, "applied", ["" if model_status.fabric or w.validates else str(w.applied) for w in workers]),
     ]
     # Without a server nothing is stale, or brought by one.
     columns = [one for one in columns if one.priority < _MAY_BE_EMPTY or any(one.cells)]

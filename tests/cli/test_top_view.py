@@ -56,6 +56,17 @@ def test_lost_and_dropped_contributions_are_told_where_there_are_any() -> None:
     assert "dropped" in drawn(a_scene(), width=80), "more important than how many were applied"
 
 
+def test_it_is_said_where_it_stands_who_is_rejected() -> None:
+    """Not here: whoever may train may look."""
+    assert "rejected" not in drawn(a_scene())
+    text = " ".join(drawn(a_scene(plan='[sync]\nkind = "BSP"\n\n[rule]\nkind = "Krum"\n')).split())
+    assert "who is rejected stands in the history (offbeat verify-run)." in text
+    many = a_scene(*[seen(rank) for rank in range(50)], plan="[validator]\n")
+    assert len(drawn(many, width=60).splitlines()) <= 24
+    validator = seen(9, validates=True, applied=50, staleness=0.0, worst=0)
+    assert re.search(r" 9  validator, .* 50", drawn(a_scene(validator))) is None
+
+
 @pytest.mark.parametrize("width", [30, 40, 60, 80])
 def test_a_narrow_terminal_has_fewer_columns(width: int) -> None:
     text = drawn(a_scene(), width=width)

@@ -18,10 +18,11 @@ from offbeat.coordinator.events import (
     WorkerOpened,
     WorkerSaid,
 )
-from offbeat.coordinator.instructions import RejectPeer, SendReply, SendToShards, SendToWorker, WriteLog
+from offbeat.coordinator.instructions import AppendHistory, RejectPeer, SendReply, SendToShards, SendToWorker, WriteLog
 from offbeat.coordinator.model_record import revived
 from offbeat.coordinator.progress import TrainingProgress
 from offbeat.errors import NetworkError
+from offbeat.history import WorkerReturned
 from offbeat.protocol.checkpoints import LOADING, MayPut, RequestReplacement
 from offbeat.protocol.optimizer_spec import OptimizerSpec, outer_hyper
 from offbeat.protocol.plan_swap import SwapPlan, SwapResult
@@ -110,6 +111,15 @@ class Job:
     @property
     def refusal(self) -> str:
         return " ".join(str(one.error) for one in self.did if isinstance(one, RejectPeer))
+
+
+def test_the_history_says_who_validates() -> None:
+    job = Job(BSP(), ZenoPS())
+    job.open(VALIDATOR, is_validator=True)
+    (record,) = (
+        one.record for one in job.did if isinstance(one, AppendHistory) and isinstance(one.record, WorkerReturned)
+    )
+    assert (record.worker, record.weight, record.validates) == (VALIDATOR, 0.0, True)
 
 
 def test_nothing_is_decided_before_one_comes_and_after_the_last_is_gone() -> None:

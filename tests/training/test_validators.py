@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from offbeat import ASP, BSP, GRBS, Carry, ErrorFeedback, ErrorReset, LocalSGD, LookAhead, ParameterServer, Plan
-from offbeat.audit import verify
+from offbeat.audit import contributions, verify
 from offbeat.errors import PlanError
 from offbeat.robust import FLTrust, ZenoPlusPlus, ZenoPS, ZenoPSAsync
 from tests.cli.commands import offbeat as command
@@ -123,7 +123,12 @@ def test_most_workers_lie_and_the_model_learns(policy: Policy, rule: Rule, tmp_p
     assert min(one.accuracy for one in results) > 0.7, results
     verdict = verify(tmp_path / "history")
     assert verdict.holds, verdict.violations[0]
-    assert (verdict.judged > 0, verdict.rejected > 0) == (True, True)
+    assert (verdict.judged > 0, verdict.rejected > 0, verdict.dropped) == (True, True, 0)
+    honest, liars = verdict.by_rank[2], [verdict.by_rank[rank] for rank in (0, 1)]
+    assert all(one.rejected == one.judged for one in liars), "their gradients point the other way"
+    assert honest.rejected < honest.judged / 2
+    fates = {one.fate for one in contributions(tmp_path / "history") if one.rank == WORLD}
+    assert {"reference"} <= fates <= {"reference", "pending"}
 
 
 @pytest.mark.parametrize(
