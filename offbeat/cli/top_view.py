@@ -190,7 +190,8 @@ def how_far(model_status: ModelStatus, width: int | None = None) -> str:
     Args:
         width: that there is room for; what does not fit is left out, the last first. None for no limit.
     """
-    here = [seen.status for seen in model_status.present if seen.status is not None]
+    all_here = [(seen.status, seen.validates) for seen in model_status.present if seen.status is not None]
+    here = [status for status, validates in all_here if not validates]  # on data of its own: it is no part of the job's
     if not here:
         return ""
     parts = [*_place(here)]
@@ -201,8 +202,10 @@ def how_far(model_status: ModelStatus, width: int | None = None) -> str:
     ]
     if any(status.samples for status in here):
         parts.append(f"{sum(status.samples_per_s for status in here):,.0f} samples/s")
-    hosts = {status.host for status in here if status.host}
-    parts.append(f"{_counted(len(here), 'worker')} on {_counted(len(hosts), 'host')}")
+    hosts = {status.host for status, _ in all_here if status.host}
+    validators = len(all_here) - len(here)
+    who = _counted(len(here), "worker") + (f" and {_counted(validators, 'validator')}" if validators else "")
+    parts.append(f"{who} on {_counted(len(hosts), 'host')}")
     while width is not None and len(parts) > 1 and len(", ".join(parts)) > width:
         parts.pop()
     return ", ".join(parts)

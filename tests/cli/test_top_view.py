@@ -173,6 +173,15 @@ def test_how_far_and_how_fast_it_is() -> None:
     assert how_far(told(total, total), 40) == "epoch 3.25 of 12, about 3 min left"
 
 
+def test_a_validator_is_not_counted_with_the_workers() -> None:
+    """Nor are the samples and the loss of its own data."""
+    validator = seen(3, validates=True, status=status(3, host="node1"))
+    workers = [seen(rank, status=status(rank)) for rank in range(2)]
+    assert how_far(a_scene(*workers, validator)).endswith(
+        "loss 1, accuracy 75.0%, 576 samples/s, 2 workers and 1 validator on 2 hosts"
+    )
+
+
 def test_each_worker_has_its_loss_its_rate_and_its_host() -> None:
     lines = drawn(told({}, {}), width=120).splitlines()
     assert lines[2].split()[:7] == ["rank", "state", "step", "loss", "samples/s", "host", "ahead"]

@@ -33,6 +33,7 @@ from offbeat.protocol.training import (
     AskAllWorkers,
     BlockOf,
     ContributionInfo,
+    LeaveAfter,
     ModelInfo,
     Notice,
     PieceOf,
@@ -167,6 +168,21 @@ def test_of_several_one_is_enough() -> None:
     (update,) = [one.decision for one in did if isinstance(getattr(one, "decision", None), ApplyContributions)]
     assert update.references == (VALIDATOR,)
     assert "No validator" not in job.told
+
+
+def test_validators_are_not_counted_with_the_workers() -> None:
+    job = Job(BSP(), FLTrust())
+    for validator in (VALIDATOR, VALIDATOR + 1):
+        job.open(validator, is_validator=True)
+        job.arrive(validator)
+    job.open(3)
+    assert "Rank 3 has joined at version 0: 3 workers take part;" in job.told
+    job.say(3, LeaveAfter(1))
+    job.hear(WorkerGone(job.now_s, 3))
+    assert "Rank 3 was asked to leave, and left cleanly behind its step 1: 2 workers continue; each keeps" in job.told
+    job.say(VALIDATOR, LeaveAfter(1))
+    job.hear(WorkerGone(job.now_s, VALIDATOR))
+    assert job.told == "Rank 7, a validator, was asked to leave, and left cleanly behind its step 1."
 
 
 def test_without_waiting_a_reference_is_an_update_of_no_size_and_workers_make_up_a_round() -> None:
