@@ -361,3 +361,26 @@ def test_a_server_in_a_workers_hands_is_refused(tmp_path: Path) -> None:
     code, output = command("run", "-n", 2, "--plan", "plan.toml", "train.py", folder=tmp_path)
     assert code == 2
     assert "Start it apart from them, with `offbeat run --servers 1` or `offbeat serve`" in output
+
+
+FAILING = SCRIPT.replace(
+    "    optimizer.step()",
+    "    if run.step == 2 and not run.is_validator:\n        raise ValueError('by itself')\n    optimizer.step()",
+)
+
+
+def test_where_all_workers_fail_it_ends_at_once(tmp_path: Path) -> None:
+    """It does not look for a server that has said that it ends."""
+    (tmp_path / "train.py").write_text(FAILING)
+    (tmp_path / "plan.toml").write_text(plan(LocalSGD(2), ZenoPS()).to_toml())
+    with start("run", "-n", 2, "--servers", 1, "--plan", "plan.toml", "--run-dir", "job", "train.py",
+               folder=tmp_path) as job:  # fmt: skip
+        try:
+            code, said = command("run", "--validator", "--job", "job", "train.py", folder=tmp_path, timeout_s=100)
+            job.communicate(timeout=60)
+        finally:
+            job.kill()
+    assert job.returncode == 1
+    assert "Cannot go on: all workers of the job are gone, and its parameter server has ended." in said
+    assert "tries to reconnect" not in said, "nobody is there"
+    assert code == 76
