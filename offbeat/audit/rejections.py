@@ -1,4 +1,4 @@
-"""Whose contributions a rule has rejected, by rank: from what the coordinator recorded of each judged update alone."""
+"""Counts of rejected contributions, by rank: from what the coordinator recorded of each judged update alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class RankJudgements(NamedTuple):
-    """What a rule decided about one worker's contributions.
+    """The decisions of a rule about one worker's contributions.
 
     Args:
         judged: so many were judged.

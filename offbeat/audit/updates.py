@@ -310,7 +310,7 @@ class UpdateAudit:
         result.unrecorded += 1
 
     def fate(self, push: Push) -> Fate:
-        """What became of a contribution in the end."""
+        """The fate of a contribution in the end."""
         fate = self.fates[push]
         if fate == "applied" and push[0] in self._validators:
             return "reference"
