@@ -110,7 +110,7 @@ def look_for(where: str, workers: int, *, validates: bool = False) -> JoinTarget
     # Those who joined may train on when all it began with are done: whether there is a server is what counts.
     done = bool(target.folder) and has_ended(Path(target.folder) / "metrics.jsonl")
     try:
-        with StatusClient(target, timedelta() if done else None) as onlooker:
+        with StatusClient(target, timedelta() if done else None, has_options=False) as onlooker:
             model_statuses = onlooker.look(_PATIENCE_S)
             deadline_s = time.monotonic() + _START_S
             while validates and not model_statuses and time.monotonic() < deadline_s:

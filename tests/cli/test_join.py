@@ -16,8 +16,9 @@ import pytest
 from offbeat.cli.job_address import JobAddress
 from offbeat.cli.join_target import look_for
 from offbeat.cli.operator_client import ask_coordinator
-from offbeat.errors import NetworkError
+from offbeat.errors import NetworkError, PeerError
 from offbeat.protocol.rank_reservation import RanksReserved, ReserveRanks
+from offbeat.server.launch import ShardSettings, start_shard
 from tests.cli.commands import offbeat, script, start
 from tests.cli.test_top import JOB, SECRET, Served, step_all
 
@@ -284,3 +285,24 @@ def test_what_cannot_be_joined(tmp_path: Path) -> None:
     code, output = offbeat("run", "--join", ".", "--servers", 1, path, folder=tmp_path)
     assert code == 2
     assert "Cannot start servers for a job that is joined" in " ".join(output.split())
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server to which no worker has come, and the environment of a command."""
+    for name in ("CERTIFICATE", "KEY", "AUTHORITY", "VALIDATOR_TOKEN", "TOKEN"):
+        monkeypatch.delenv(f"OFFBEAT_{name}", raising=False)
+    monkeypatch.setenv("OFFBEAT_JOB", JOB)
+    process, address = start_shard(ShardSettings(job=JOB, token=SECRET, validator_token="v" * 32))
+    yield address
+    process.terminate()
+    process.wait(10)
+
+
+def test_who_has_no_token_is_told_of_no_option_that_the_command_lacks(server: str) -> None:
+    for validates in (False, True):
+        with pytest.raises(PeerError) as caught:
+            look_for(server, 1, validates=validates)
+        assert str(caught.value).endswith(
+            f"Give the token that its workers have (OFFBEAT_TOKEN), and its name (OFFBEAT_JOB; now it is {JOB!r})."
+        )
