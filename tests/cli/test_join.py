@@ -306,3 +306,34 @@ def test_who_has_no_token_is_told_of_no_option_that_the_command_lacks(server: st
         assert str(caught.value).endswith(
             f"Give the token that its workers have (OFFBEAT_TOKEN), and its name (OFFBEAT_JOB; now it is {JOB!r})."
         )
+
+
+@pytest.mark.parametrize("shown", ["", "w" * 32], ids=["none", "another"])
+def test_who_is_no_validator_is_told_at_once(server: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any worker has come, which a validator waits for."""
+    monkeypatch.setenv("OFFBEAT_TOKEN", SECRET)
+    monkeypatch.setenv("OFFBEAT_VALIDATOR_TOKEN", shown)
+    with pytest.raises(PeerError) as caught:
+        look_for(server, 1, validates=True)
+    assert str(caught.value) == (
+        f"Cannot validate for the job at {server}. Cannot join {server}: it refused: it is no validator: it does not "
+        "show the token of validators. Give the token that its server has for validators (OFFBEAT_VALIDATOR_TOKEN), or "
+        "a certificate of `offbeat certs --validator`."
+    )
+
+
+def test_a_validator_says_what_it_waits_for(
+    server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("offbeat.cli.join_target._START_S", 0.3)
+    monkeypatch.setenv("OFFBEAT_TOKEN", SECRET)
+    monkeypatch.setenv("OFFBEAT_VALIDATOR_TOKEN", "v" * 32)
+    with pytest.raises(NetworkError, match="it does not train now"):
+        look_for(server, 1, validates=True)
+    assert capsys.readouterr().err == f"Waiting up to 0.3 s for the workers of the job at {server}.\n"
+    nowhere = tmp_path / "nowhere"
+    for says in ("There is no such folder yet. ", ""):
+        with pytest.raises(NetworkError):
+            look_for(str(nowhere), 1, validates=True)
+        assert capsys.readouterr().err == f"{says}Waiting up to 0.3 s for the job in {nowhere} to begin.\n"
+        nowhere.mkdir(exist_ok=True)
