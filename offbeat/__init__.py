@@ -21,7 +21,7 @@ Beside them stand the nouns that rooms share:
   `contribution_hooks` - for its tests
 * a process: `clock`; `backoff` - pauses between tries; `exit_codes`; `errors`; `version`
 * text and files: `toml_reader`, `safe_read` - what may be damaged; `safe_write` - whole or not at all; `short_name` -
-  of a part; `float_sum` - exact sums
+  of a part; `number_range` - what a part's numbers may be; `float_sum` - exact sums
 
 Names are loaded when they are first used, so that the parts that need no torch (the wire, the command line) start fast.
 """

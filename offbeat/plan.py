@@ -684,11 +684,14 @@ class Plan:
         return new
 
     def _check_swap(self, new: Plan) -> None:
-        if self.judging_rule is not None and own_steps(self.sync) != own_steps(new.sync):
+        here, there = own_steps(self.sync), own_steps(new.sync)
+        if self.judging_rule is not None and here != there:
+            # Whoever has not heard of the swap brings what the earlier policy wants, beside what the new one does.
+            kinds = f"changes of {here} and of {there} steps" if here and there else "gradients and changes"
             raise PlanError(
                 f"Cannot swap {self.sync!r} for {new.sync!r} while {self.judging_rule!r} compares contributions: "
-                "gradients and changes would be in updates by themselves. Save a checkpoint, and start again with the "
-                "other plan - at `plan.sync`."
+                f"until all have heard of it there are {kinds}, which cannot be compared with each other. Save a "
+                "checkpoint, and start again with the other plan - at `plan.sync`."
             )
         for name, (here, there) in self.diff(new).items():
             if name == "fabric" and self.is_served != new.is_served:

@@ -49,6 +49,7 @@ NOUNS = {
     "float_sum",
     "layout",
     "model_profiles",
+    "number_range",
     "payload",
     "pending",
     "rng",

@@ -10,6 +10,7 @@
 * `grants` - law 3 where a switch's table lets workers go on
 * `replacements` - law 2: what was put in place of the parameters, all took over together
 * `contributions` - what became of each, one by one
+* `rejections` - how many of whose contributions a rule has rejected
 * `compare_runs` - law 5: the same again, in two runs
 * `findings` - what was found
 """
@@ -17,6 +18,7 @@
 from offbeat.audit.compare_runs import compare
 from offbeat.audit.contributions import ContributionFate
 from offbeat.audit.findings import LAWS, AuditResult, Violation
+from offbeat.audit.rejections import rejections
 from offbeat.audit.verify import contributions, verify
 
-__all__ = ["LAWS", "AuditResult", "ContributionFate", "Violation", "compare", "contributions", "verify"]
+__all__ = ["LAWS", "AuditResult", "ContributionFate", "Violation", "compare", "contributions", "rejections", "verify"]

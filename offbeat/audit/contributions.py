@@ -5,15 +5,13 @@ does with marks that contributions leave in the parameters.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from offbeat.audit.replicas import WorkerHistory
-    from offbeat.audit.updates import UpdateAudit
-
-Fate = Literal["pending", "applied", "dropped", "lost"]
+    from offbeat.audit.updates import Fate, UpdateAudit
 
 
 @dataclass(frozen=True)
@@ -27,9 +25,10 @@ class ContributionFate:
             outdated before.
         step: in which its worker brought it, or the next one, if all were to bring what they had; None if the worker
             recorded nothing of it, because it was killed before, or its disk was full.
-        fate: what became of it in the end.
-        share: with which it counts in its update, times the update's rate; 0 if it is in none, None if no shard has
-            recorded that update.
+        fate: what became of it in the end; "rejected" by a rule that compares whole contributions, or the "reference"
+            that a validator brought.
+        share: with which it counts in its update, times the update's rate; 0 if it is in none or moves nothing, None
+            if no shard has recorded that update.
         told: whether its worker was told that it counts; None if it recorded nothing of it.
     """
 
@@ -53,14 +52,8 @@ def listed(model: int, fates: UpdateAudit, histories: Sequence[WorkerHistory]) -
             seen.update(pushes)
             used = [push for push in pushes if fates.fates.get(push) == "applied"]
             push = (used or pushes or [(history.rank, -1)])[-1]
-            fate: Fate = _fate(fates, push) if push in fates.fates else "dropped"
+            fate: Fate = fates.fate(push) if push in fates.fates else "dropped"
             yield ContributionFate(model, history.rank, has.numbers, has.step, fate, fates.share(push), has.counted)
     for rank, number in sorted(fates.fates.keys() - seen):
         push = (rank, number)
-        yield ContributionFate(model, rank, (number,), None, _fate(fates, push), fates.share(push), None)
-
-
-def _fate(fates: UpdateAudit, push: tuple[int, int]) -> Fate:
-    fate = fates.fates[push]
-    assert fate in ("pending", "applied", "dropped", "lost"), fate
-    return fate  # type: ignore[return-value]
+        yield ContributionFate(model, rank, (number,), None, fates.fate(push), fates.share(push), None)

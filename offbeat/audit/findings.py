@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from offbeat.audit.rejections import RankJudgements
 
 LAWS = {
     1: "equal parameters",
@@ -36,8 +40,10 @@ class AuditResult:
         files, jobs, lives, events, updates: that were looked at.
         judged: updates that a robust rule has decided about.
         rejected: contributions in these that move nothing.
-        applied, dropped, lost, pending: what became of contributions in the end; lost are those that went with their
-            worker, or with a server that was killed and had no snapshot of them.
+        by_rank: of each worker, how many of its contributions were judged, and how many of these rejected.
+        references: that validators brought, to judge others by.
+        applied, dropped, lost, pending: what became of the other contributions in the end; lost are those that went
+            with their worker, or with a server that was killed and had no snapshot of them.
         lost_samples: that the lost ones weigh.
         in_part: of the lost ones, those of which some blocks are in the parameters.
         unrecorded: of all these, those that a server had no time to record before it was killed, or no room, and of
@@ -63,6 +69,8 @@ class AuditResult:
     updates: int = 0
     judged: int = 0
     rejected: int = 0
+    by_rank: dict[int, RankJudgements] = field(default_factory=dict)
+    references: int = 0
     applied: int = 0
     dropped: int = 0
     lost: int = 0

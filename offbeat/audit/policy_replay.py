@@ -89,6 +89,7 @@ class PolicyReplay:
         judged: what a robust rule decided about them, by version.
         judges: whether it decides about each of them.
         has_validator: whether it does so beside a validator, than which no contribution weighs more.
+        validators: ranks of those, whose contributions are references and move nothing.
         weights: of contributions that were announced, in samples.
         unarrived: contributions whose workers were gone before they had arrived.
         arrived: those that are known to have.
@@ -101,6 +102,7 @@ class PolicyReplay:
         self.updates: dict[int, DecidedUpdate] = {}
         self.judged: dict[int, UpdateJudged] = {}
         self.judges = self.has_validator = False
+        self.validators: set[int] = set()
         self._rule: Rule | None = None
         self.weights: dict[Push, float] = {}
         self.unarrived: set[Push] = set()
@@ -143,6 +145,8 @@ class PolicyReplay:
             return
         if isinstance(record, WorkerReturned):
             self._returning = record
+            if record.validates:
+                self.validators.add(record.worker)
         elif isinstance(record, PlanAdopted):
             self._next_policy = record.plan
         elif isinstance(record, UpdateJudged):
@@ -270,6 +274,8 @@ class PolicyReplay:
         """Count an update, and how stale its contributions are."""
         for push in action.pushes:
             stale = max(0, self._version - self._bases.pop(push, self._version))
+            if push[0] in self.validators:
+                continue
             self._result.staleness += stale
             self._result.stalest = max(self._result.stalest, stale)
         self._version += 1

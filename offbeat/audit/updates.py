@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from offbeat.history import ParametersAfter, ShardServes, UpdateMade, UsedContribution
     from offbeat.sync import Push
 
+Fate = Literal["pending", "applied", "rejected", "reference", "dropped", "lost"]
+"""What became of a contribution; one that a rule has rejected, or a validator has brought, is in an update, and moves
+nothing."""
 _A_LITTLE = 1e-9  # by which weights may differ
 
 
@@ -171,6 +174,8 @@ class UpdateAudit:
     def __init__(self) -> None:
         self.fates: dict[Push, str] = {}
         self.weights: dict[Push, float] = {}
+        self._rejected: set[Push] = set()  # in an update, and of no weight there
+        self._validators: set[int] = set()
         self._shares: dict[Push, float] = {}  # of those in updates that shards have recorded
         self._in_part: set[Push] = set()
         self._brought: set[Push] = set()
@@ -219,6 +224,8 @@ class UpdateAudit:
             }
             self._shares |= {push: share for push, share in shares.items() if push in decisions.fates}
         of = {push: update.version for update in decisions.updates.values() for push in update.pushes}
+        rejected = {(rank, n) for one in decisions.judged.values() for rank, n, scale in one.scales if scale == 0}
+        self._validators |= decisions.validators
         for push, fate in decisions.fates.items():
             if self.fates.get(push) == "applied":
                 result.twice += fate == "applied"
@@ -230,8 +237,11 @@ class UpdateAudit:
                 )
                 continue
             self.fates[push] = fate
+            self._rejected.discard(push)
             if fate == "applied":
                 self._versions[push] = of.get(push, 0)
+                if push in rejected:
+                    self._rejected.add(push)
                 if push in missing:
                     self.fates[push] = "lost"
                     if missing[push]:
@@ -274,7 +284,7 @@ class UpdateAudit:
                 2, f"Rank {rank} pushed one contribution under the numbers {has.numbers}, and {used} are all used."
             )
         for push in used:
-            if has.samples and not self.weights.get(push):
+            if has.samples and not self.weights.get(push) and rank not in self._validators:
                 self.fates[push] = "dropped"  # others were given what it was computed from
         for push in pushes:
             if used and push not in used and self.fates.get(push) == "lost":
@@ -299,14 +309,25 @@ class UpdateAudit:
         self._versions[push], self.weights[push] = 0, has.samples
         result.unrecorded += 1
 
+    def fate(self, push: Push) -> Fate:
+        """The fate of a contribution in the end."""
+        fate = self.fates[push]
+        if fate == "applied" and push[0] in self._validators:
+            return "reference"
+        if fate == "applied" and push in self._rejected:
+            return "rejected"
+        assert fate in ("pending", "applied", "dropped", "lost"), fate
+        return fate  # type: ignore[return-value]
+
     def share(self, push: Push) -> float | None:
         """The share of a contribution in its update, times the update's rate; None if that is not recorded."""
         return self._shares.get(push) if self.fates.get(push) == "applied" else 0.0
 
     def count(self, result: AuditResult) -> None:
         """Add up what became of all."""
-        fates = list(self.fates.values())
+        fates = [self.fate(push) for push in self.fates]
         result.applied += fates.count("applied")
+        result.references += fates.count("reference")
         result.dropped += fates.count("dropped") + self._outdated
         result.pending += fates.count("pending")
         lost = [push for push, fate in self.fates.items() if fate == "lost"]

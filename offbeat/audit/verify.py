@@ -12,6 +12,7 @@ from offbeat.audit.findings import AuditResult
 from offbeat.audit.grants import check_grants
 from offbeat.audit.log_files import find_jobs
 from offbeat.audit.policy_replay import PolicyReplay
+from offbeat.audit.rejections import JudgedContributions, added
 from offbeat.audit.replacements import check_replaced
 from offbeat.audit.replicas import WorkerHistory, check_borders, check_replicas, read_worker
 from offbeat.audit.updates import ShardUpdates, UpdateAudit, check_shards
@@ -102,8 +103,11 @@ class _Audit:
             HistoryError: if something cannot be read.
         """
         job, result = self._job, self._result
+        judged = JudgedContributions()
         for log in job.coordinators:
-            self._read_coordinator(log)
+            self._read_coordinator(log, judged)
+        result.by_rank = added(result.by_rank, of_job := judged.by_rank())
+        result.rejected += sum(one.rejected for one in of_job.values())
         for log in job.shards:
             self._read_shard(log)
         self.histories = histories = [self._read_worker(log) for log in job.workers]
@@ -130,7 +134,6 @@ class _Audit:
                 held = [one for one in self._held if (one.serves.model, one.serves.life) == (model, decisions.life)]
                 result.updates += len(decisions.updates)
                 result.judged += len(decisions.judged)
-                result.rejected += sum(scale == 0 for one in decisions.judged.values() for *_, scale in one.scales)
                 missing = {}
                 if not decisions.is_broken:
                     is_done = decisions.life not in self._stopped
@@ -155,11 +158,13 @@ class _Audit:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def _read_coordinator(self, log: HistoryLog) -> None:
+    def _read_coordinator(self, log: HistoryLog, judged: JudgedContributions) -> None:
         present: dict[int, PolicyReplay] = {}
         held: dict[int, ShardUpdates] = {}
         is_whole, lives = False, set[int]()
         for record in log:
+            if isinstance(record, LifeBegan | UpdateJudged):
+                judged.hear(record)
             if isinstance(record, LifeBegan):
                 if present and record.life not in lives:
                     present = {}

@@ -33,6 +33,7 @@ from offbeat.batching.explain import explain
 from offbeat.batching.next_batches import MOST_EVERY, in_round, next_batches
 from offbeat.batching.worker_speed import TuningState, WorkerSpeed
 from offbeat.errors import ModelError, PlanError
+from offbeat.number_range import WholeNumbers
 
 _VERSION = 1  # of the saved form
 _MOST_COUNTED = 1 << 61  # of what is saved
@@ -84,12 +85,12 @@ class BatchTuning:
     def __post_init__(self) -> None:
         for name, least in (("smallest", 1), ("memory", 10), ("first_rounds", 3)):
             value = getattr(self, name)
-            if type(value) is not int or value < least:  # True is no number of samples
+            if value not in WholeNumbers(least):
                 raise PlanError(
                     f"Cannot tune batches with {name}={value!r}: choose a whole number from {least} "
                     f"- at `plan.tuning.{name}`."
                 )
-        if self.largest is not None and (type(self.largest) is not int or self.largest < self.smallest):
+        if self.largest is not None and self.largest not in WholeNumbers(self.smallest):
             raise PlanError(
                 f"Cannot tune batches up to {self.largest!r} from {self.smallest}: choose a larger whole number, or "
                 "None - at `plan.tuning.largest`."

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import msgspec
 import typer
 
-from offbeat.cli.job_address import find
+from offbeat.cli.job_address import dial, find
 from offbeat.cli.operator_client import ask_coordinator
 from offbeat.cli.plan import read_plan
 from offbeat.cli.status_client import JobEnded, StatusClient
-from offbeat.errors import NetworkError, PlanError
+from offbeat.errors import NetworkError, OffbeatError, PeerError, PlanError
 from offbeat.report.records import has_ended
 from offbeat.server.launch import settings_from
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _PATIENCE_S = 10.0
 _START_S = 300.0  # for a job that is to be validated to begin
 _LOOK_S = 0.1
+_GOOD_BYE_S = 0.5
 _MOST_RANKS = 4096
 
 
@@ -110,11 +111,15 @@ def look_for(where: str, workers: int, *, validates: bool = False) -> JoinTarget
     # Those who joined may train on when all it began with are done: whether there is a server is what counts.
     done = bool(target.folder) and has_ended(Path(target.folder) / "metrics.jsonl")
     try:
-        with StatusClient(target, timedelta() if done else None) as onlooker:
+        with StatusClient(target, timedelta() if done else None, has_options=False) as onlooker:
+            if validates:
+                asyncio.run(_show_credential(where, target))
             model_statuses = onlooker.look(_PATIENCE_S)
             deadline_s = time.monotonic() + _START_S
+            if validates and not model_statuses:
+                typer.echo(f"Waiting up to {_START_S:g} s for the workers of the job at {where}.", err=True)
             while validates and not model_statuses and time.monotonic() < deadline_s:
-                time.sleep(_LOOK_S)  # its workers are starting
+                time.sleep(_LOOK_S)
                 model_statuses = onlooker.look(_PATIENCE_S)
     except JobEnded:
         model_statuses = ()
@@ -209,9 +214,43 @@ def _wait_for_server(folder: Path) -> None:
     deadline_s = time.monotonic() + _START_S
     if (folder / "server.json").exists() or (":" in str(folder) and not folder.exists()):  # or it is an address
         return
-    typer.echo(f"Waiting for the job in {folder} to begin.", err=True)
+    there = "" if folder.is_dir() else "There is no such folder yet. "
+    typer.echo(f"{there}Waiting up to {_START_S:g} s for the job in {folder} to begin.", err=True)
     while not (folder / "server.json").exists() and time.monotonic() < deadline_s:
         time.sleep(_LOOK_S)
+
+
+async def _show_credential(where: str, target: JobAddress) -> None:
+    """See that the server takes us for a validator, before it is waited for workers.
+
+    Raises:
+        PeerError: if it does not.
+    """
+    try:
+        link = await dial(target, lambda link: _NothingExpected(), "validator")
+    except PeerError as error:
+        raise PeerError(
+            f"Cannot validate for the job at {where}. {error} Give the token that its server has for validators "
+            "(OFFBEAT_VALIDATOR_TOKEN), or a certificate of `offbeat certs --validator`."
+        ) from error
+    try:
+        await asyncio.wait_for(link.close(), _GOOD_BYE_S)
+    except (TimeoutError, OffbeatError):
+        link.abort()
+
+
+class _NothingExpected:
+    """The receiver of a link over which nothing is asked."""
+
+    def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
+        """Refuse: nothing was asked."""
+        raise NetworkError("The server sends a body where none is expected.")
+
+    def received(self, metadata: bytes, body: memoryview) -> None:
+        """Pass over what is for workers that train."""
+
+    def lost(self, error: OffbeatError | None) -> None:
+        """Nothing more was to come."""
 
 
 def _over(folder: Path | str) -> NetworkError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from offbeat.errors import ScenarioError
+from offbeat.errors import HistoryError, PlanError, ScenarioError
 from offbeat.report import Records
 from offbeat.report.compare import ComparedRun, comparison, figures
 from offbeat.report.formatting import listed
@@ -24,6 +25,7 @@ from offbeat.report.trace import trace
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from offbeat.audit.rejections import RankJudgements
     from offbeat.report.records import Record
 
 _METRICS = "metrics.jsonl"
@@ -107,14 +109,16 @@ def write_report(run_dir: Path, exit_codes: Mapping[int, int] | None = None) -> 
             else f"its metrics.jsonl holds {size_bytes} bytes but no whole record. Give a file that offbeat wrote"
         )
         raise ScenarioError(f"Cannot report on {run_dir}: {why}.")
+    judged, unknown = _judged(run_dir)
     text = page(
         records,
         title=run_dir.resolve().name,
         plan=_plan_of(run_dir),
         damaged=reader.damaged,
         stalls=_stalls(run_dir, records),
-        notes=_earlier(reader.earlier),
+        notes=[*_earlier(reader.earlier), *unknown],
         exit_codes=exit_codes,
+        judged=judged,
     )
     written = []
     for name, data in (("trace.json", msgspec.json.encode(trace(records))), ("report.html", text.encode())):
@@ -156,6 +160,24 @@ def no_step(run_dir: Path, skip_bytes: int = 0) -> str:
     if any(isinstance(record, EventRecord) and record.what == "interrupted" for record in records):
         return "No step was recorded: the job was stopped before any worker reached run.prepare."
     return "No step was recorded: no worker got as far as run.prepare, or the script does not use offbeat."
+
+
+def _judged(run_dir: Path) -> tuple[dict[int, RankJudgements], list[str]]:
+    """Count whose contributions were judged and rejected, as the history has it; or why that is not known."""
+    if not re.search(r"^\[(rule|validator)\]$", _plan_of(run_dir), re.MULTILINE):  # so that torch need not be loaded
+        return {}, []
+    from offbeat.audit import rejections
+    from offbeat.plan import Plan
+
+    try:
+        rule = Plan.from_toml(_plan_of(run_dir)).judging_rule
+        if rule is None or not rule.judges_model:
+            return {}, []
+        return rejections(run_dir), []
+    except PlanError:  # of a part that is not offbeat's own, or not any more
+        return {}, []
+    except HistoryError as error:
+        return {}, [f"Whose contributions the rule has rejected is not known. {error}"]
 
 
 def _stalls(run_dir: Path, records: Sequence[Record]) -> list[Stall]:

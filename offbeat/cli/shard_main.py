@@ -209,6 +209,7 @@ async def _live(
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_SNAPSHOT_S):
                 await shard.save()
+        shard.tell_validators_of_end()
     shard.stop()
     listener.close()
     await shard.be_quiet()

@@ -51,6 +51,7 @@ class StatusClient:
     Args:
         target: where the job is.
         patience: for how long to dial it; None for 3 s.
+        has_options: whether the command has options for credentials, so that an error names them.
 
     Raises:
         NetworkError: if nobody can be reached there.
@@ -59,8 +60,8 @@ class StatusClient:
 
     _what = "server"  # that is looked at
 
-    def __init__(self, target: JobAddress, patience: timedelta | None = None) -> None:
-        self._target, self._patience = target, patience
+    def __init__(self, target: JobAddress, patience: timedelta | None = None, *, has_options: bool = True) -> None:
+        self._target, self._patience, self._has_options = target, patience, has_options
         self._loop = LoopThread("offbeat-top")
         try:
             self._line = self._loop.run(self._dial())
@@ -127,9 +128,10 @@ class StatusClient:
         folder, job = self._target.folder, self._target.job
         if folder:
             return f"It is not the one that {folder}/server.json tells of, which has probably ended."
+        token, name = ("--token-file or ", "--job-name or ") if self._has_options else ("", "")
         return (
-            "Give the token that its workers have (--token-file or OFFBEAT_TOKEN), and its name (--job-name or "
-            f"OFFBEAT_JOB; now it is {job!r})."
+            f"Give the token that its workers have ({token}OFFBEAT_TOKEN), and its name ({name}OFFBEAT_JOB; now it is "
+            f"{job!r})."
         )
 
     async def _leave(self) -> None:

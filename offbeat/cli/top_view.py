@@ -7,6 +7,7 @@ too low for, those who keep nobody waiting first. In a pipe nothing is left out.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import time
 from collections import Counter, deque
@@ -103,11 +104,8 @@ class TopView:
             parts.append(Text("The server is running, but no worker has joined yet."))
         room = None
         if height is not None:
-            notes = sum(
-                -(-len(model_status.note) // (width or len(model_status.note)))
-                for model_status in self.model_statuses
-                if model_status.note
-            )
+            texts = [text for one in self.model_statuses for text in (one.note, _of_rejected(one)) if text]
+            notes = sum(-(-len(text) // (width or len(text))) for text in texts)
             notes += sum(
                 bool(how_far(model_status)) + len(self._events(model_status)) for model_status in self.model_statuses
             )
@@ -120,6 +118,7 @@ class TopView:
             pace = pacemaker(model_status)
             parts += [Text(pace)] if pace else []
             parts += [Text(printable(model_status.note), "yellow")] if model_status.note else []
+            parts += [Text(hint, "dim")] if (hint := _of_rejected(model_status)) else []
             parts += [Text(_cut(line, width or _LONGEST_EVENT), "dim") for line in self._events(model_status)]
         return Group(*parts)
 
@@ -153,6 +152,16 @@ class TopView:
         return text
 
 
+def _of_rejected(model_status: ModelStatus) -> str:
+    """Say where it stands who is rejected, if a rule or a validator is used: what is shown here any worker may ask."""
+    if not re.search(r"^\[(rule|validator)\]$", model_status.plan, re.MULTILINE):
+        return ""
+    return (
+        "Rejected contributions count as applied here, as workers may look, too; who is rejected stands in the history "
+        "(offbeat verify-run)."
+    )
+
+
 def printable(text: str) -> str:
     """Remove what a terminal would take as a command: it comes from another machine."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
@@ -181,7 +190,8 @@ def how_far(model_status: ModelStatus, width: int | None = None) -> str:
     Args:
         width: that there is room for; what does not fit is left out, the last first. None for no limit.
     """
-    here = [seen.status for seen in model_status.present if seen.status is not None]
+    all_here = [(seen.status, seen.validates) for seen in model_status.present if seen.status is not None]
+    here = [status for status, validates in all_here if not validates]  # on data of its own: it is no part of the job's
     if not here:
         return ""
     parts = [*_place(here)]
@@ -192,8 +202,10 @@ def how_far(model_status: ModelStatus, width: int | None = None) -> str:
     ]
     if any(status.samples for status in here):
         parts.append(f"{sum(status.samples_per_s for status in here):,.0f} samples/s")
-    hosts = {status.host for status in here if status.host}
-    parts.append(f"{_counted(len(here), 'worker')} on {_counted(len(hosts), 'host')}")
+    hosts = {status.host for status, _ in all_here if status.host}
+    validators = len(all_here) - len(here)
+    who = _counted(len(here), "worker") + (f" and {_counted(validators, 'validator')}" if validators else "")
+    parts.append(f"{who} on {_counted(len(hosts), 'host')}")
     while width is not None and len(parts) > 1 and len(", ".join(parts)) > width:
         parts.pop()
     return ", ".join(parts)
@@ -301,7 +313,7 @@ def _columns(model_status: ModelStatus, workers: Sequence[WorkerStatus]) -> list
         *_on_table(workers),
         column(4, "waits", ["" if w.gone else f"{model_status.waiting_share(w):.0%}" for w in workers]),
         column(7, "batch", [f"{w.samples:.6g}" if w.samples and not w.gone else "" for w in workers]),
-        column(8, "applied", ["" if model_status.fabric else str(w.applied) for w in workers]),
+        column(8, "applied", ["" if model_status.fabric or w.validates else str(w.applied) for w in workers]),
     ]
     # Without a server nothing is stale, or brought by one.
     columns = [one for one in columns if one.priority < _MAY_BE_EMPTY or any(one.cells)]

@@ -68,6 +68,10 @@ def _lines(result: AuditResult) -> list[str]:
     for law in LAWS:
         if (broken := result.first(law)) is not None:
             lines += ["", f"law {law}: {broken.what}", *(f"    {line}" for line in broken.story)]
+    if result.by_rank:
+        rows = [(str(rank), str(one.judged), str(one.rejected)) for rank, one in result.by_rank.items()]
+        headings = ("rank", "judged", "rejected")
+        lines += ["", *("  ".join(map(str.rjust, row, map(len, headings))) for row in (headings, *rows))]
     if result.notes:
         lines += ["", *dict.fromkeys(result.notes)]
     return lines
@@ -99,6 +103,8 @@ def _counts(law: int, result: AuditResult) -> str:
         if result.in_part:
             lost += f", of them {result.in_part} in part"
         text = f"{result.applied} applied, {result.dropped} dropped, {lost}, {result.pending} pending"
+        if result.references:
+            text += f", {_some(result.references, 'reference')} of validators"
         if result.unrecorded:
             text += f"; {result.unrecorded} known from workers alone"
         if result.judged:

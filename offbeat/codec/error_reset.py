@@ -36,6 +36,7 @@ from offbeat.codec.dense import Dense
 from offbeat.codec.error_feedback import ErrorFeedback
 from offbeat.codec.grbs import GRBS
 from offbeat.errors import PlanError
+from offbeat.number_range import WholeNumbers
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +91,7 @@ class ErrorReset:
         for name, codec in given.items():
             if isinstance(codec, type) or not hasattr(codec, "promises"):
                 raise PlanError(f"Cannot send with {codec!r}: use a codec, such as GRBS(8) - at `plan.codec.{name}`.")
-            if isinstance(codec, (ErrorFeedback, ErrorReset)):
+            if isinstance(codec, ErrorFeedback) or codec.promises.offset:
                 raise PlanError(
                     f"Cannot reset the error of {codec!r}: what it does not send is kept already. Use the codec "
                     f"within - at `plan.codec.{name}`."
@@ -111,7 +112,7 @@ class ErrorReset:
                 f"Cannot reset errors by {self.variant!r}: choose 'block_average' or 'explicit' "
                 "- at `plan.codec.variant`."
             )
-        if self.every is not None and (type(self.every) is not int or self.every < 1):
+        if self.every is not None and self.every not in WholeNumbers(1):
             raise PlanError(
                 f"Cannot reset the error every {self.every!r} steps: choose a whole number from 1 "
                 "- at `plan.codec.every`."

@@ -18,6 +18,7 @@ import torch
 from offbeat.codec.codec import Exchange, Exchanged, State
 from offbeat.codec.promises import Promises
 from offbeat.errors import PlanError
+from offbeat.number_range import WholeNumbers
 from offbeat.payload import Gather, Gathered, Sum, Total
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class FixedPoint:
     bits: Literal[8, 32] = 8
 
     def __post_init__(self) -> None:
-        if self.bits not in _DTYPES:
+        if self.bits not in WholeNumbers() or self.bits not in _DTYPES:
             raise PlanError(f"Cannot add whole numbers of {self.bits!r} bits: choose 8 or 32 - at `plan.codec.bits`.")
 
     @property

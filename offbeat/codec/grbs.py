@@ -18,6 +18,7 @@ import torch
 from offbeat.codec.one_round import OneRoundCodec
 from offbeat.codec.promises import Promises
 from offbeat.errors import PeerError, PlanError
+from offbeat.number_range import RealNumbers, WholeNumbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,13 +52,15 @@ class GRBS(OneRoundCodec):
     block: int = 256
 
     def __post_init__(self) -> None:
-        if not (self.ratio >= 1 and math.isfinite(self.ratio)):
+        if self.ratio not in RealNumbers(1):
             raise PlanError(
                 f"Cannot send a part in {self.ratio!r}: the ratio is of what there is to what is sent, 1 or more "
                 "- at `plan.codec.ratio`."
             )
-        if self.block < 1:
-            raise PlanError(f"Cannot send blocks of {self.block!r} elements: one at least - at `plan.codec.block`.")
+        if self.block not in WholeNumbers(1):
+            raise PlanError(
+                f"Cannot send blocks of {self.block!r} elements: a whole number, one at least - at `plan.codec.block`."
+            )
 
     @property
     def promises(self) -> Promises:

@@ -22,6 +22,7 @@ import torch
 from offbeat.codec.codec import Exchange, Exchanged, State
 from offbeat.codec.promises import Promises
 from offbeat.errors import PlanError
+from offbeat.number_range import WholeNumbers
 from offbeat.payload import Sum, Total
 
 if TYPE_CHECKING:
@@ -48,8 +49,10 @@ class PowerSGD:
     rank: int = 4
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise PlanError(f"Cannot send matrices of rank {self.rank!r}: 1 at least - at `plan.codec.rank`.")
+        if self.rank not in WholeNumbers(1):
+            raise PlanError(
+                f"Cannot send matrices of rank {self.rank!r}: a whole number, 1 at least - at `plan.codec.rank`."
+            )
 
     @property
     def needs(self) -> frozenset[type]:

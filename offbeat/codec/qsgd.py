@@ -20,6 +20,7 @@ import torch
 from offbeat.codec.one_round import OneRoundCodec
 from offbeat.codec.promises import Promises
 from offbeat.errors import PeerError, PlanError
+from offbeat.number_range import WholeNumbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,9 +51,9 @@ class QSGD(OneRoundCodec):
     is_random: bool = True
 
     def __post_init__(self) -> None:
-        if self.bits not in (8, 4, 2):
+        if self.bits not in WholeNumbers(2) or self.bits not in (8, 4, 2):
             raise PlanError(f"Cannot send {self.bits!r} bits an element: choose 8, 4 or 2 - at `plan.codec.bits`.")
-        if self.group < 8 or self.group % 4:
+        if self.group not in WholeNumbers(8) or self.group % 4:
             raise PlanError(
                 f"Cannot scale groups of {self.group!r} elements: a group has at least 8, and a multiple of 4 "
                 "- at `plan.codec.group`."

@@ -14,6 +14,7 @@ import torch
 from offbeat.codec.one_round import OneRoundCodec
 from offbeat.codec.promises import Promises
 from offbeat.errors import PeerError, PlanError
+from offbeat.number_range import RealNumbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,7 +85,7 @@ def check_ratio(ratio: float, where: str) -> None:
     Raises:
         PlanError: if it is not.
     """
-    if not 0 < ratio <= 1:
+    if ratio not in RealNumbers(above=0, most=1):
         raise PlanError(
             f"Cannot send {ratio!r} of a gradient: the ratio is above 0 and at most 1, such as 0.01 for a hundredth "
             f"- at `{where}`."

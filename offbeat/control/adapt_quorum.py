@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from offbeat.control.controller import Keep, Swap
 from offbeat.errors import PlanError
 from offbeat.float_sum import add_up
+from offbeat.number_range import RealNumbers, WholeNumbers
 from offbeat.sync import KSync
 from offbeat.sync.ksync import Late  # noqa: TC001 - read when a plan is
 
@@ -56,7 +57,7 @@ class AdaptQuorum:
     least_s: float = 4.0
 
     def __post_init__(self) -> None:
-        if type(self.least) is not int or type(self.most) is not int or not 1 <= self.least < self.most:
+        if self.least not in WholeNumbers(1) or self.most not in WholeNumbers(self.least + 1):
             raise PlanError(
                 f"Cannot choose among updates of {self.least!r} to {self.most!r} contributions: write two whole "
                 "numbers from 1, the second one larger, such as the workers that there are - at `plan.controller.most`."
@@ -67,14 +68,14 @@ class AdaptQuorum:
             raise PlanError(str(error).replace("`plan.sync.", "`plan.controller.")) from error
         for name, least, most in (("above", 0.0, 1.0), ("below", 0.0, self.above), ("too_late", 0.0, 1.0)):
             value = getattr(self, name)
-            if type(value) not in (int, float) or not least < value < most:
+            if value not in RealNumbers(above=least, below=most):
                 raise PlanError(
                     f"Cannot go by {name}={value!r}: it is a share, above {least:g} and below {most:g} "
                     f"- at `plan.controller.{name}`."
                 )
         for name in ("window_s", "least_s"):
             value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 < value < float("inf"):
+            if value not in RealNumbers(above=0):
                 raise PlanError(f"Cannot look at {value!r} seconds: choose above 0 - at `plan.controller.{name}`.")
         for name in ("above", "below", "too_late", "window_s", "least_s"):
             object.__setattr__(self, name, float(getattr(self, name)))  # 2 and 2.0 are one plan, with one digest

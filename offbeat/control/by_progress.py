@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from offbeat.control.controller import Keep, Swap
 from offbeat.errors import PlanError
+from offbeat.number_range import RealNumbers, WholeNumbers
 from offbeat.sync import Policy  # noqa: TC001 - read when a plan is
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class ByProgress:
                 f"Cannot swap between a policy and itself, as in {self.policies!r}. Leave one of the two out "
                 "- at `plan.controller.policies`."
             )
-        if not isinstance(self.at, tuple) or any(type(part) not in (int, float) for part in self.at):
+        if not isinstance(self.at, tuple) or any(part not in RealNumbers() for part in self.at):
             raise PlanError(f"Cannot swap at {self.at!r}: write a tuple of parts - at `plan.controller.at`.")
         rising = all(here < there for here, there in pairwise((0.0, *self.at, 1.0)))
         if len(self.at) != len(self.policies) - 1 or not rising:
@@ -66,7 +67,7 @@ class ByProgress:
                 f"Cannot swap at {self.at!r} between {len(self.policies)} policies: write {len(self.policies) - 1} "
                 "parts, rising, between 0 and 1 - at `plan.controller.at`."
             )
-        if type(self.steps) is not int or self.steps < 1:
+        if self.steps not in WholeNumbers(1):
             raise PlanError(
                 f"Cannot go by {self.steps!r} steps: say how many there will be, from 1 - at `plan.controller.steps`."
             )

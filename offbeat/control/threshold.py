@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from offbeat.control.controller import Keep, Swap
 from offbeat.errors import PlanError
+from offbeat.number_range import RealNumbers
 from offbeat.sync import ASP, BSP, Policy
 
 if TYPE_CHECKING:
@@ -75,16 +76,16 @@ class WaitThreshold:
             )
         for name, least, most in (("above", 0.0, 1.0), ("below", 0.0, self.above)):
             value = getattr(self, name)
-            if type(value) not in (int, float) or not least < value < most:
+            if value not in RealNumbers(above=least, below=most):
                 raise PlanError(
                     f"Cannot swap where {name} is {value!r}: it is a share of the time, above {least:g} and below "
                     f"{most:g}; between `below` and `above` nothing is swapped - at `plan.controller.{name}`."
                 )
         for name in ("window_s", "least_s"):
             value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 < value < float("inf"):
+            if value not in RealNumbers(above=0):
                 raise PlanError(f"Cannot look at {value!r} seconds: choose above 0 - at `plan.controller.{name}`.")
-        if type(self.price) not in (int, float) or not 0 <= self.price < 1:
+        if self.price not in RealNumbers(0, below=1):
             raise PlanError(
                 f"Cannot pay {self.price!r} for {self.tight!r}: it is a part of the pace, from 0 and below 1 "
                 "- at `plan.controller.price`."

@@ -291,7 +291,7 @@ class Membership:
         if worker in self._job.validators:
             self._job.out.log(f"Rank {worker} validates from version {state.version} on.")
             return
-        count, version = len(state.members), state.version
+        count, version = len(one.runner.trainers), state.version
         self._job.out.log(f"Rank {worker} has joined at version {version}: {count} workers take part; {changes}.")
 
     def _tell_pause(self, one: ModelRecord) -> None:
@@ -345,7 +345,7 @@ class Membership:
     def _tell_gone(self, event: WorkerGone) -> str:
         """Let all know that a worker is gone, and why; how it ended, as `WorkerStatus.phase` has it."""
         job, worker, error = self._job, event.worker, event.error
-        step, count = self._leaving.pop(worker, None), len(job.workers - {worker})
+        step, count = self._leaving.pop(worker, None), len(job.asked - {worker})
         changes = self._leases.what_changes()
         if error is not None:
             if worker in job.validators:
@@ -358,7 +358,10 @@ class Membership:
         if step is None:
             return "done"
         if count:
+            left = f"left cleanly behind its step {step}"
             goes_on = "1 worker continues" if count == 1 else f"{count} workers continue"
-            text = f"Rank {worker} was asked to leave, and left cleanly behind its step {step}: {goes_on}"
-            job.tell(f"{text}; {changes}.", worker)
+            if worker in job.validators:  # with which no batch goes
+                job.tell(f"Rank {worker}, a validator, was asked to leave, and {left}.", worker)
+            else:
+                job.tell(f"Rank {worker} was asked to leave, and {left}: {goes_on}; {changes}.", worker)
         return "left"

@@ -133,10 +133,11 @@ class PolicyRunner:
             least: the number of its next contribution is no lower.
             weight: samples of its last contribution, if it comes back; a round then keeps its size.
         """
-        if worker in (self.validators or ()):
+        validates = worker in (self.validators or ())
+        if validates:
             weight = 0.0  # a round is as large as what the workers bring
         if least or weight is not None:
-            self.record(WorkerReturned(self.model, worker, least, weight))
+            self.record(WorkerReturned(self.model, worker, least, weight, validates))
         self.state = with_past(self.state, worker, least)
         if worker in self._left_early:
             self._left_early.discard(worker)

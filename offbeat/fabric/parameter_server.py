@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from offbeat.errors import PlanError
 from offbeat.fabric.fabric import Offers
+from offbeat.number_range import RealNumbers, WholeNumbers
 from offbeat.payload import Sum
 
 _PORT = re.compile("[0-9]{1,5}")
@@ -53,12 +54,12 @@ class ParameterServer:
                 raise PlanError(f"Cannot reach {address!r}: write host:port - at `plan.fabric.addresses`.")
         if len(set(self.addresses)) < len(self.addresses):
             raise PlanError("Cannot use one shard twice: give each address once - at `plan.fabric.addresses`.")
-        if type(self.block_bytes) is not int or not 4096 <= self.block_bytes <= 16 << 20:
+        if self.block_bytes not in WholeNumbers(4096, 16 << 20):
             raise PlanError(
                 f"Cannot cut parameters into blocks of {self.block_bytes!r} bytes: choose a whole number from 4096 to "
                 "16777216 (16 MiB) - at `plan.fabric.block_bytes`."
             )
-        if type(self.patience_s) not in (int, float) or not 0 <= self.patience_s < 1e9:
+        if self.patience_s not in RealNumbers(0, below=1e9):
             raise PlanError(
                 f"Cannot wait {self.patience_s!r} s for a server that is gone: choose a number of seconds from 0 "
                 "- at `plan.fabric.patience_s`."

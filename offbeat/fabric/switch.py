@@ -38,6 +38,7 @@ from offbeat.fabric.in_memory import InMemory
 from offbeat.fabric.staging import CudaCopies, StagedFabric
 from offbeat.fabric.switch_session import OtherWorkers, SwitchSession
 from offbeat.fabric.switch_table import SwitchTable
+from offbeat.number_range import WholeNumbers
 from offbeat.payload import Gather, Sum, Total
 from offbeat.protocol.switch_control import SetSwitchStrategy, Strategy, SwitchReturn
 from offbeat.switch.client_thread import ClientThread, client_thread_of, socket_to
@@ -100,7 +101,7 @@ class Switch:
                 "says it, with a port from 1 to 65535 - at `plan.fabric.address`."
             )
         for name in ("values", "window", "slots"):
-            if type(value := getattr(self, name)) is not int or value < 1:
+            if (value := getattr(self, name)) not in WholeNumbers(1):
                 raise PlanError(f"Cannot use {name}={value!r}: choose a whole number from 1 - at `plan.fabric.{name}`.")
         JobShape(0, 1, self.values, self.slots)
         if 2 * self.window > self.slots:

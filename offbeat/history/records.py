@@ -119,17 +119,19 @@ class LifeBegan(msgspec.Struct, tag=1, array_like=True, frozen=True):
 
 
 class WorkerReturned(msgspec.Struct, tag=2, array_like=True, frozen=True):
-    """Coordinator: the worker that joins next took part before.
+    """Coordinator: the worker that joins next took part before, or is a validator.
 
     Args:
         least: its next contribution has no lower number.
         weight: samples of its last one; None before the first.
+        validates: it is a validator; older histories do not say so.
     """
 
     model: _Model
     worker: _Rank
     least: _Count
     weight: _Weight | None
+    validates: bool = False
 
 
 class PolicyStep(msgspec.Struct, tag=3, array_like=True, frozen=True):

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from offbeat.errors import PlanError
+from offbeat.number_range import RealNumbers
 from offbeat.privacy.accounting import epsilon_of
 
 _DEVIATIONS = 2.0  # standard deviations of the noise that an honest contribution is forgiven: one in 40 has more
@@ -36,17 +37,17 @@ class GaussianMechanism:
     delta: float = 1e-5
 
     def __post_init__(self) -> None:
-        if not 0 < self.max_norm < math.inf:
+        if self.max_norm not in RealNumbers(above=0):
             raise PlanError(
                 f"Cannot clip contributions to a norm of {self.max_norm!r}: nothing would be left, or nothing clipped. "
                 "Use a number above 0, such as the median of their norms - at `plan.privacy.max_norm`."
             )
-        if not 0 < self.noise < math.inf:
+        if self.noise not in RealNumbers(above=0):
             raise PlanError(
                 f"Cannot hide contributions by noise={self.noise!r}: without noise nothing is hidden. Use a number "
                 "above 0, such as 1.0, or privacy=None - at `plan.privacy.noise`."
             )
-        if not 0 < self.delta < 1:
+        if self.delta not in RealNumbers(above=0, below=1):
             raise PlanError(
                 f"Cannot tell epsilon at delta={self.delta!r}: it is a probability. Use one far below 1 / samples, "
                 "such as 1e-5 - at `plan.privacy.delta`."

@@ -353,7 +353,13 @@ class SnapshotAck(msgspec.Struct, tag=True, frozen=True):
 
 
 class TrainingOver(msgspec.Struct, tag=True, frozen=True):
-    """Shard to validator: the last worker has said good-bye, and with it the job is over."""
+    """Shard to validator: the last worker has said good-bye, and with it the job is over.
+
+    Args:
+        why: the server ends because all workers are gone without having said so; "" if all went well.
+    """
+
+    why: Text = ""
 
 
 class Notice(msgspec.Struct, tag=True, frozen=True):

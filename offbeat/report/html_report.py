@@ -62,6 +62,7 @@ def page(
     stalls: Sequence[Stall] = (),
     notes: Sequence[str] = (),
     exit_codes: Mapping[int, int] | None = None,
+    judged: Mapping[int, tuple[int, int]] | None = None,
 ) -> str:
     """The report as HTML.
 
@@ -73,14 +74,15 @@ def page(
         stalls: what the workers reported about each other.
         notes: what else is to be said about the records.
         exit_codes: of workers, by rank, as far as they are known.
+        judged: of workers, by rank, how many contributions a robust rule has judged, and how many of these rejected.
     """
     workers = tally(records)
     parts = [_head(records, title, notes), _ending(ending(records, stalls, exit_codes)), _cards(records, workers)]
     if sentence := nonfinite(records):
         parts.append(f'<p class="bad">{html.escape(sentence)}</p>')
     parts += [f"<p>{html.escape(sentence)}</p>" for sentence in (pace(records), told_pace(records)) if sentence]
-    parts += [_timeline(records), _events(records, damaged), _table(records, workers), _plots(records, workers)]
-    parts += [_buckets(records), _plan(records, plan)]
+    parts += [_timeline(records), _events(records, damaged), _table(records, workers)]
+    parts += [_judged(judged or {}), _plots(records, workers), _buckets(records), _plan(records, plan)]
     body = "\n".join(parts)
     return f"{HEAD.format(title=html.escape(title))}{body}\n</body></html>\n"
 
@@ -176,6 +178,18 @@ def _table(records: Sequence[Record], workers: Sequence[WorkerTotals]) -> str:
         rows.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
     head = "".join(f"<th>{heading}</th>" for heading in headings)
     return f'<h2>Workers</h2><div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
+
+
+def _judged(judged: Mapping[int, tuple[int, int]]) -> str:
+    """The table of who was rejected; "" if nobody was judged."""
+    if not judged:
+        return ""
+    rows = "".join(
+        f"<tr><td>rank {rank}</td><td>{count:,}</td><td>{rejected:,}</td></tr>"
+        for rank, (count, rejected) in judged.items()
+    )
+    head = "<tr><th>worker</th><th>contributions judged</th><th>rejected</th></tr>"
+    return f'<h2>What the rule rejected</h2><div class="wide"><table>{head}{rows}</table></div>'
 
 
 def _staleness(records: Sequence[Record]) -> dict[int, tuple[float, int]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from offbeat.errors import PlanError
+from offbeat.number_range import RealNumbers, WholeNumbers
 from offbeat.robust.geometric_median import distances_to
 from offbeat.robust.rule import Rule
 
@@ -39,7 +40,8 @@ class CentredClipping(Rule):
     is_weighted = True
 
     def __post_init__(self) -> None:
-        if self.iterations < 1 or (self.radius is not None and not self.radius > 0):
+        has_radius = self.radius is None or self.radius in RealNumbers(above=0, finite=False)
+        if self.iterations not in WholeNumbers(1) or not has_radius:
             raise PlanError(
                 f"Cannot cut to a radius of {self.radius!r} in {self.iterations!r} iterations: choose something above "
                 "0, and 1 or more - at `plan.rule`."

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from offbeat.errors import PlanError
+from offbeat.number_range import RealNumbers
 from offbeat.robust.rule import Rule
 
 
@@ -35,7 +36,7 @@ class ClippedMean(Rule):
     compares = False
 
     def __post_init__(self) -> None:
-        if self.norm is not None and not self.norm > 0:
+        if self.norm is not None and self.norm not in RealNumbers(above=0, finite=False):
             raise PlanError(f"Cannot shorten to a norm of {self.norm!r}: choose one above 0 - at `plan.rule.norm`.")
 
     def least(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from offbeat.errors import PlanError
+from offbeat.number_range import RealNumbers, WholeNumbers
 from offbeat.robust.rule import Rule, distances_of
 
 
@@ -37,7 +38,7 @@ class GeometricMedian(Rule):
     is_weighted = True
 
     def __post_init__(self) -> None:
-        if self.iterations < 1 or not self.smoothing > 0:
+        if self.iterations not in WholeNumbers(1) or self.smoothing not in RealNumbers(above=0):
             raise PlanError(
                 f"Cannot iterate {self.iterations!r} times with a smoothing of {self.smoothing!r}: choose 1 or more, "
                 "and something above 0 - at `plan.rule`."

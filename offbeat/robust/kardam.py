@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat.errors import PlanError
+from offbeat.number_range import WholeNumbers
 from offbeat.robust.resilient_rule import check_faulty
 
 if TYPE_CHECKING:
@@ -55,6 +56,11 @@ class Kardam:
 
     def __post_init__(self) -> None:
         check_faulty(self.faulty)
+        if self.workers not in WholeNumbers(1):
+            raise PlanError(
+                f"Cannot tell faulty ones of {self.workers!r} workers: choose a whole number from 1 "
+                "- at `plan.rule.workers`."
+            )
         if self.workers <= 3 * self.faulty:
             raise PlanError(
                 f"Cannot tell {self.faulty!r} faulty workers of {self.workers!r} by Kardam: it takes more than "

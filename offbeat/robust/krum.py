@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from offbeat.errors import PlanError
+from offbeat.number_range import WholeNumbers
 from offbeat.robust.resilient_rule import ResilientRule
 from offbeat.robust.rule import distances_of
 
@@ -64,7 +65,7 @@ class MultiKrum(ResilientRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.best is not None and self.best < 1:
+        if self.best is not None and self.best not in WholeNumbers(1):
             raise PlanError(f"Cannot average the {self.best!r} best: one at least - at `plan.rule.best`.")
 
     def least(self) -> int:

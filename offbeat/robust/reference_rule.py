@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from offbeat.errors import PlanError
+from offbeat.number_range import RealNumbers
 from offbeat.robust.rule import Rule
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class ReferenceRule(Rule):
     needs_reference = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.calibrate < math.inf:
+        if self.calibrate not in RealNumbers(above=0):
             raise PlanError(
                 f"Cannot take contributions to be {self.calibrate!r} times as long as the reference: above 0, and "
                 "finite - at `plan.validator.calibrate`."

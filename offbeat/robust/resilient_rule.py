@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offbeat.errors import PlanError
+from offbeat.number_range import WholeNumbers
 from offbeat.robust.rule import Rule
 
 
@@ -40,5 +41,5 @@ def check_faulty(faulty: int, path: str = "plan.rule.faulty") -> None:
     Raises:
         PlanError: if it is not.
     """
-    if type(faulty) is not int or faulty < 0:
+    if faulty not in WholeNumbers():
         raise PlanError(f"Cannot expect {faulty!r} faulty contributions: choose a whole number from 0 - at `{path}`.")

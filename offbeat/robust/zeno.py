@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.errors import PlanError
+from offbeat.number_range import RealNumbers
 from offbeat.robust.krum import chosen
 from offbeat.robust.loss_rule import LossRule
 from offbeat.robust.resilient_rule import check_faulty
@@ -45,7 +46,7 @@ class Zeno(LossRule):
 
     def __post_init__(self) -> None:
         check_faulty(self.faulty, "plan.validator.faulty")
-        if not self.penalty >= 0:
+        if self.penalty not in RealNumbers(0):
             raise PlanError(f"Cannot reward the norm by {self.penalty!r}: 0 or more - at `plan.validator.penalty`.")
 
     def least(self) -> int:

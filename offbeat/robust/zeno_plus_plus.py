@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from offbeat.errors import PlanError
+from offbeat.number_range import RealNumbers
 from offbeat.robust.reference_rule import ReferenceRule
 from offbeat.robust.rule import Scope, check_scope
 
@@ -29,7 +30,7 @@ class ZenoPlusPlus(ReferenceRule):
         calibrate: how long an honest contribution is, in units of the reference's norm, see `ReferenceRule`.
 
     Raises:
-        PlanError: if `penalty` is negative, `calibrate` not above 0, or there is no such scope.
+        PlanError: if `penalty` is negative, `epsilon` no number, `calibrate` not above 0, or there is no such scope.
 
     >>> rule, reference = ZenoPlusPlus(), torch.tensor([1.0, 0.0])
     >>> updates = [2.0, 0.0], [-1.0, 0.0], [50.0, 0.0]
@@ -47,8 +48,12 @@ class ZenoPlusPlus(ReferenceRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_scope(self.scope)
-        if not self.penalty >= 0:
+        if self.penalty not in RealNumbers(0):
             raise PlanError(f"Cannot reward the norm by {self.penalty!r}: 0 or more - at `plan.validator.penalty`.")
+        if self.epsilon not in RealNumbers():
+            raise PlanError(
+                f"Cannot be lenient by {self.epsilon!r}: choose a number, such as 0.0 - at `plan.validator.epsilon`."
+            )
 
     def judge(self, gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Accept each by its score."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from offbeat.errors import PlanError
+from offbeat.number_range import RealNumbers
 from offbeat.robust.reference_rule import ReferenceRule
 from offbeat.robust.rule import Scope, check_scope
 from offbeat.robust.zeno_plus_plus import mean_of_accepted
@@ -31,7 +32,7 @@ class ZenoPS(ReferenceRule):
         calibrate: how long an honest contribution is, in units of the reference's norm, see `ReferenceRule`.
 
     Raises:
-        PlanError: if `rho` is not above -1, `calibrate` not above 0, or there is no such scope.
+        PlanError: if `eta` is no number, `rho` not above -1, `calibrate` not above 0, or there is no such scope.
 
     >>> reference = torch.tensor([1.0, 0.0])
     >>> ZenoPS()(torch.tensor([[1.0, 0.2], [1.0, -0.2], [-6.0, 0.0]]), reference=reference)
@@ -47,8 +48,12 @@ class ZenoPS(ReferenceRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_scope(self.scope)
-        if not self.rho > -1:
-            raise PlanError(f"Cannot accept norms below 0, as rho={self.rho!r} has it - at `plan.validator.rho`.")
+        _check_eta(self.eta)
+        if self.rho not in RealNumbers(above=-1, finite=False):
+            raise PlanError(
+                f"Cannot accept norms by rho={self.rho!r}: choose a number above -1, such as 0.6 "
+                "- at `plan.validator.rho`."
+            )
 
     def judge(self, gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Accept each by its inner product and its norm."""
@@ -68,7 +73,8 @@ class ZenoPSAsync(ReferenceRule):
         calibrate: how long an honest contribution is, in units of the reference's norm, see `ReferenceRule`.
 
     Raises:
-        PlanError: if `alpha` is not above 0 and at most 1, `calibrate` not above 0, or there is no such scope.
+        PlanError: if `eta` is no number, `alpha` not above 0 and at most 1, `calibrate` not above 0, or there is no
+            such scope.
 
     >>> rule, reference = ZenoPSAsync(alpha=0.5), torch.tensor([1.0, 0.0])
     >>> [rule(torch.tensor([update]), reference=reference).tolist() for update in ([1.0, 0.0], [-4.0, 0.0])]
@@ -84,7 +90,8 @@ class ZenoPSAsync(ReferenceRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_scope(self.scope)
-        if not 0 < self.alpha <= 1:
+        _check_eta(self.eta)
+        if self.alpha not in RealNumbers(above=0, most=1):
             raise PlanError(
                 f"Cannot add a part {self.alpha!r} of an update: above 0 and at most 1 - at `plan.validator.alpha`."
             )
@@ -97,3 +104,8 @@ class ZenoPSAsync(ReferenceRule):
         scales = torch.zeros(len(gram), dtype=torch.float64)
         scales[:-1] = self.alpha * shorter * torch.where(cosine >= self.eta, 1.0, cosine)
         return scales
+
+
+def _check_eta(eta: float) -> None:
+    if eta not in RealNumbers():
+        raise PlanError(f"Cannot compare with eta={eta!r}: choose a number, such as -0.001 - at `plan.validator.eta`.")

@@ -6,6 +6,8 @@
     run-000120.json        size and hash of the first; written last, so a checkpoint without it was never finished
     run-000120.rank3.json, run-000120.rank3-codec.json    likewise
 
+A validator is no worker, and has none of these: its data is its own, and nothing that it holds moves the model.
+
 All are written under another name and moved into place, as a job may be killed at any moment. That is done by a thread
 while the training goes on, with a copy of the states; so the memory holds two of them meanwhile, and never more: a
 checkpoint waits for the one before.
@@ -120,11 +122,13 @@ class Checkpoints:
         Every worker calls it: the first writes what is the same for all, and each its own random generators. Where
         replicas differ (see `Run.settle`) settle before. The states are copied, and a thread writes them: it is there
         after `wait`, or the end of the run. If it cannot be written, that is said, once until one can, and the training
-        goes on.
+        goes on. A validator writes nothing.
 
         Raises:
             ModelError: if a part's state is such that `load` would refuse it.
         """
+        if self._run.is_validator:  # its rank may be a worker's when the job is resumed
+            return None
         path, run = self._folder / f"run-{self._run.step:06d}.pt", self._run
         states_of: dict[Path, Mapping[str, Any]] = {}
         if self._generators:
@@ -171,7 +175,7 @@ class Checkpoints:
 
         One that is damaged is passed over, and named. A worker that has joined a job has what the others have, and
         loads nothing. A rank whose random generators were not saved, or not whole, leaves them as they are, which is
-        said.
+        said. A validator loads the parts, and begins with generators and codec as the script has set them.
 
         Raises:
             ModelError: if all that are there are damaged, or the newest whole one is of another model or plan.
@@ -192,6 +196,8 @@ class Checkpoints:
             if damaged and self._run.is_first:  # all have read them by now, as the run's part is loaded together
                 _log.warning("Cannot resume from %s. Resuming from %s.", _told(damaged), path.name)
                 _put_aside(damaged)
+            if self._run.is_validator:
+                return True
             self._load_codec(path)
             if self._generators:
                 self._load_generators(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from offbeat.errors import PlanError
+from offbeat.number_range import WholeNumbers
 
 if TYPE_CHECKING:
     from offbeat.scheduling.profile import BackwardProfile
@@ -31,7 +32,7 @@ def check_size(name: str, size_bytes: int) -> None:
     Raises:
         PlanError: if it is no whole number, or below 1.
     """
-    if type(size_bytes) is not int or size_bytes < 1:
+    if size_bytes not in WholeNumbers(1):
         raise PlanError(
             f"Cannot schedule with {name} = {size_bytes!r}: a block holds at least one byte. Give a whole "
             f"number from 1, or leave it out - at `plan.scheduling.{name}`."

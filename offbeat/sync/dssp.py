@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from offbeat.errors import PlanError
+from offbeat.number_range import WholeNumbers
 from offbeat.sync.actions import Release, Remember
 from offbeat.sync.asp import apply_each
 
@@ -78,11 +79,11 @@ class DSSP:
     high: int
 
     def __post_init__(self) -> None:
-        if type(self.low) is not int or self.low < 0:
+        if self.low not in WholeNumbers():
             raise PlanError(
                 f"Cannot let workers be {self.low!r} steps ahead: choose a whole number from 0 - at `plan.sync.low`."
             )
-        if type(self.high) is not int or self.high < self.low:
+        if self.high not in WholeNumbers(self.low):
             raise PlanError(
                 f"Cannot choose a bound between {self.low} and {self.high!r}: high is a whole number from low on "
                 "- at `plan.sync.high`."

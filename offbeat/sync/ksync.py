@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from offbeat.errors import PlanError
+from offbeat.number_range import WholeNumbers
 from offbeat.sync.actions import Apply, Drop, Release
 from offbeat.sync.bsp import grant_all
 
@@ -63,7 +64,7 @@ class KSync:
     late: Late = "drop"
 
     def __post_init__(self) -> None:
-        if type(self.k) is not int or self.k < 1:
+        if self.k not in WholeNumbers(1):
             raise PlanError(
                 f"Cannot make updates of {self.k!r} contributions: choose a whole number from 1 - at `plan.sync.k`."
             )

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offbeat.errors import PlanError
+from offbeat.number_range import WholeNumbers
 from offbeat.sync.bsp import BSP
 from offbeat.sync.outer_sgd import OuterSGD
 from offbeat.sync.policy import Policy, StepsLocally
@@ -79,11 +80,11 @@ class LocalSGD:
     policy: Policy | None = None
 
     def __post_init__(self) -> None:
-        if type(self.every) is not int or self.every < 1:
+        if self.every not in WholeNumbers(1):
             raise PlanError(
                 f"Cannot average after each {self.every!r} steps: choose a whole number from 1 - at `plan.sync.every`."
             )
-        if type(self.after) is not int or self.after < 0:
+        if self.after not in WholeNumbers():
             raise PlanError(
                 f"Cannot begin after {self.after!r} ordinary steps: choose a whole number from 0 "
                 "- at `plan.sync.after`."
@@ -92,12 +93,12 @@ class LocalSGD:
             raise PlanError(
                 f"Cannot apply changes with {self.outer!r}: use OuterSGD(...) or None - at `plan.sync.outer`."
             )
-        if type(self.delay) is not int or self.delay not in (0, 1):
+        if self.delay not in WholeNumbers(0, 1):
             raise PlanError(
                 f"Cannot apply averages {self.delay!r} intervals after they were begun: choose 0 or 1 "
                 "- at `plan.sync.delay`."
             )
-        if type(self.fragments) is not int or self.fragments < 1:
+        if self.fragments not in WholeNumbers(1):
             raise PlanError(
                 f"Cannot average {self.fragments!r} fragments of a model: choose a whole number from 1 "
                 "- at `plan.sync.fragments`."

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offbeat.errors import PlanError
+from offbeat.number_range import RealNumbers
 
 if TYPE_CHECKING:
     import torch
@@ -35,11 +36,11 @@ class OuterSGD:
     nesterov: bool = True
 
     def __post_init__(self) -> None:
-        if type(self.lr) not in (int, float) or not 0 < self.lr < float("inf"):
+        if self.lr not in RealNumbers(above=0):
             raise PlanError(
                 f"Cannot step with a learning rate of {self.lr!r}: choose above 0 - at `plan.sync.outer.lr`."
             )
-        if type(self.momentum) not in (int, float) or not 0 <= self.momentum < 1:
+        if self.momentum not in RealNumbers(0, below=1):
             raise PlanError(
                 f"Cannot use a momentum of {self.momentum!r}: choose from 0 to below 1 - at `plan.sync.outer.momentum`."
             )

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from offbeat.errors import PlanError
 from offbeat.float_sum import add_up
+from offbeat.number_range import RealNumbers, WholeNumbers
 from offbeat.sync.actions import Apply, Evict, Grant, Release, Remember, Wake
 from offbeat.sync.state import changed
 
@@ -138,23 +139,23 @@ class RoundRobin:
             value = getattr(self, name)
             if name == "slots" and value is None:
                 continue
-            if type(value) is not int or value < least:
+            if value not in WholeNumbers(least):
                 raise PlanError(
                     f"Cannot rotate with {name}={value!r}: choose a whole number from {least} - at `plan.sync.{name}`."
                 )
         for name in ("strict", "half_duplex"):
             if type(value := getattr(self, name)) is not bool:
                 raise PlanError(f"Cannot rotate with {name}={value!r}: choose True or False - at `plan.sync.{name}`.")
-        if type(self.gap_factor) not in (int, float) or not 0 <= self.gap_factor <= 1:
+        if self.gap_factor not in RealNumbers(0, 1):
             raise PlanError(
                 f"Cannot space turns over {self.gap_factor!r} of a cycle: choose from 0 to 1 "
                 "- at `plan.sync.gap_factor`."
             )
-        if type(self.grace) not in (int, float) or not self.grace >= 0:
+        if self.grace not in RealNumbers(0, finite=False):
             raise PlanError(f"Cannot wait for {self.grace!r} gaps: choose from 0 - at `plan.sync.grace`.")
         for name in ("turn_lease_s", "compute_lease_s"):
             value = getattr(self, name)
-            if type(value) not in (int, float) or not value > 0:
+            if value not in RealNumbers(above=0, finite=False):
                 raise PlanError(f"Cannot wait for {value!r} s: choose more than 0 s - at `plan.sync.{name}`.")
         for name in ("gap_factor", "grace", "turn_lease_s", "compute_lease_s"):
             object.__setattr__(self, name, float(getattr(self, name)))  # 1 and 1.0 are one plan, with one digest

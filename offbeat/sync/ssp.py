@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offbeat.errors import PlanError
+from offbeat.number_range import WholeNumbers
 from offbeat.sync.actions import Release
 from offbeat.sync.asp import apply_each
 
@@ -50,7 +51,7 @@ class SSP:
     bound: int
 
     def __post_init__(self) -> None:
-        if type(self.bound) is not int or self.bound < 0:
+        if self.bound not in WholeNumbers():
             raise PlanError(
                 f"Cannot let workers be {self.bound!r} steps ahead: choose a whole number from 0; 4 is a good start "
                 "- at `plan.sync.bound`."

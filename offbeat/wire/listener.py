@@ -147,7 +147,7 @@ class Acceptor:
         if is_trusted or not (claim.role == "validator" or (claim.role == "shard" and self._validator_token)):
             return ""
         what = "the token of validators" if self._context is None else "a certificate of `offbeat certs --validator`"
-        whose = f"rank {claim.rank} is no validator" if claim.role == "validator" else "it is no shard of this server"
+        whose = "it is no validator" if claim.role == "validator" else "it is no shard of this server"
         lacks = "" if self._validator_token or self._context is not None else ", and this server was started without"
         return f"{whose}: it does not show {what}{lacks}"
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
-from offbeat.audit import contributions, verify
+from offbeat.audit import contributions, rejections, verify
 from offbeat.audit.findings import AuditResult
+from offbeat.audit.rejections import JudgedContributions
 from offbeat.audit.updates import UpdateAudit
 from offbeat.history import (
     HistoryEnded,
@@ -265,10 +267,43 @@ def test_a_history_of_judged_updates_holds_and_has_their_shares(tmp_path: Path, 
     assert result.holds, result.violations[0]
     assert result.judged == result.updates > 0
     assert result.rejected == (2 * job.steps if policy == BSP() else 0)
-    shares = [one.share or 0.0 for one in contributions(tmp_path) if one.fate == "applied"]
+    known = [one for one in contributions(tmp_path) if one.fate in ("applied", "rejected")]
+    assert Counter(one.fate for one in known) == Counter(applied=result.applied, rejected=result.rejected)
     if policy == BSP():
-        assert sorted(shares) == [0.0] * 2 * job.steps + [1.0] * job.steps
-    assert all(one.told for one in contributions(tmp_path) if one.fate == "applied"), "nobody is told"
+        assert all(one.share == (one.fate == "applied") for one in known)
+    assert all(one.told for one in known), "nobody is told"
+    by_rank = {
+        rank: (
+            sum(one.rank == rank for one in known),
+            sum(one.rank == rank and one.fate == "rejected" for one in known),
+        )
+        for rank in range(3)
+    }
+    assert rejections(tmp_path) == result.by_rank == by_rank
+
+
+def test_a_validators_references_are_neither_applied_nor_dropped() -> None:
+    fates, result = UpdateAudit(), AuditResult()
+    fates.fates, fates.weights = {(0, 3): "applied", (7, 3): "applied"}, {(0, 3): 4.0, (7, 3): 0.0}
+    fates._validators = {7}
+    for rank in (0, 7):
+        fates.brought(rank, ParametersAfter(0, 3, 0.0, None, 4.0, numbers=(3,)), result, is_whole=True)
+    fates.count(result)
+    assert (fates.fate((7, 3)), result.applied, result.dropped, result.references) == ("reference", 1, 0, 1)
+    assert result.holds
+
+
+def test_what_a_server_goes_back_to_was_not_judged() -> None:
+    judged = JudgedContributions()
+    records: list[LifeBegan | UpdateJudged] = [
+        LifeBegan(0, 1, ""),
+        *(UpdateJudged(0, version, ((0, version, 1.0), (1, version, 0.0))) for version in (1, 2, 3)),
+        LifeBegan(0, 2, "", version=2),
+        UpdateJudged(0, 3, ((0, 3, 0.0), (1, 3, 1.0))),
+    ]
+    for record in records:
+        judged.hear(record)
+    assert judged.by_rank() == {0: (3, 1), 1: (3, 2)}
 
 
 @pytest.mark.parametrize("policy", [BSP(), SSP(1), ASP()], ids=repr)

@@ -16,8 +16,9 @@ import pytest
 from offbeat.cli.job_address import JobAddress
 from offbeat.cli.join_target import look_for
 from offbeat.cli.operator_client import ask_coordinator
-from offbeat.errors import NetworkError
+from offbeat.errors import NetworkError, PeerError
 from offbeat.protocol.rank_reservation import RanksReserved, ReserveRanks
+from offbeat.server.launch import ShardSettings, start_shard
 from tests.cli.commands import offbeat, script, start
 from tests.cli.test_top import JOB, SECRET, Served, step_all
 
@@ -284,3 +285,55 @@ def test_what_cannot_be_joined(tmp_path: Path) -> None:
     code, output = offbeat("run", "--join", ".", "--servers", 1, path, folder=tmp_path)
     assert code == 2
     assert "Cannot start servers for a job that is joined" in " ".join(output.split())
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server to which no worker has come, and the environment of a command."""
+    for name in ("CERTIFICATE", "KEY", "AUTHORITY", "VALIDATOR_TOKEN", "TOKEN"):
+        monkeypatch.delenv(f"OFFBEAT_{name}", raising=False)
+    monkeypatch.setenv("OFFBEAT_JOB", JOB)
+    process, address = start_shard(ShardSettings(job=JOB, token=SECRET, validator_token="v" * 32))
+    yield address
+    process.terminate()
+    process.wait(10)
+
+
+def test_who_has_no_token_is_told_of_no_option_that_the_command_lacks(server: str) -> None:
+    for validates in (False, True):
+        with pytest.raises(PeerError) as caught:
+            look_for(server, 1, validates=validates)
+        assert str(caught.value).endswith(
+            f"Give the token that its workers have (OFFBEAT_TOKEN), and its name (OFFBEAT_JOB; now it is {JOB!r})."
+        )
+
+
+@pytest.mark.parametrize("shown", ["", "w" * 32], ids=["none", "another"])
+def test_who_is_no_validator_is_told_at_once(server: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any worker has come, which a validator waits for."""
+    monkeypatch.setenv("OFFBEAT_TOKEN", SECRET)
+    monkeypatch.setenv("OFFBEAT_VALIDATOR_TOKEN", shown)
+    with pytest.raises(PeerError) as caught:
+        look_for(server, 1, validates=True)
+    assert str(caught.value) == (
+        f"Cannot validate for the job at {server}. Cannot join {server}: it refused: it is no validator: it does not "
+        "show the token of validators. Give the token that its server has for validators (OFFBEAT_VALIDATOR_TOKEN), or "
+        "a certificate of `offbeat certs --validator`."
+    )
+
+
+def test_a_validator_says_what_it_waits_for(
+    server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("offbeat.cli.join_target._START_S", 0.3)
+    monkeypatch.setenv("OFFBEAT_TOKEN", SECRET)
+    monkeypatch.setenv("OFFBEAT_VALIDATOR_TOKEN", "v" * 32)
+    with pytest.raises(NetworkError, match="it does not train now"):
+        look_for(server, 1, validates=True)
+    assert capsys.readouterr().err == f"Waiting up to 0.3 s for the workers of the job at {server}.\n"
+    nowhere = tmp_path / "nowhere"
+    for says in ("There is no such folder yet. ", ""):
+        with pytest.raises(NetworkError):
+            look_for(str(nowhere), 1, validates=True)
+        assert capsys.readouterr().err == f"{says}Waiting up to 0.3 s for the job in {nowhere} to begin.\n"
+        nowhere.mkdir(exist_ok=True)

@@ -56,6 +56,17 @@ def test_lost_and_dropped_contributions_are_told_where_there_are_any() -> None:
     assert "dropped" in drawn(a_scene(), width=80), "more important than how many were applied"
 
 
+def test_it_is_said_where_it_stands_who_is_rejected() -> None:
+    """Not here: whoever may train may look."""
+    assert "rejected" not in drawn(a_scene())
+    text = " ".join(drawn(a_scene(plan='[sync]\nkind = "BSP"\n\n[rule]\nkind = "Krum"\n')).split())
+    assert "who is rejected stands in the history (offbeat verify-run)." in text
+    many = a_scene(*[seen(rank) for rank in range(50)], plan="[validator]\n")
+    assert len(drawn(many, width=60).splitlines()) <= 24
+    validator = seen(9, validates=True, applied=50, staleness=0.0, worst=0)
+    assert re.search(r" 9  validator, .* 50", drawn(a_scene(validator))) is None
+
+
 @pytest.mark.parametrize("width", [30, 40, 60, 80])
 def test_a_narrow_terminal_has_fewer_columns(width: int) -> None:
     text = drawn(a_scene(), width=width)
@@ -160,6 +171,15 @@ def test_how_far_and_how_fast_it_is() -> None:
     assert "loss NaN" in how_far(told({"values": {"loss": math.nan}}, {}))
     assert how_far(a_scene()) == "", "these have said nothing"
     assert how_far(told(total, total), 40) == "epoch 3.25 of 12, about 3 min left"
+
+
+def test_a_validator_is_not_counted_with_the_workers() -> None:
+    """Nor are the samples and the loss of its own data."""
+    validator = seen(3, validates=True, status=status(3, host="node1"))
+    workers = [seen(rank, status=status(rank)) for rank in range(2)]
+    assert how_far(a_scene(*workers, validator)).endswith(
+        "loss 1, accuracy 75.0%, 576 samples/s, 2 workers and 1 validator on 2 hosts"
+    )
 
 
 def test_each_worker_has_its_loss_its_rate_and_its_host() -> None:

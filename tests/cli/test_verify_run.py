@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from offbeat.cli.app import app
 from offbeat.errors import HistoryError
-from offbeat.sync import SSP
+from offbeat.robust import Krum
+from offbeat.sync import BSP, SSP
 from tests.audit.recorded_runs import Recorded, rewrite
 from tests.audit.test_verify import apply_twice, other_hash
 from tests.cli.commands import TRAIN, offbeat, script, start
@@ -47,6 +48,19 @@ def test_one_screen(tmp_path: Path) -> None:
     assert " s  Ready(worker=" in output, "the story"
     code, output = verify_run(tmp_path, "--json")
     assert (code, json.loads(output)["violations"][0]["law"]) == (1, 2)
+
+
+def test_who_was_rejected(tmp_path: Path) -> None:
+    Recorded(BSP(), tmp_path, leaves={}, rule=Krum(0))
+    code, output = verify_run(tmp_path)
+    assert code == 0, output
+    rows = [line.split() for line in output[output.index("rank  judged  rejected") :].splitlines()]
+    assert rows[0] == ["rank", "judged", "rejected"]
+    assert [row[:2] for row in rows[1:4]] == [["0", "8"], ["1", "8"], ["2", "8"]]
+    assert sum(int(row[2]) for row in rows[1:4]) == 16
+    assert "8 applied, 0 dropped" in output
+    code, output = verify_run(tmp_path, "--json")
+    assert set(json.loads(output)["by_rank"]) == {"0", "1", "2"}
 
 
 def test_what_cannot_be_verified(tmp_path: Path) -> None:

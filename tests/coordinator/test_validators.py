@@ -18,10 +18,11 @@ from offbeat.coordinator.events import (
     WorkerOpened,
     WorkerSaid,
 )
-from offbeat.coordinator.instructions import RejectPeer, SendReply, SendToShards, SendToWorker, WriteLog
+from offbeat.coordinator.instructions import AppendHistory, RejectPeer, SendReply, SendToShards, SendToWorker, WriteLog
 from offbeat.coordinator.model_record import revived
 from offbeat.coordinator.progress import TrainingProgress
 from offbeat.errors import NetworkError
+from offbeat.history import WorkerReturned
 from offbeat.protocol.checkpoints import LOADING, MayPut, RequestReplacement
 from offbeat.protocol.optimizer_spec import OptimizerSpec, outer_hyper
 from offbeat.protocol.plan_swap import SwapPlan, SwapResult
@@ -32,6 +33,7 @@ from offbeat.protocol.training import (
     AskAllWorkers,
     BlockOf,
     ContributionInfo,
+    LeaveAfter,
     ModelInfo,
     Notice,
     PieceOf,
@@ -112,6 +114,15 @@ class Job:
         return " ".join(str(one.error) for one in self.did if isinstance(one, RejectPeer))
 
 
+def test_the_history_says_who_validates() -> None:
+    job = Job(BSP(), ZenoPS())
+    job.open(VALIDATOR, is_validator=True)
+    (record,) = (
+        one.record for one in job.did if isinstance(one, AppendHistory) and isinstance(one.record, WorkerReturned)
+    )
+    assert (record.worker, record.weight, record.validates) == (VALIDATOR, 0.0, True)
+
+
 def test_nothing_is_decided_before_one_comes_and_after_the_last_is_gone() -> None:
     job = Job(BSP(), ZenoPS())
     one = job.coordinator.models[0]
@@ -157,6 +168,21 @@ def test_of_several_one_is_enough() -> None:
     (update,) = [one.decision for one in did if isinstance(getattr(one, "decision", None), ApplyContributions)]
     assert update.references == (VALIDATOR,)
     assert "No validator" not in job.told
+
+
+def test_validators_are_not_counted_with_the_workers() -> None:
+    job = Job(BSP(), FLTrust())
+    for validator in (VALIDATOR, VALIDATOR + 1):
+        job.open(validator, is_validator=True)
+        job.arrive(validator)
+    job.open(3)
+    assert "Rank 3 has joined at version 0: 3 workers take part;" in job.told
+    job.say(3, LeaveAfter(1))
+    job.hear(WorkerGone(job.now_s, 3))
+    assert "Rank 3 was asked to leave, and left cleanly behind its step 1: 2 workers continue; each keeps" in job.told
+    job.say(VALIDATOR, LeaveAfter(1))
+    job.hear(WorkerGone(job.now_s, VALIDATOR))
+    assert job.told == "Rank 7, a validator, was asked to leave, and left cleanly behind its step 1."
 
 
 def test_without_waiting_a_reference_is_an_update_of_no_size_and_workers_make_up_a_round() -> None:

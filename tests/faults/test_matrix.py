@@ -24,7 +24,7 @@ from tests.cli.commands import COMMAND, TRAIN, clean_environment, script
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from offbeat.audit.contributions import Fate
+    from offbeat.audit.updates import Fate
 
 ROOT = Path(__file__).parent.parent.parent
 FIRED_S = 1000.0

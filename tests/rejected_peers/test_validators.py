@@ -86,10 +86,10 @@ def files(folder: Path, name: str) -> dict[str, Any]:
 
 def test_a_validator_knows_another_token(by_token: Server) -> None:
     assert by_token.refusal(WORKER, role="validator", rank=4) == (
-        "it refused: rank 4 is no validator: it does not show the token of validators."
+        "it refused: it is no validator: it does not show the token of validators."
     )
     wrong = Token(SECRET.encode(), b"some other secret of validators")
-    assert "rank 4 is no validator" in by_token.refusal(wrong, role="validator", rank=4)
+    assert "it is no validator" in by_token.refusal(wrong, role="validator", rank=4)
     assert "it is no shard of this server" in by_token.refusal(WORKER, role="shard")
     for role in ("validator", "operator", "worker"):
         by_token.dial(VALIDATOR, role=role, rank=4)

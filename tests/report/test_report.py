@@ -12,10 +12,14 @@ import pytest
 
 from offbeat.cli.report import conclusion, write_report
 from offbeat.errors import ScenarioError
+from offbeat.fabric import ParameterServer
+from offbeat.history import HistoryEnded, HistoryHeader, LifeBegan, Record, UpdateJudged, write_log
+from offbeat.plan import Plan
 from offbeat.report import Records, pace, tally
 from offbeat.report.html_report import page
 from offbeat.report.plots import colour
 from offbeat.report.trace import trace
+from offbeat.robust import Krum
 from tests.report.fake_records import a_run, start, step, write
 
 if TYPE_CHECKING:
@@ -36,6 +40,25 @@ def test_sums_per_worker(tmp_path: Path) -> None:
         "Rank 1 sets the pace: it computes 190.0 ms per step and waits 5% of the time; "
         "the others compute 20.0 ms per step and wait 90%."
     )
+
+
+def test_whom_the_rule_rejected_is_in_the_report(tmp_path: Path) -> None:
+    """It is known from the history; where there is none, that is said."""
+    write(tmp_path, a_run())
+    write_report(tmp_path)
+    assert "the rule" not in (tmp_path / "report.html").read_text(), "there is none in the plan"
+    (tmp_path / "plan.toml").write_text(Plan(fabric=ParameterServer(), rule=Krum(0)).to_toml())
+    write_report(tmp_path)
+    assert "has rejected is not known. Cannot verify" in (tmp_path / "report.html").read_text()
+    (tmp_path / "history").mkdir()
+    judged = [UpdateJudged(0, step + 1, ((0, step, 1.0), (1, step, 0.0))) for step in range(8)]
+    began = HistoryHeader(1, "coordinator", "job", 0, 0.0, "now"), LifeBegan(0, 1, "")
+    records: list[Record] = [*began, *judged, HistoryEnded()]
+    write_log(tmp_path / "history" / "coordinator.log", records)
+    write_report(tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    rows = re.findall(r"<tr><td>rank (\d)</td><td>(\d+)</td><td>(\d+)</td></tr>", text)
+    assert rows == [("0", "8", "0"), ("1", "8", "8")]
 
 
 def test_what_is_written_while_one_looks_is_read_once(tmp_path: Path) -> None:

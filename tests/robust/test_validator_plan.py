@@ -129,11 +129,17 @@ def test_an_error_ends_with_its_path() -> None:
         (lambda: Plan(fabric=SERVER, validator=ZenoPS()).swapped('sync = { kind = "ASP" }'), "it is for updates of"),
         (
             lambda: Plan(fabric=SERVER, validator=ZenoPS()).swapped('sync = { kind = "LocalSGD", every = 8 }'),
-            "gradients and changes would be in updates by themselves",
+            "until all have heard of it there are gradients and changes, which cannot be compared",
         ),
         (
             lambda: Plan(fabric=SERVER, rule=Median()).swapped('sync = { kind = "LocalSGD", every = 8 }'),
-            "gradients and changes would be in updates by themselves",
+            "until all have heard of it there are gradients and changes, which cannot be compared",
+        ),
+        (
+            lambda: Plan(sync=LocalSGD(4), fabric=SERVER, validator=ZenoPS()).swapped(
+                'sync = { kind = "LocalSGD", every = 8 }'
+            ),
+            "there are changes of 4 and of 8 steps, which cannot be compared with each other",
         ),
         (lambda: Plan(fabric=SERVER, validator=ZenoPS()).check_world(257), "256 is the most. Use ASP()"),
         (

@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
-from offbeat import ASP, BSP, GRBS, Carry, ErrorReset, LocalSGD, LookAhead, ParameterServer, Plan
-from offbeat.audit import verify
+from offbeat import ASP, BSP, GRBS, Carry, ErrorFeedback, ErrorReset, LocalSGD, LookAhead, ParameterServer, Plan
+from offbeat.audit import contributions, verify
 from offbeat.errors import PlanError
 from offbeat.robust import FLTrust, ZenoPlusPlus, ZenoPS, ZenoPSAsync
 from tests.cli.commands import offbeat as command
@@ -123,7 +123,12 @@ def test_most_workers_lie_and_the_model_learns(policy: Policy, rule: Rule, tmp_p
     assert min(one.accuracy for one in results) > 0.7, results
     verdict = verify(tmp_path / "history")
     assert verdict.holds, verdict.violations[0]
-    assert (verdict.judged > 0, verdict.rejected > 0) == (True, True)
+    assert (verdict.judged > 0, verdict.rejected > 0, verdict.dropped) == (True, True, 0)
+    honest, liars = verdict.by_rank[2], [verdict.by_rank[rank] for rank in (0, 1)]
+    assert all(one.rejected == one.judged for one in liars), "their gradients point the other way"
+    assert honest.rejected < honest.judged / 2
+    fates = {one.fate for one in contributions(tmp_path / "history") if one.rank == WORLD}
+    assert {"reference"} <= fates <= {"reference", "pending"}
 
 
 @pytest.mark.parametrize(
@@ -261,6 +266,46 @@ def test_a_checkpoint_is_that_of_the_validator(tmp_path: Path) -> None:
             assert torch.equal(here, there)
 
 
+def keep(folder: str, saved: str) -> tuple[bool, int, list[str]]:
+    """The same script everywhere, as users write it: it goes on from a checkpoint, and makes one."""
+    said, rank = listen(), come(folder)
+    net, loaded, first = model(rank), False, 0
+    try:
+        with offbeat.init(KEPT, timeout=timedelta(seconds=5)) as run:
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+            replica, optimizer = run.prepare(net, optimizer)
+            checkpoints = offbeat.Checkpoints(run, saved, model=net, optimizer=optimizer)
+            loaded, first = checkpoints.load(), run.step
+            x, y = samples(100, 32).tensors
+            for _ in range(10**6 if run.is_validator else 4):
+                F.cross_entropy(replica(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if run.step == 3:
+                    run.settle()
+                    checkpoints.save()
+            run.settle()
+    except SystemExit:
+        pass
+    return loaded, first, said
+
+
+KEPT = Plan(codec=ErrorFeedback(GRBS(2, 4)), fabric=ParameterServer(), validator=FLTrust())
+
+
+def test_a_validator_is_no_worker_in_a_checkpoint(tmp_path: Path) -> None:
+    """Its rank may be a worker's when the job is resumed, which would go on with what the validator has not sent."""
+    saved, jobs = tmp_path / "saved", []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        jobs.append(run_workers(WORLD, keep, str(tmp_path / name), str(saved), newcomers=1, timeout_s=100))
+        ranks = {path.name.split(".rank")[1][0] for path in saved.glob("*.rank*")}
+        assert ranks == {"0", "1", "2"}, sorted(saved.iterdir())
+    assert [(loaded, first) for loaded, first, _ in jobs[1]] == [(True, 3)] * (WORLD + 1)
+    told = [line for _, _, said in jobs[1] for line in said]
+    assert not [line for line in told if "codec" in line or "random numbers" in line]
+
+
 SCRIPT = """
 import torch, offbeat
 run = offbeat.init()
@@ -316,3 +361,26 @@ def test_a_server_in_a_workers_hands_is_refused(tmp_path: Path) -> None:
     code, output = command("run", "-n", 2, "--plan", "plan.toml", "train.py", folder=tmp_path)
     assert code == 2
     assert "Start it apart from them, with `offbeat run --servers 1` or `offbeat serve`" in output
+
+
+FAILING = SCRIPT.replace(
+    "    optimizer.step()",
+    "    if run.step == 2 and not run.is_validator:\n        raise ValueError('by itself')\n    optimizer.step()",
+)
+
+
+def test_where_all_workers_fail_it_ends_at_once(tmp_path: Path) -> None:
+    """It does not look for a server that has said that it ends."""
+    (tmp_path / "train.py").write_text(FAILING)
+    (tmp_path / "plan.toml").write_text(plan(LocalSGD(2), ZenoPS()).to_toml())
+    with start("run", "-n", 2, "--servers", 1, "--plan", "plan.toml", "--run-dir", "job", "train.py",
+               folder=tmp_path) as job:  # fmt: skip
+        try:
+            code, said = command("run", "--validator", "--job", "job", "train.py", folder=tmp_path, timeout_s=100)
+            job.communicate(timeout=60)
+        finally:
+            job.kill()
+    assert job.returncode == 1
+    assert "Cannot go on: all workers of the job are gone, and its parameter server has ended." in said
+    assert "tries to reconnect" not in said, "nobody is there"
+    assert code == 76

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from offbeat import contribution_hooks
-from offbeat.errors import DisagreementError, ModelError, NetworkError, OffbeatError, PeerError
+from offbeat.errors import DisagreementError, ModelError, NetworkError, OffbeatError, PeerError, WorkerLostError
 from offbeat.protocol.checkpoints import MayPut, TransferDone
 from offbeat.protocol.data_leases import LeaseGrants
 from offbeat.protocol.loss_scores import ContributionsScored, ScoreContributions
@@ -482,18 +482,21 @@ class Client:
             case Notice(text=text, waits=waits):
                 self._reason = text if waits else "" if waits is False else self._reason
                 self._tell(text)
-            case TrainingOver():
-                self._end_training()
+            case TrainingOver(why=why):
+                self._end_training(why)
             case Evicted(reason=reason):
                 self.lose(NetworkError(f"The server continued without this worker: {reason}."), self._connections.entry)
             case Refused(reason=reason, disagrees=disagrees):
                 self.fail(DisagreementError(reason) if disagrees else PeerError(reason))
 
-    def _end_training(self) -> None:
-        """The workers are done, so that what this validator waits for, now or later, never comes."""
-        if isinstance(self._error, EndOfTraining):  # another shard has said so
+    def _end_training(self, why: str) -> None:
+        """The workers are done, or gone, so that what this validator waits for, now or later, never comes."""
+        if self._error is not None:  # another shard has said so
             return
         self._connections.close()
+        if why:
+            self.fail(WorkerLostError(why))
+            return
         self._tell("The job is over: its last worker has said good-bye. This validator ends with it.")
         self.fail(EndOfTraining(0))
 

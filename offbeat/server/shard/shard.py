@@ -102,6 +102,7 @@ _log = logging.getLogger("offbeat")
 
 # A contribution is nearly there when no more than one in so many of its blocks, or one block, is still to come.
 _NEARLY = 10
+_NOBODY_TRAINS = "Cannot go on: all workers of the job are gone, and its parameter server has ended. Start it again."
 
 
 class Shard:
@@ -559,7 +560,20 @@ class Shard:
                 validator.say(TrainingOver())
             self._done()
             return
-        asyncio.get_running_loop().call_later(self._patience_s, lambda: None if self._has_workers else self._done())
+        asyncio.get_running_loop().call_later(self._patience_s, self._end_if_nobody_trains)
+
+    def _end_if_nobody_trains(self) -> None:
+        if not self._has_workers:
+            self.tell_validators_of_end()
+            self._done()
+
+    def tell_validators_of_end(self) -> None:
+        """Tell validators, before the server says good-bye, that there is nobody to come back to."""
+        if any(peer.role == "worker" and peer.link.connected for peer in self._peers.values()):
+            return  # they look for the server until it is started again, and so do validators
+        for validator in self._peers.values():
+            if validator.role == "validator":
+                validator.say(TrainingOver(_NOBODY_TRAINS))
 
     @property
     def _has_workers(self) -> bool:
