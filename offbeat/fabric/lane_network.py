@@ -34,8 +34,10 @@ if TYPE_CHECKING:
     from offbeat.wire.mesh import MeshChannel
 
 _POLL = timedelta(milliseconds=20)
-# A peer that hung up is lost after a fifth of it, and one that is silent after all of it.
-_TIMEOUT = timedelta(seconds=1)
+# A peer that hung up, as a process that is killed does, is lost after a fifth of it, and one that is silent after all of
+# it: on a machine with more workers than cores one may well be silent for a second.
+_TIMEOUT = timedelta(seconds=5)
+_SILENT_S = 1.0
 _LIMITS = Limits(max_metadata_bytes=4 << 10, max_body_bytes=4 << 20, timeout=_TIMEOUT)
 
 
@@ -83,6 +85,11 @@ class LaneNetwork:
     def channel(self) -> MeshChannel:
         """A channel for one more user; users come in the same order on all workers."""
         return self.mesh.channel(next(self._numbers))
+
+    def silence_of(self, rank: int) -> str:
+        """Say that nothing was heard of a worker lately; "" if something was."""
+        silent_s = self.mesh.silent_s(rank)
+        return f"; rank {rank} has been silent for {silent_s:.1f} s" if silent_s > _SILENT_S else ""
 
     def close(self) -> None:
         """Say good-bye, once all that was sent has arrived; again does nothing."""

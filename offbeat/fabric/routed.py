@@ -184,7 +184,7 @@ class BoundRouted:
         whole = joined(payload)
         place = self.plan.for_size(whole.numel() * whole.element_size())
         exchange = self._runner.start(self.plan.chosen[place].algorithm, self._parts[place], whole)
-        return RoutedPending(exchange, payload, whole)
+        return RoutedPending(exchange, payload, whole, self._network.silence_of)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Pending:
         return self._companion.broadcast(tensor, source)
@@ -201,8 +201,10 @@ class BoundRouted:
 class RoutedPending:
     """A sum under way. A `Pending`."""
 
-    def __init__(self, exchange: LaneExchange, payload: Sum, whole: torch.Tensor) -> None:
-        self._exchange, self._payload, self._whole = exchange, payload, whole
+    def __init__(
+        self, exchange: LaneExchange, payload: Sum, whole: torch.Tensor, silence_of: Callable[[int], str]
+    ) -> None:
+        self._exchange, self._payload, self._whole, self._silence_of = exchange, payload, whole, silence_of
         self.sent_bytes = exchange.sent_bytes
 
     @property
@@ -214,7 +216,7 @@ class RoutedPending:
         first = owed[0]
         return (
             f"chunk {first.chunk} from rank {first.rank}: {first.have_bytes} of {first.size_bytes} bytes are here, "
-            f"the last {first.silent_s:.1f} s ago"
+            f"the last {first.silent_s:.1f} s ago{self._silence_of(first.rank)}"
         )
 
     def wait(self, timeout: timedelta) -> bool:

@@ -139,6 +139,11 @@ class PeerMesh:
             raise self.lost.get(rank) or NetworkError(f"Cannot send to rank {rank}: there is no link with it.")
         return found
 
+    def silent_s(self, rank: int) -> float:
+        """Seconds since a rank was last heard, on any thread; 0 if it is lost."""
+        found = self._peers.get(rank)
+        return 0.0 if found is None else found.link.silent_s
+
     async def close(self) -> None:
         """Say good-bye to all, once they have received what was sent; waits for no longer than the timeout."""
         self._is_closed = True
