@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from offbeat.wire.mesh import MeshChannel
 
 _POLL = timedelta(milliseconds=20)
-# A peer that hung up, as a process that is killed does, is lost after a fifth of it, and one that is silent after all of
-# it: on a machine with more workers than cores one may well be silent for a second.
+# A peer that hung up, as a process that is killed does, is lost after a fifth of it, and one that is silent after all:
+# on a machine with more workers than cores one may well be silent for a second.
 _TIMEOUT = timedelta(seconds=5)
 _SILENT_S = 1.0
 _LIMITS = Limits(max_metadata_bytes=4 << 10, max_body_bytes=4 << 20, timeout=_TIMEOUT)
