@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     from offbeat.collective.algorithm import Algorithm
     from offbeat.topology import Topology
 
-DIRECT_SPLIT = 4
-"""Trees per root where hosts are linked to each other. Where each has one link, one tree is as good as any number."""
+DIRECT_SPLIT, LARGE_SPLIT, LARGE = 4, 2, 64
+"""Trees per root where hosts are linked to each other, and where there are more than 64 of them.
+
+Where each host has one link, one tree is as good as any number.
+"""
 MOST_TRIES = 8
 _EDGES = 64_000  # that may be tried in all: a second or less
 
@@ -69,7 +72,7 @@ class MultiTree:
     def trees(self, network: Topology) -> list[SpanningTree]:
         """Build the trees: those of root 0 first. No link is in two edges of the same step, in either direction."""
         paths = Paths(network)
-        split = self.split or (DIRECT_SPLIT if paths.are_direct and not self.released else 1)
+        split = self.split or (1 if self.released or not paths.are_direct else _split(paths.ranks))
         needs = _needs(paths)
         tries = 1 if split == 1 else max(1, min(MOST_TRIES, _EDGES // (paths.ranks**2 * split)))
         least = _least_steps(paths, split, self.interfaces)
@@ -85,6 +88,10 @@ class MultiTree:
             if step <= least:
                 break
         return best
+
+
+def _split(ranks: int) -> int:
+    return DIRECT_SPLIT if ranks <= LARGE else LARGE_SPLIT
 
 
 def _needs(paths: Paths) -> list[list[tuple[int, int, int]]]:
