@@ -19,6 +19,7 @@ import numpy
 from offbeat.lab.namespace import inside
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from io import FileIO
 
     from offbeat.lab.network import Network
@@ -71,13 +72,23 @@ class ArcCounters:
         for file in self._files.values():
             file.close()
 
-    def between(self, begin_s: float, end_s: float) -> dict[Arc, Carried]:
-        """What each direction carried from one moment to another, in seconds of `time.perf_counter`."""
+    def between(self, spans: Mapping[str, tuple[float, float]], whole_s: tuple[float, float]) -> dict[Arc, Carried]:
+        """What each direction carried from one moment to another, in seconds of `time.perf_counter`.
+
+        Args:
+            spans: of each host's measured steps: what it still had to send at the beginning counts, and what it has to
+                send at the end does not.
+            whole_s: for what leaves another node.
+        """
         times_s = [time_s for time_s, _ in self._readings]
-        columns = zip(*(counters for _, counters in self._readings), strict=True)
-        passed = [round(float(numpy.diff(numpy.interp([begin_s, end_s], times_s, one))[0])) for one in columns]
-        amounts = zip(passed[: len(self._arcs)], passed[len(self._arcs) :], strict=True)
-        return {arc: Carried(*amount) for arc, amount in zip(self._arcs, amounts, strict=True)}
+        columns = list(zip(*(counters for _, counters in self._readings), strict=True))
+        found = {}
+        for index, arc in enumerate(self._arcs):
+            moments_s = spans.get(arc.source, whole_s)
+            both = (columns[index], columns[index + len(self._arcs)])
+            amounts = (round(float(numpy.diff(numpy.interp(moments_s, times_s, one))[0])) for one in both)
+            found[arc] = Carried(*amounts)
+        return found
 
     def _run(self) -> None:
         self._read()

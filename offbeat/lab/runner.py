@@ -240,7 +240,13 @@ def run_once(
     events = strikes.events(begin_s) + named + events  # first, as a result keeps only so many
     whole_s = link_sampler.whole_time(spans)
     link = None if watch is None else watch.between(*whole_s)
-    arcs = {} if counters is None else counters.between(*whole_s)
+    span_of = {
+        place.host: line.span_s
+        for place, worker in zip(places, lines, strict=True)
+        for line in worker
+        if isinstance(line, recorder.RunTotals)
+    }
+    arcs = {} if counters is None else counters.between(span_of, whole_s)
     lasting = [(record.time_s, text) for record, text in said if record.what not in _OF_NO_FAULT]
     costs = recoveries(job, index, strikes.fired, lines, lasting)
     # Where something goes wrong, what a step took says nothing of a swap.
