@@ -194,8 +194,9 @@ class LinkUse(_Strict, frozen=True, kw_only=True):
 class ArcUse(_Strict, frozen=True, kw_only=True):
     """The use that one row made of one direction of one link, where hosts do not hang on one switch.
 
-    `sent_bytes` passed in it from the first measured step of any worker to the end of the last one, by the kernel's
-    counters, headers included; `share` is that of what it could have carried. Both are medians over all repeats.
+    `sent_bytes` in so many `packets` passed in it while its source was in its measured steps, or any worker was if that
+    is a switch, by the kernel's counters, headers included; `payload_bytes` is that without TCP's headers. `share` is
+    that of what it could have carried. They are medians over all repeats.
     """
 
     row: str
@@ -203,6 +204,8 @@ class ArcUse(_Strict, frozen=True, kw_only=True):
     target: str
     rate_mbps: Amount
     sent_bytes: Count
+    packets: Count
+    payload_bytes: Count
     share: Amount
 
 

@@ -15,6 +15,7 @@ from offbeat.scenario import Scenario, TrainingScript
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from offbeat.lab.arc_counters import Carried
     from offbeat.lab.link_sampler import Traffic
     from offbeat.lab.results import FaultCost, RawRun, ResultFile, SwapCost
     from offbeat.scenario import Replay
@@ -39,7 +40,7 @@ class RunResult:
     buckets: int = 0
     staleness: list[int] = field(default_factory=list)
     link: Traffic | None = None
-    arcs: dict[Arc, int] = field(default_factory=dict)  # bytes of each direction of each link
+    arcs: dict[Arc, Carried] = field(default_factory=dict)  # by each direction of each link
     seen_s: float = 0.0  # in which they passed
     recoveries: list[FaultCost] = field(default_factory=list)
     handovers: list[SwapCost] = field(default_factory=list)

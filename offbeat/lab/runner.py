@@ -21,7 +21,7 @@ import msgspec
 from offbeat.diagnosis.explain import without_quoted
 from offbeat.errors import DisagreementError, OffbeatError, ScenarioError, WorkerLostError
 from offbeat.lab import goodput, hardware, launch, link_sampler, lower_bounds, recorder
-from offbeat.lab.arc_counters import ArcCounters
+from offbeat.lab.arc_counters import HEADER_BYTES, ArcCounters
 from offbeat.lab.emulated_link import law_of
 from offbeat.lab.fault_cost import recoveries
 from offbeat.lab.fault_injection import FaultRun
@@ -240,7 +240,13 @@ def run_once(
     events = strikes.events(begin_s) + named + events  # first, as a result keeps only so many
     whole_s = link_sampler.whole_time(spans)
     link = None if watch is None else watch.between(*whole_s)
-    arcs = {} if counters is None else counters.between(*whole_s)
+    span_of = {
+        place.host: line.span_s
+        for place, worker in zip(places, lines, strict=True)
+        for line in worker
+        if isinstance(line, recorder.RunTotals)
+    }
+    arcs = {} if counters is None else counters.between(span_of, whole_s)
     lasting = [(record.time_s, text) for record, text in said if record.what not in _OF_NO_FAULT]
     costs = recoveries(job, index, strikes.fired, lines, lasting)
     # Where something goes wrong, what a step took says nothing of a swap.
@@ -402,19 +408,27 @@ def _link_use(job: RowJob, runs: Sequence[RunResult]) -> LinkUse | None:
 
 
 def _arc_uses(row: str, runs: Sequence[RunResult]) -> list[ArcUse]:
-    """Measure how many bytes each direction of each link carried; none if nobody looked."""
-    return [
-        ArcUse(
-            row=row,
-            source=arc.source,
-            target=arc.target,
-            rate_mbps=arc.rate_mbps,
-            sent_bytes=round(statistics.median(one.arcs[arc] for one in runs)),
-            share=statistics.median(one.arcs[arc] * 8 / (arc.rate_mbps * 1e6 * one.seen_s) for one in runs),
+    """Measure what each direction of each link carried; nothing if nobody looked."""
+    uses = []
+    for arc in runs[0].arcs:
+        sent_bytes, packets = (
+            round(statistics.median(column)) for column in zip(*(one.arcs[arc] for one in runs), strict=True)
         )
-        for arc in runs[0].arcs
-        if arc.rate_mbps is not None
-    ]
+        rate_mbps = arc.rate_mbps or 0.0
+        shares = [one.arcs[arc].sent_bytes * 8e-6 / (rate_mbps * one.seen_s) for one in runs if rate_mbps]
+        uses.append(
+            ArcUse(
+                row=row,
+                source=arc.source,
+                target=arc.target,
+                rate_mbps=rate_mbps,
+                sent_bytes=sent_bytes,
+                packets=packets,
+                payload_bytes=max(0, sent_bytes - HEADER_BYTES * packets),
+                share=statistics.median(shares) if shares else 0.0,
+            )
+        )
+    return uses
 
 
 def _ratio(runs: Sequence[RunResult], baseline: Mapping[int, RunResult], workload: Replay | TrainingScript) -> float:

@@ -447,10 +447,13 @@ class TestInNamespaces:
         assert all(17 <= goodput <= 19.5 for goodput in report.goodput_mbps.values())
         assert {raw.digest for raw in report.raw} == {report.raw[0].digest}
         # Gloo's ring goes one way, and only acknowledgements come back.
+        one_way = 4 / 3 * report.raw[0].gradient_bytes * len(report.raw[0].step_s)
+        payload = sorted(one.payload_bytes / one_way for one in report.arcs)
+        assert max(payload[:3]) < 0.05
+        # But for small talk, and for what is sent again when a rate changes.
+        assert payload[3:] == pytest.approx([1.0] * 3, abs=0.1)
         bytes_ = {f"{one.source}>{one.target}": one.sent_bytes for one in report.arcs}
         assert set(bytes_) == links
-        one_way = 4 / 3 * report.raw[0].gradient_bytes * len(report.raw[0].step_s)
-        assert sorted(0.95 * one_way <= sent <= 1.2 * one_way for sent in bytes_.values()) == [False] * 3 + [True] * 3
         assert all(one.share == pytest.approx(0.5, abs=0.5) for one in report.arcs)
         (row,) = report.rows
         assert row.events[0].startswith("fault: rate of 2 Mbit/s at the link h1-h2 at step 4 of worker 0")
