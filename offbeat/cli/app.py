@@ -11,6 +11,7 @@ from rich.console import Console
 
 from offbeat.cli.bench import app as bench_app
 from offbeat.cli.certs import certs
+from offbeat.cli.collective import app as collective_app
 from offbeat.cli.doctor import doctor
 from offbeat.cli.lab import app as lab_app
 from offbeat.cli.plan import app as plan_app
@@ -46,6 +47,7 @@ app.command()(privacy)
 app.add_typer(plan_app, name="plan")
 app.add_typer(lab_app, name="lab")
 app.add_typer(bench_app, name="bench")
+app.add_typer(collective_app, name="collective")
 app.add_typer(switch_app, name="switch")
 
 

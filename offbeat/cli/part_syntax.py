@@ -56,6 +56,7 @@ _MOST_SHOWN = 200  # characters
 _EXAMPLES = {
     "sync": "'SSP(4)'",
     "codec": "'Cast(\"bf16\")'",
+    "collective": "'MultiTree(split=4)'",
     "fabric": "'ParameterServer()'",
     "controller": "'WaitThreshold(above=0.4)'",
     "scheduling": "'Prophet()'",

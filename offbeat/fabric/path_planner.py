@@ -18,8 +18,10 @@ from offbeat.collective import (
     BidirectionalRing,
     DoubleBinaryTree,
     FlatTree,
+    Greedy,
     HalvingDoubling,
     MultiTree,
+    PipelinedTrees,
     RecursiveDoubling,
     Ring,
     WaterFilling,
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
     from offbeat.collective import Algorithm, CollectiveMethod
     from offbeat.fabric.discovery import MeasuredNetwork
+    from offbeat.topology import Topology
 
 SIZES = (16 << 10, 256 << 10, 4 << 20)
 """Bytes of a vector, one of each class."""
@@ -58,8 +61,14 @@ class PricedPaths(NamedTuple):
 
 @dataclass(frozen=True)
 class PathPlan:
-    """The paths that were chosen, from the smallest class of sizes to the largest."""
+    """The paths that were chosen, from the smallest class of sizes to the largest.
 
+    Args:
+        network: for which they were.
+        chosen: one for each class.
+    """
+
+    network: Topology
     chosen: tuple[PricedPaths, ...]
 
     def for_size(self, size_bytes: int) -> int:
@@ -88,12 +97,14 @@ def plan_paths(
         PlanError: if the method cannot be used on this network.
     """
     classes = priced_paths(measured, method)
-    return PathPlan(tuple(_fastest(close, measure, meet) if len(close) > 1 else close[0] for close in classes))
+    return PathPlan(
+        measured.network, tuple(_fastest(close, measure, meet) if len(close) > 1 else close[0] for close in classes)
+    )
 
 
 def predict_paths(measured: MeasuredNetwork, method: CollectiveMethod | None) -> PathPlan:
     """Choose paths by what is predicted alone; raises as `plan_paths`."""
-    return PathPlan(tuple(close[0] for close in priced_paths(measured, method)))
+    return PathPlan(measured.network, tuple(close[0] for close in priced_paths(measured, method)))
 
 
 def priced_paths(measured: MeasuredNetwork, method: CollectiveMethod | None) -> list[list[PricedPaths]]:
@@ -122,8 +133,11 @@ def predicted(algorithm: Algorithm, measured: MeasuredNetwork, size_bytes: int) 
     )
 
 
-def methods_for(world: int) -> Sequence[CollectiveMethod]:
-    """The methods that are priced for so many workers: what costs more to price than it can gain is left out."""
+def methods_for(network: Topology) -> Sequence[CollectiveMethod]:
+    """The methods that are priced for a network: what costs more to price than it can gain is left out."""
+    world = len(network.hosts)
+    if not network.switches:
+        return (RecursiveDoubling(), Ring(by_links=True), MultiTree(), PipelinedTrees(), Greedy())
     pieces = [WaterFilling(pieces) for pieces in (1, 4, 16, 32) if pieces * world <= 512]
     small = (FlatTree(), RecursiveDoubling(), HalvingDoubling(), DoubleBinaryTree())
     return (*small, *pieces, Ring(), BidirectionalRing(), MultiTree())
@@ -131,7 +145,7 @@ def methods_for(world: int) -> Sequence[CollectiveMethod]:
 
 def _algorithms(measured: MeasuredNetwork) -> list[Algorithm]:
     found: dict[str, Algorithm] = {}
-    for method in methods_for(len(measured.network.hosts)):
+    for method in methods_for(measured.network):
         try:
             algorithm = method.plan(measured.network)
         except PlanError:  # it is for another kind of network

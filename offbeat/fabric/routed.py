@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.collective import CollectiveMethod
+from offbeat.collective.programs import broadcast
 from offbeat.collective.rank_part import part_of
 from offbeat.errors import DisagreementError, NetworkError, PlanError
 from offbeat.fabric.discovery import known_network, measure_network
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 _OFFERS = Offers()
 _TRIAL = timedelta(seconds=20)
+_SMALL_BYTES, _PIECES = 1 << 20, 16  # of broadcasts
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,7 @@ class BoundRouted:
     def __init__(self, network: LaneNetwork, companion: Fabric, plan: PathPlan) -> None:
         self._network, self._companion, self.plan = network, companion, plan
         self._runner = AlgorithmRunner(network)
+        self._broadcasts: dict[tuple[int, int], tuple[Algorithm, RankPart]] = {}  # by source and pieces
         self._parts = [part_of(one.algorithm, network.rank) for one in plan.chosen]
         self.rank, self.world, self.offers = network.rank, network.world, _OFFERS
 
@@ -187,7 +190,13 @@ class BoundRouted:
         return RoutedPending(exchange, payload, whole, self._network.silence_of)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Pending:
-        return self._companion.broadcast(tensor, source)
+        whole = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        key = source, _PIECES if whole.numel() > _SMALL_BYTES else 1
+        if key not in self._broadcasts:
+            algorithm = broadcast(self.plan.network, source, pieces=key[1])
+            self._broadcasts[key] = algorithm, part_of(algorithm, self.rank)
+        exchange = self._runner.start(*self._broadcasts[key], whole)
+        return RoutedPending(exchange, Sum(tensor), tensor, self._network.silence_of)
 
     def close(self) -> None:
         self._network.close()

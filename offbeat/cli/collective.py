@@ -1,0 +1,104 @@
+"""`offbeat collective`: look at the paths of an all-reduce, and prove that they are one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from offbeat.errors import PlanError, ScenarioError
+
+if TYPE_CHECKING:
+    from offbeat.collective import Algorithm
+    from offbeat.topology import Topology
+
+app = typer.Typer(help="Show and verify the paths of an all-reduce.", no_args_is_help=True)
+
+NetworkOption = Annotated[
+    Path | None,
+    typer.Option(help="A topology or a scenario as TOML, see docs/lab.md; ranks are its hosts.", show_default=False),
+]
+
+
+@app.command()
+def show(
+    method: Annotated[
+        str, typer.Argument(help='By which paths are found, such as "MultiTree(split=4)".', show_default=False)
+    ],
+    network: NetworkOption = None,
+    hosts: Annotated[int, typer.Option(min=1, max=1024, help="Equal hosts at one switch, without --network.")] = 4,
+    rate_mbps: Annotated[float, typer.Option(help="Of their links, in 10^6 bit/s.")] = 1000.0,
+    size: Annotated[float, typer.Option(min=0, help="Bytes of the vector.")] = 8e6,
+    chunk: Annotated[list[int] | None, typer.Option(help="Chunks whose trees are shown; 0 if left out.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the algorithm itself.", show_default=False)] = None,
+    trees: Annotated[Path | None, typer.Option(help="File for a picture of the trees.", show_default=False)] = None,
+    time_line: Annotated[
+        Path | None, typer.Option(help="File for a picture of what each link carries when.", show_default=False)
+    ] = None,
+) -> None:
+    """Make an algorithm for a network, verify it, and show who sends what to whom, how long it takes, and the least."""
+    from offbeat.cli.part_syntax import read_part
+    from offbeat.collective import bound, cost
+    from offbeat.collective.draw import draw_time_line, draw_trees
+    from offbeat.collective.show import show as text_of
+
+    links = _network(network, hosts, rate_mbps)
+    algorithm: Algorithm = read_part("collective", method).plan(links)
+    algorithm.verify()
+    chunks = chunk or [0]
+    typer.echo(text_of(algorithm, chunks))
+    typer.echo(f"\ndigest {algorithm.digest}")
+    if len(links.hosts) > 1:
+        least, took_s = bound(links, size), cost(algorithm, links, size, block_bytes=max(1.0, size / 256))
+        typer.echo(
+            f"{size:g} bytes take {_seconds(took_s)}; at least {_seconds(least.any_method_s)} by any method, "
+            f"{_seconds(least.all_gather_s + least.reduce_scatter_s)} if all is summed before it is gathered"
+        )
+    if out is not None:
+        out.write_bytes(algorithm.to_bytes())
+    if trees is not None:
+        draw_trees(algorithm, links, trees, chunks)
+    if time_line is not None:
+        draw_time_line(algorithm, links, size, time_line, block_bytes=max(1.0, size / 256))
+
+
+@app.command()
+def verify(
+    path: Annotated[Path, typer.Argument(help="An algorithm that `show --out` wrote.", show_default=False)],
+    network: NetworkOption = None,
+) -> None:
+    """Prove that a file is the collective that it says: each contribution is in each result, exactly once.
+
+    With a network also that no link is used twice in a time slot, where the algorithm has those.
+    """
+    from offbeat.collective import Algorithm, check_slots
+    from offbeat.collective.show import summary
+
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise PlanError(f"Cannot read {path}: {error.strerror}.") from error
+    algorithm = Algorithm.from_bytes(data)
+    if network is not None and algorithm.uses_slots:
+        check_slots(algorithm, _network(network, 1, None))
+    typer.echo(f"{summary(algorithm)}\ndigest {algorithm.digest}\nIt is right.")
+
+
+def _network(path: Path | None, hosts: int, rate_mbps: float | None) -> Topology:
+    """The network of a file, or equal hosts at one switch."""
+    from offbeat.scenario import Scenario
+    from offbeat.topology import Topology
+    from offbeat.topology_spec import NetworkFile
+
+    if path is None:
+        return Topology.star([f"h{i}" for i in range(hosts)], rate_mbps=rate_mbps)
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScenarioError(f"Cannot read {path}: {error}.") from error
+    return Scenario.from_toml(text).workers if "[scenario]" in text else NetworkFile.from_toml(text).build()
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
