@@ -76,6 +76,11 @@ class Paths:
         """Whether hosts are linked to each other."""
         return any(arc.source in self._ranks and arc.target in self._ranks for arc in self.arcs)
 
+    @property
+    def are_star(self) -> bool:
+        """Whether all hosts hang on one switch by one link each; rates may differ in both directions."""
+        return self._hubs is not None
+
     @cached_property
     def out_arcs(self) -> dict[str, list[int]]:
         """The arcs that leave each node."""
@@ -114,10 +119,12 @@ class Paths:
 
     def _star(self) -> list[tuple[int, int]] | None:
         """The arcs to the switch and back of each rank, if there is one switch and nothing else."""
-        if not self._network.is_star:
-            return None
         ends = {(arc.source, arc.target): number for number, arc in enumerate(self.arcs)}
+        if len(self._network.switches) != 1 or len(self.arcs) != 2 * self.ranks:
+            return None
         (switch,) = self._network.switches
+        if any((name, switch) not in ends for name in self.names):
+            return None
         return [(ends[name, switch], ends[switch, name]) for name in self.names]
 
     def _check_connected(self) -> None:
