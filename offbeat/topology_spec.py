@@ -266,7 +266,7 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ScenarioError(f"Cannot read the topology: {error}. See docs/lab.md for the keys.") from error
 
     def to_toml(self) -> str:
-        """It as a file."""
+        """Write it as a file."""
         return tomli_w.dumps(_without_none(msgspec.to_builtins(self)))
 
     def build(self) -> Topology:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from offbeat.collective.paths import Paths
 from offbeat.collective.trees import Edge, SpanningTree, all_reduce
 from offbeat.short_name import short_name
 
@@ -27,7 +28,7 @@ class DoubleBinaryTree:
 
     def plan(self, network: Topology) -> Algorithm:
         """Make it for the hosts of a network, which are ranks in their order."""
-        nodes = len(network.hosts)
+        nodes = Paths(network).ranks
         # The leaves of the first tree are the odd places. Read backwards, or from one further on, they are even.
         second = range(nodes)[::-1] if nodes % 2 == 0 else [*range(1, nodes), 0]
         return all_reduce(short_name(self), nodes, [binary_tree(range(nodes)), binary_tree(second)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from offbeat.collective.paths import Paths
 from offbeat.collective.trees import Edge, SpanningTree, all_reduce
 from offbeat.errors import PlanError
 from offbeat.short_name import short_name
@@ -29,7 +30,7 @@ class FlatTree:
 
     def plan(self, network: Topology) -> Algorithm:
         """Make it for the hosts of a network, which are ranks in their order."""
-        nodes = len(network.hosts)
+        nodes = Paths(network).ranks
         return all_reduce(short_name(self), nodes, [flat_tree(nodes, check_root(self.root, nodes))])
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offbeat.collective.halving_doubling import doubling_trees
+from offbeat.collective.paths import Paths
 from offbeat.collective.trees import all_reduce
 from offbeat.errors import PlanError
 from offbeat.short_name import short_name
@@ -36,7 +37,7 @@ class HDRM:
         Raises:
             PlanError: if it is no such BiGraph.
         """
-        return all_reduce(short_name(self), len(network.hosts), doubling_trees(_order(network)))
+        return all_reduce(short_name(self), Paths(network).ranks, doubling_trees(_order(network)))
 
 
 def _order(network: Topology) -> list[int]:
@@ -65,7 +66,7 @@ def _order(network: Topology) -> list[int]:
 
 
 def _layers(network: Topology) -> list[list[list[int]]]:
-    """By layer and switch, the ranks at it."""
+    """The ranks at each switch of each layer."""
     at = {}
     between: dict[str, set[str]] = {switch: set() for switch in network.switches}
     for arc in network.arcs:

@@ -95,7 +95,7 @@ def _split(ranks: int) -> int:
 
 
 def _needs(paths: Paths) -> list[list[tuple[int, int, int]]]:
-    """Of each rank its neighbours: number, bit, and the links that an edge to it takes.
+    """The neighbours of each rank: number, bit, and the links that an edge to it takes.
 
     An edge takes the way down for all-gather, and the way up for reduce-scatter, which may be another one.
     """

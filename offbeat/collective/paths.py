@@ -56,7 +56,7 @@ class Paths:
         return self._found[source, destination]
 
     def message_s(self, source: int, destination: int, size_bytes: float) -> float:
-        """How long so many bytes take from one rank to another, arc by arc."""
+        """The time that so many bytes take from one rank to another, arc by arc."""
         return sum(self.latency_s[arc] + size_bytes * self.byte_s[arc] for arc in self.between(source, destination))
 
     @cached_property
@@ -75,6 +75,11 @@ class Paths:
     def are_direct(self) -> bool:
         """Whether hosts are linked to each other."""
         return any(arc.source in self._ranks and arc.target in self._ranks for arc in self.arcs)
+
+    @property
+    def are_star(self) -> bool:
+        """Whether all hosts hang on one switch by one link each; rates may differ in both directions."""
+        return self._hubs is not None
 
     @cached_property
     def out_arcs(self) -> dict[str, list[int]]:
@@ -114,10 +119,12 @@ class Paths:
 
     def _star(self) -> list[tuple[int, int]] | None:
         """The arcs to the switch and back of each rank, if there is one switch and nothing else."""
-        if not self._network.is_star:
-            return None
         ends = {(arc.source, arc.target): number for number, arc in enumerate(self.arcs)}
+        if len(self._network.switches) != 1 or len(self.arcs) != 2 * self.ranks:
+            return None
         (switch,) = self._network.switches
+        if any((name, switch) not in ends for name in self.names):
+            return None
         return [(ends[name, switch], ends[switch, name]) for name in self.names]
 
     def _check_connected(self) -> None:

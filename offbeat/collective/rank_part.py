@@ -41,7 +41,7 @@ class Incoming(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank does.
+    """The operations of one rank.
 
     Args:
         rank: whose part it is.

@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from offbeat.collective.algorithm import Algorithm, Chunk, Op
+from offbeat.collective.paths import Paths
 from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class RecursiveDoubling:
 
     def plan(self, network: Topology) -> Algorithm:
         """Make it for the hosts of a network, which are ranks in their order."""
-        nodes = len(network.hosts)
+        nodes = Paths(network).ranks
         levels = nodes.bit_length() - 1
         partners = 1 << levels
         ops: list[Op] = []

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from offbeat.collective.paths import Paths
 from offbeat.collective.trees import Edge, SpanningTree, all_reduce
 from offbeat.errors import PlanError
 from offbeat.routing import DimensionOrder
@@ -42,6 +43,7 @@ class Ring2D:
 
     def plan(self, network: Topology) -> Algorithm:
         """Make it for the hosts of a network, which are ranks in their order."""
+        nodes = Paths(network).ranks
         table = self._table(network)
         turned = [list(column) for column in zip(*table, strict=True)]
         trees = [
@@ -51,7 +53,7 @@ class Ring2D:
             for row in range(len(one))
             for column in range(len(one[0]))
         ]
-        return all_reduce(short_name(self), len(network.hosts), trees)
+        return all_reduce(short_name(self), nodes, trees)
 
     def _table(self, network: Topology) -> list[list[int]]:
         """Ranks by row and column."""
@@ -70,7 +72,7 @@ class Ring2D:
 
 
 def _tree(table: Sequence[Sequence[int]], row: int, column: int, direction: int) -> SpanningTree:
-    """From one rank through its column, and from all of that through their rows."""
+    """The tree from one rank through its column, and from all of that through their rows."""
     rows, columns = len(table), len(table[0])
     down = [table[(row + direction * i) % rows][column] for i in range(rows)]
     edges = [Edge(down[i], down[i + 1], i) for i in range(rows - 1)]

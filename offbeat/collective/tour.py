@@ -42,7 +42,7 @@ def shortest_tour(network: Topology, paths: Paths) -> tuple[int, ...]:
 
 
 def _edges(tour: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Where the hops of a tour are in a matrix."""
+    """The places of the hops of a tour in a matrix."""
     return list(tour), [*tour[1:], tour[0]]
 
 

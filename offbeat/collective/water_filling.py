@@ -92,14 +92,12 @@ def rates_at_switch(network: Topology) -> list[Fraction]:
     Raises:
         PlanError: if they do not hang on one switch by one link each.
     """
-    ends = [{link.a, link.b} & {*network.switches} for link in network.links]
-    if len(network.switches) != 1 or not all(ends) or len(ends) != len(network.hosts):
+    if not Paths(network).are_star:
         raise PlanError(
             f"Cannot plan WaterFilling for {len(network.hosts)} hosts, {len(network.switches)} switches and "
             f"{len(network.links)} links: it is for hosts that hang on one switch by one link each. Use Greedy or "
             "MultiTree."
         )
-    Paths(network)  # refuses rates that cannot be
     links = [network.uplink(host.name) for host in network.hosts]
     shaped = [[rate for rate in link.rates_mbps if rate is not None] for link in links]
     fastest = max((rate for rates in shaped for rate in rates), default=1.0)

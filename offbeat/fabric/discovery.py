@@ -1,4 +1,4 @@
-"""What the network between the workers carries: a tournament in which every pair sends both ways at the same time.
+"""The capacity of the network between the workers, from a tournament in which every pair sends both ways at the same time.
 
 In each of N - 1 rounds every worker has one partner (the circle method), so that a pair has its links to itself. A
 first tournament with little tells how much there is to be sent in the second, so that it takes some tenths of a second
@@ -38,7 +38,7 @@ _LIKE = 0.7  # of what one switch would carry between two
 
 @dataclass(frozen=True)
 class MeasuredNetwork:
-    """What is known of the network between the workers.
+    """The knowledge of the network between the workers.
 
     Args:
         network: hosts are ranks in their order.
@@ -62,7 +62,7 @@ def measure_network(network: LaneNetwork, meet: Callable[[str], list[str]]) -> M
 
 
 def known_network(network: LaneNetwork, topology: Topology, meet: Callable[[str], list[str]]) -> MeasuredNetwork:
-    """What is known where people say which links there are; what a message costs is measured. Collective.
+    """Go by what people say of the links; what a message costs is measured. Collective.
 
     Raises:
         PlanError: if it has another number of hosts.

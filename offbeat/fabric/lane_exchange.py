@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Owed(NamedTuple):
-    """What an exchange waits for most: of which chunk how much of it came from whom, and when the last of it did."""
+    """A transfer that an exchange waits for: of which chunk how much of it came from whom, and when the last of it did."""
 
     chunk: int
     rank: int
@@ -60,7 +60,7 @@ class _HeldLanes:
         return True
 
     def sent(self, step: int) -> list[tuple[int, OutgoingLane]]:
-        """One of this step has arrived: the lanes that need not wait any longer."""
+        """Note that a lane of this step has arrived; returns those that need not wait any longer."""
         if self._most_ahead is None:
             return []
         self._under_way[step] -= 1
@@ -135,7 +135,7 @@ class LaneExchange:
         return self._over.is_set()
 
     def owed(self) -> list[Owed]:
-        """What has not come yet, on any thread; what is missing most comes first."""
+        """List the transfers that have not come, on any thread; those that miss most come first."""
         incoming = {(one.op.source, one.number): one for one in self._part.incoming}
         found = []
         for key, sink in list(self._sinks.items()):
@@ -157,7 +157,7 @@ class LaneExchange:
         self._one_less()
 
     def _versions(self) -> dict[int, list[GrowingBuffer]]:
-        """What this rank has of each chunk, one after the other, with the sinks that make each of the one before."""
+        """Make the versions of each chunk, one after the other, with the sinks that make each of the one before."""
         found = {}
         incoming: dict[int, list[Incoming]] = {}
         for one in self._part.incoming:

@@ -1,4 +1,4 @@
-"""This process's mesh for lanes, on an event loop of its own; one for all fabrics that use it.
+"""The mesh of a process for lanes, on an event loop of its own; one for all fabrics that use it.
 
 Workers that know each other already (by a process group) tell each other where they listen. Where no token and no
 certificates were given, the first worker draws a token for all.

@@ -1,4 +1,4 @@
-"""Which paths for which size: all methods that suit the network are priced, and the best few are tried once.
+"""The choice of paths by size: all methods that suit the network are priced, and the best few are tried once.
 
 What a message costs by itself decides where little is sent, and what links carry where much is; so the choice is made
 for classes of sizes. All workers come to the same one: they price what they have told each other, and go by the slowest
@@ -167,7 +167,7 @@ def _fastest(
 
 
 def timed(run: Callable[[], object]) -> float:
-    """How long it takes, in seconds."""
+    """Measure how long it takes, in seconds."""
     began_s = time.monotonic()
     run()
     return time.monotonic() - began_s

@@ -135,7 +135,7 @@ def _check_alike(plan: PathPlan, meet: Callable[[str], list[str]], rank: int) ->
 
 
 class AlgorithmRunner:
-    """Carries out algorithms on vectors, one after the other, on a channel of its own.
+    """A channel on which algorithms are carried out on vectors.
 
     Args:
         network: the links.

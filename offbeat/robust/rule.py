@@ -101,7 +101,7 @@ class Rule(ABC):
         return f"{self!r} needs at least {self.least()} contributions, and there are {n}. {way}"
 
     def calibrated(self, gram: torch.Tensor) -> torch.Tensor:
-        """What `judge` is to look at, of the Gram matrix of contributions as they came."""
+        """The Gram matrix that `judge` is to look at, of that of contributions as they came."""
         return gram
 
     def judge(self, gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How long sums take along planned paths: what the algorithm costs on the links, by the model that chose it."""
+"""The time of sums along planned paths: the cost of the algorithm on the links, by the model that chose it."""
 
 from __future__ import annotations
 

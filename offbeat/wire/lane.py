@@ -145,7 +145,7 @@ class OutgoingLane:
 
 
 class RateEstimate:
-    """How fast a link carries what it is given, from when bytes arrive. Only times count in which it had enough to do.
+    """An estimate of how fast a link carries what it is given, from when bytes arrive. Only times count in which it had enough to do.
 
     Attributes:
         bytes_per_s: 0 before anything is known.
@@ -160,7 +160,7 @@ class RateEstimate:
         self._began_s, self._bytes = now_s, 0
 
     def arrived(self, size: int, now_s: float) -> None:
-        """So many bytes have arrived."""
+        """Note that so many bytes have arrived."""
         self._bytes += size
         passed_s = now_s - self._began_s
         if passed_s >= _MEASURED_S:

@@ -281,7 +281,7 @@ class MeshExchange:
         return {rank for rank, _ in self.sinks} | {rank for rank, _ in self.lanes} | self.later
 
     def sink(self, rank: int, key: LaneKey) -> Sink:
-        """What takes in a lane.
+        """Find what takes in a lane.
 
         Raises:
             PeerError: if there is no such lane.

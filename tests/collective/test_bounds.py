@@ -13,26 +13,8 @@ import pytest
 
 from offbeat.collective import MultiTree, Ring, WaterFilling, bound, cost
 from offbeat.errors import PlanError
-from offbeat.topology import Host, Link, Topology
-
-MB_S = 8.0  # in 10^6 bit/s
-
-
-def star(*rates_mbps: float | None) -> Topology:
-    hosts = tuple(Host(f"h{index}") for index in range(len(rates_mbps)))
-    return Topology(hosts, tuple(Link(host.name, "switch", rate) for host, rate in zip(hosts, rates_mbps, strict=True)))
-
-
-def drawn(seed: int) -> Topology:
-    """A connected network of up to 6 hosts and 2 switches, whose links differ in both directions."""
-    draw = random.Random(seed)
-    nodes = [f"h{index}" for index in range(draw.randrange(2, 7))] + ["s0", "s1"][: draw.randrange(3)]
-    switches = tuple(name for name in nodes if name.startswith("s"))
-    pairs = [(draw.choice(nodes[:index]), nodes[index]) for index in range(1, len(nodes))]
-    pairs += [tuple(draw.sample(nodes, 2)) for _ in range(draw.randrange(6))]  # type: ignore[misc]
-    return Topology.from_table(
-        [(a, b, float(draw.randrange(10, 100)), float(draw.randrange(10, 100)), 0.0) for a, b in pairs], switches
-    )
+from offbeat.topology import Topology
+from tests.collective.networks import MB_S, drawn, star
 
 
 @pytest.mark.parametrize(

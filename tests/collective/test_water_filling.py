@@ -10,12 +10,8 @@ import pytest
 from offbeat.collective import Ring, WaterFilling, cost
 from offbeat.collective.water_filling import owned_parts
 from offbeat.errors import PlanError
-from offbeat.topology import Host, Link, Topology
-
-
-def star(*rates_mbps: float) -> Topology:
-    hosts = tuple(Host(f"h{index}") for index in range(len(rates_mbps)))
-    return Topology(hosts, tuple(Link(host.name, "switch", rate) for host, rate in zip(hosts, rates_mbps, strict=True)))
+from offbeat.topology import Topology
+from tests.collective.networks import star
 
 
 @pytest.mark.parametrize(
