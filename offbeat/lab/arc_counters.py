@@ -73,7 +73,7 @@ class ArcCounters:
             file.close()
 
     def between(self, spans: Mapping[str, tuple[float, float]], whole_s: tuple[float, float]) -> dict[Arc, Carried]:
-        """The traffic of each direction from one moment to another, in seconds of `time.perf_counter`.
+        """Count what each direction carried from one moment to another, in seconds of `time.perf_counter`.
 
         Args:
             spans: of each host's measured steps: what it still had to send at the beginning counts, and what it has to
