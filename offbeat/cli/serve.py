@@ -15,7 +15,8 @@ from offbeat.errors import NetworkError
 from offbeat.wire import busy_poll
 
 TokenFile = Annotated[
-    Path | None, typer.Option(help="A secret that the workers know, too; that of OFFBEAT_TOKEN if left out.")
+    Path | None,
+    typer.Option(help="A secret of at least 16 bytes that the workers know, too; that of OFFBEAT_TOKEN if left out."),
 ]
 Certificate = Annotated[Path | None, typer.Option(help="For TLS: this server's certificate, PEM.")]
 Key = Annotated[Path | None, typer.Option(help="For TLS: its key, PEM.")]
@@ -56,6 +57,7 @@ def serve(
     Workers find it with `ParameterServer(addresses=("host:port",))` or OFFBEAT_SERVERS=host:port,host:port, the first
     shard first, and with the same OFFBEAT_JOB and OFFBEAT_TOKEN. Validators show OFFBEAT_VALIDATOR_TOKEN as well,
     another secret, which this server is given and workers are not; or a certificate of `offbeat certs --validator`.
+    Both secrets have at least 16 bytes: openssl rand -hex 32.
     """
     from offbeat.cli.shard_main import prepare_process
     from offbeat.cli.shard_main import serve as serve_job

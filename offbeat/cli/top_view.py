@@ -148,8 +148,23 @@ class TopView:
         )
         text.append(f", running for {lasting(model_status.running_s)}")
         if not model_status.started:
-            text.append(f"; {len(model_status.present)} workers are here, it begins with the last", "yellow")
+            here = _counted(sum(not seen.validates for seen in model_status.present), "worker")
+            verb = "is" if here.startswith("1 ") else "are"
+            last = "the last"
+            if _lacks_validator(model_status):
+                last = "a validator" if _are_all_here(model_status) else "the last and a validator"
+            text.append(f"; {here} {verb} here, it begins with {last}", "yellow")
         return text
+
+
+def _lacks_validator(model_status: ModelStatus) -> bool:
+    """Whether it waits for a validator, with whose parameters it begins."""
+    needs_one = re.search(r"^\[validator\]$", model_status.plan, re.MULTILINE) is not None
+    return needs_one and not any(seen.validates for seen in model_status.present)
+
+
+def _are_all_here(model_status: ModelStatus) -> bool:
+    return 0 < model_status.world <= sum(not seen.validates for seen in model_status.present)
 
 
 def _of_rejected(model_status: ModelStatus) -> str:
@@ -264,12 +279,16 @@ def _names(model_status: ModelStatus) -> list[str]:
     )
 
 
-def state(seen: WorkerStatus) -> str:
-    """The activity of a worker, in words."""
+def state(seen: WorkerStatus, *, has_parameters: bool = True) -> str:
+    """The activity of a worker, in words.
+
+    Args:
+        has_parameters: whether there are any; else it waits for the first ones, whatever it is released for.
+    """
     who = "validator, " if seen.validates else ""
     if seen.gone:
         return f"{who}{_ENDED.get(seen.phase, seen.phase)}"
-    phase = printable(seen.phase)
+    phase = printable(seen.phase) if has_parameters else "waiting"
     return f"{who}{_WORDS.get(phase, f'{phase} for')} {lasting(seen.since_s)}"
 
 
@@ -302,9 +321,10 @@ def _columns(model_status: ModelStatus, workers: Sequence[WorkerStatus]) -> list
     def column(priority: int, heading: str, cells: list[str], width: int = 0) -> _TopColumn:
         return _TopColumn(priority, heading, tuple(cells), width)
 
+    has_any = model_status.started or model_status.version > 0 or not _lacks_validator(model_status)
     columns = [
         column(0, "rank", [str(w.worker) for w in workers]),
-        column(0, "state", [state(w) for w in workers], len("computing for 12.3 s")),
+        column(0, "state", [state(w, has_parameters=has_any) for w in workers], len("computing for 12.3 s")),
         column(1, "step", [str(w.made) for w in workers], 6),
         *_said(model_status, workers),
         column(3, "ahead", ["" if w.gone or model_status.fabric else str(model_status.ahead(w)) for w in workers]),

@@ -6,6 +6,7 @@
 * `contributions` - from a worker that has computed one until it has the next parameters; `arrivals` - which are whole
   at all shards, and what of them goes with a worker; `decisions` - what the policy decides, as messages
 * `judgements` - what a rule that compares whole contributions makes of them
+* `short_updates` - which are of fewer contributions than the rule needs, and why
 * `loss_questions` - which validator finds out the losses that a rule goes by
 * `policy_runner` - asks the synchronization policy, and keeps count of what it promised; `model_record` - what else is
   known of one model

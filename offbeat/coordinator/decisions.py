@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from offbeat.coordinator.instructions import PolicyTimer
+from offbeat.coordinator.short_updates import ShortUpdates
 from offbeat.protocol.shards import ApplyContributions, DropContribution, ReleaseFromShard
 from offbeat.protocol.training import Evicted, Granted, ReleaseWorker
 from offbeat.sync import Apply, Deadline, Drop, Evict, Grant, Pushed, Release, Wake
@@ -35,6 +36,7 @@ class Decisions:
     def __init__(self, job: JobRecord, leases: LeaseManager, data: DataRequests, arrivals: Arrivals) -> None:
         self._job, self._leases, self._data, self._arrivals = job, leases, data, arrivals
         self._has_applied = False
+        self._short_updates = ShortUpdates(job)
 
     def tell(self, model: int, event: Event) -> None:
         """Ask the policy after an event, and carry out what it decides."""
@@ -44,6 +46,10 @@ class Decisions:
         """The time has come that the policy wanted to be asked at."""
         if model in self._job.models:
             self.tell(model, Deadline(self._job.now_s))
+
+    def end(self, one: ModelRecord) -> None:
+        """Nobody trains a model any more, or until somebody comes."""
+        self._short_updates.end(one)
 
     def take_has_applied(self) -> bool:
         """Whether there was an update since this was asked last."""
@@ -129,13 +135,16 @@ class Decisions:
             hyper = one.hyper_for(change=brought[0].change)
             brought = [msgspec.structs.replace(about, hyper=hyper) for about in brought]
         references = tuple(sorted({worker for worker, _ in pushes} & self._job.validators))
+        is_short = self._short_updates.decided(one, dict(zip(pushes, brought, strict=True)))
         # Who brings other hyper-parameters is heard where a rule goes by what most say.
         about = tuple(msgspec.structs.replace(about, hyper=()) if about.hyper == hyper else about for about in brought)
         one.granted.difference_update(pushes)
         one.applied.update(pushes)
         one.open.update({p: a.weight for p, a in zip(pushes, about, strict=True) if p not in one.here})
         one.here.difference_update(pushes)
-        self._job.out.decide(ApplyContributions(model, pushes, about, hyper, action.rate, action.in_order, references))
+        self._job.out.decide(
+            ApplyContributions(model, pushes, about, hyper, action.rate, action.in_order, references, is_short=is_short)
+        )
         for push in pushes:
             self._leases.applied(model, push)
         self._has_applied = True

@@ -234,6 +234,8 @@ class Membership:
                 self._decisions.carry_out(model, one.runner.leave(worker))
                 self._rounds.step_out_who_asked(model)
             self._tell_pause(one)
+            if not job.asked:
+                self._decisions.end(one)
         self._rounds.leave(worker)
         if event.error is not None or worker in job.validators:
             self._end_if_too_few()

@@ -72,6 +72,8 @@ class ModelRecord:
     batches: dict[int, float] = field(default_factory=dict)  # worker: most samples of a contribution, as it said
     told_batches: set[int] = field(default_factory=set)  # validators of which it was said that their batches differ
     pause: str = ""  # why nothing is decided, as people know
+    told_short: set[str] = field(default_factory=set)  # why updates are left out, as people know
+    left_out: list[float] = field(default_factory=list)  # samples of those left out since some have no data
 
     def must_wait(self, worker: int, clock: int, *, values: bool = True) -> bool:
         """Whether the worker is to wait for its grant with contribution `clock`; noted down.

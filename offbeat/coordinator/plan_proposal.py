@@ -32,6 +32,9 @@ class JudgingRule(Protocol):
     def least(self) -> int:
         """The fewest contributions of which it can make an update."""
 
+    def check(self, n: int) -> str:
+        """Say why it can make no update of n contributions, and the way out; "" if it can."""
+
 
 class DecidingParts(Protocol):
     """The parts of a plan that decide.

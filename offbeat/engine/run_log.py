@@ -47,11 +47,16 @@ class RunLog:
             _log.warning("%s", text)
         self._metrics.event(what, text, self._step(), plan="" if plan is None else plan.to_toml())
 
-    def server(self, text: str) -> None:
-        """Log a notice of the server to all workers; where it runs it stands in the log already."""
+    def server(self, text: str, waits: bool | None = None) -> None:
+        """Log a notice of the server to all workers; where it runs it stands in the log already.
+
+        Args:
+            waits: whether it says what all wait for from now on, or that they do not any more; None for another.
+        """
         if self.speaks_for_newcomers:
             _log.warning("%s", text)
-        self._metrics.event("server", text, self._step())
+        what = "server" if waits is None else "pause" if waits else "resumption"
+        self._metrics.event(what, text, self._step())
 
     def own(self, text: str) -> None:
         """Log what this worker has to say about itself."""

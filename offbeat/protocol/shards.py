@@ -165,6 +165,7 @@ class ApplyContributions(msgspec.Struct, tag=True, frozen=True):
         hyper: those of the first one that has samples; they are the whole update's, or what most name by a rule; or a
             validator's. Empty where no validator has said any yet.
         references: ranks of those whose contributions are references on trusted data, which are never applied.
+        is_short: fewer contributions than the rule needs weigh something, which the coordinator has told people.
     """
 
     model: Model
@@ -174,6 +175,7 @@ class ApplyContributions(msgspec.Struct, tag=True, frozen=True):
     rate: float
     in_order: bool
     references: tuple[Count, ...] = ()
+    is_short: bool = False
 
 
 class ScaleContributions(msgspec.Struct, tag=True, frozen=True):

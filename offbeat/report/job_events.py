@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _TOGETHER_S = 10.0  # records of one event; a worker that was stopped hears of it late
 _STOPPED = "KeyboardInterrupt"
+OF_SERVER = ("server", "pause", "resumption")
+"""Events that the server tells all workers of."""
 UNMARKED = ("pace", "contributions", "privacy")
 """Events that sum up the whole run: they are at no moment of it."""
 
@@ -30,8 +32,8 @@ class JobEvent:
     Args:
         time_s: when the first worker recorded it, unix time.
         step: of that worker, when it did; -1 if it was in none.
-        what: "start", "stall", "swap", "membership", "server", "dropped", "killed", "exited", "interrupted", "ended",
-            "left" and others.
+        what: "start", "stall", "swap", "membership", "server", "pause", "resumption", "dropped", "killed", "exited",
+            "interrupted", "ended", "left" and others.
         text: in words.
         ranks: that tell of it, or of whom it is; empty if the launcher does.
         bad: whether something went wrong.
@@ -100,7 +102,7 @@ def _of_spell(spell: Sequence[StepRecord]) -> JobEvent:
 
 
 def _add(found: list[JobEvent], record: EventRecord) -> None:
-    if record.what in ("server", "membership"):  # of a leaving that its worker has recorded
+    if record.what in (*OF_SERVER, "membership"):  # of a leaving that its worker has recorded
         found[:] = [one for one in found if one.what != "left" or one.text[:-1].partition(",")[0] not in record.text]
     bad = (
         record.what in ("stall", "killed", "exited", "skipped") or " is gone" in record.text or " died " in record.text

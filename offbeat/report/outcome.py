@@ -252,10 +252,16 @@ def _said(culprit: ReportedCulprit) -> str:
 
 def _on_the_way(records: Sequence[Record]) -> str:
     events = [record for record in records if isinstance(record, EventRecord)]
+    pauses = [event for event in events if event.what in ("pause", "resumption")]  # all but the last one are over
+    last = max(pauses, key=lambda event: event.time_s, default=None)
     # Every worker is told the same about the server; who paced the rounds is told by one, at the end.
     told = [
         f" {text}"
-        for text in dict.fromkeys(event.text for event in events if event.what in ("server", "pace", "privacy"))
+        for text in dict.fromkeys(
+            event.text
+            for event in events
+            if event.what in ("server", "pace", "privacy") or (event is last and event.what == "pause")
+        )
     ]
     if warned := [event.text for event in events if event.what == "warning"]:  # each worker's own says the same
         told.insert(0, f" {warned[0]}")

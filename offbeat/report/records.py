@@ -103,8 +103,8 @@ class EventRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="event", kw
     """An event worth showing to people.
 
     Args:
-        what: such as "stall", "swap", "membership", "server"; "killed", "exited" and "interrupted" are the
-            launcher's.
+        what: such as "stall", "swap", "membership", "server", "pause" and "resumption" (of all at a server); "killed",
+            "exited" and "interrupted" are the launcher's.
         plan: that holds from then on, as TOML, if that is what happened.
     """
 

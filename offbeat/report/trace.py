@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from offbeat.report.job_events import job_events
+from offbeat.report.job_events import OF_SERVER, job_events
 from offbeat.report.records import OF_JOB, BucketNames, EventRecord, LogRecord, StartRecord, StepRecord, label
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def trace(records: Sequence[Record]) -> dict[str, Any]:
                 for name, value in record.values.items()
                 if value is not None
             ]
-        elif isinstance(record, EventRecord) and record.what != "server":
+        elif isinstance(record, EventRecord) and record.what not in OF_SERVER:
             of_job = record.rank == OF_JOB
             instant = {"ph": "i", "s": "g" if of_job else "p", "name": record.what, "pid": 0 if of_job else record.rank}
             events.append(instant | {"tid": _COMPUTE, "ts": start_us, "args": {"text": record.text}})
@@ -122,7 +122,7 @@ def _told_by_server(records: Sequence[Record], origin_s: float) -> list[dict[str
         {"ph": "i", "s": "p", "name": "told", "pid": _SERVER, "tid": _TOLD, "ts": (event.time_s - origin_s) * 1e6}
         | {"args": {"text": event.text}}
         for event in job_events(records)
-        if event.what == "server"
+        if event.what in OF_SERVER
     ]
 
 

@@ -89,8 +89,8 @@ class Judge:
             return none
         if isinstance(rule, LossRule):
             return self._by_losses(rule, gram, workers, losses)
-        if why := rule.check(len(kept)):
-            self.say(f"Updates are left out: {why}.")
+        if rule.check(len(kept)):
+            self.say(too_few(rule, len(kept)))
             return none
         if rule.needs_reference:
             if len(gram) == count or not bool(finite[-1]):
@@ -117,9 +117,10 @@ class Judge:
     ) -> torch.Tensor:
         """Judge by losses. What is not finite has none, and is among those that are left out, as the worst there is."""
         none = torch.zeros(len(gram), dtype=torch.float64)
-        if why := rule.check(len(workers)):
-            self.say(f"Updates are left out: {why}.")
-        if why or not losses:
+        if rule.check(len(workers)):
+            self.say(too_few(rule, len(workers)))
+            return none
+        if not losses:
             return none
         found, is_finite = iter(losses[1:]), gram.diagonal().isfinite().tolist()
         after = [next(found) if one else math.inf for one in is_finite]
@@ -131,8 +132,17 @@ class Judge:
             self.say(f"Updates are left out: by the loss on trusted samples {rule!r} accepts no contribution.")
         return judged
 
+    def know(self, count: int) -> None:
+        """Say nothing of updates of so few contributions: people have been told why they are no more."""
+        self._told.add(too_few(self._rule, count))
+
     def say(self, text: str) -> None:
         """Tell people something, once."""
         if text not in self._told:
             self._told.add(text)
             self._tell(text)
+
+
+def too_few(rule: Rule, count: int) -> str:
+    """Say why a rule can make nothing of so few contributions."""
+    return f"Updates are left out: {rule.check(count)}."

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.robust import add_scaled, gram_of
-from offbeat.server.judge import Judge
+from offbeat.server.judge import Judge, too_few
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -112,8 +112,8 @@ class RobustAggregator:
                 self.judge.say(f"What rank {one.worker} pushes holds NaN or Inf: such blocks are rejected.")
         if not finite:
             return None
-        if why := self._rule.check(len(finite)):
-            self.judge.say(f"Updates are left out: {why}.")
+        if self._rule.check(len(finite)):
+            self.judge.say(too_few(self._rule, len(finite)))
             return None
         weights = [one.weight if self._rule.is_weighted else 1.0 for one, _ in finite]
         scales = torch.tensor(weights, dtype=torch.float64)

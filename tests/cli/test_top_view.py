@@ -173,6 +173,21 @@ def test_how_far_and_how_fast_it_is() -> None:
     assert how_far(told(total, total), 40) == "epoch 3.25 of 12, about 3 min left"
 
 
+def test_before_a_validator_has_come_it_is_what_all_wait_for() -> None:
+    """Its parameters are the first: until then nobody computes."""
+    plan, workers = "[validator]\n", [seen(rank, since_s=23.0) for rank in range(3)]
+    text = drawn(a_scene(*workers, started=False, version=0, world=3, plan=plan), width=150)
+    assert "; 3 workers are here, it begins with a validator" in text
+    assert text.count("waiting for 23 s") == 3
+    assert "computing" not in text
+    text = drawn(a_scene(*workers[:1], started=False, version=0, world=3, plan=plan), width=150)
+    assert "; 1 worker is here, it begins with the last and a validator" in text
+    validator = seen(3, validates=True)
+    text = drawn(a_scene(*workers[:2], validator, started=False, version=0, world=3, plan=plan), width=150)
+    assert "; 2 workers are here, it begins with the last" in text
+    assert "computing for 23 s" in text
+
+
 def test_a_validator_is_not_counted_with_the_workers() -> None:
     """Nor are the samples and the loss of its own data."""
     validator = seen(3, validates=True, status=status(3, host="node1"))

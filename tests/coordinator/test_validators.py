@@ -402,6 +402,60 @@ def test_who_is_done_is_not_waited_for() -> None:
     assert {worker for worker, _ in update.pushes} == {0, 1}, "which the rule leaves out"
 
 
+class Logged(WithRule):
+    """One of which everything that is logged is kept."""
+
+    def __init__(self, too_few: TooFew = "skip") -> None:
+        self.log: list[str] = []
+        super().__init__(too_few)
+
+    def hear(self, event: CoordinatorEvent) -> list[Any]:
+        did = super().hear(event)
+        self.log += [one.text for one in did if isinstance(one, WriteLog) and "left out" in one.text]
+        return did
+
+
+END_OF_DATA = (
+    "An update is left out: nothing came to it from rank 2, as at the end of its data, and TrimmedMean(faulty=1) needs "
+    "at least 3 contributions. The 12 samples of rank 0, 1 are in no update."
+)
+
+
+@pytest.mark.parametrize("ends", ["leaves", "brings nothing", "waits"])
+def test_the_end_of_a_workers_data_is_no_lack_of_workers(ends: str) -> None:
+    """The last round of leased data may be of fewer workers than there are."""
+    job = Logged()
+    (update,) = [*job.bring(0), *job.bring(1), *job.bring(2)]
+    assert (update.is_short, job.log) == (False, [])
+    if ends == "leaves":
+        job.hear(WorkerGone(job.now_s, 2, None))
+    elif ends == "waits":
+        job.say(2, AskAllWorkers(0, "mean", refresh=False, numbers=(0.0,)))
+    updates = job.bring(2, weight=0.0) if ends == "brings nothing" else []
+    (update,) = [*updates, *job.bring(0, weight=6.0), *job.bring(1, weight=6.0)]
+    assert (update.is_short, job.log) == (True, [END_OF_DATA])
+
+
+def test_of_many_updates_without_data_of_one_worker_it_is_said_how_many() -> None:
+    job = Logged()
+    job.hear(WorkerGone(job.now_s, 2, None))
+    for _ in range(5):
+        job.bring(0, weight=6.0), job.bring(1, weight=6.0)
+    assert job.log == [END_OF_DATA]
+    job.hear(WorkerGone(job.now_s, 0, None))
+    job.hear(WorkerGone(job.now_s, 1, None))
+    assert job.log[1:] == ["In all 5 updates were left out because of that, of 60 samples."]
+
+
+def test_of_workers_that_are_lost_it_is_said_that_there_are_too_few() -> None:
+    job = Logged()
+    job.hear(WorkerGone(job.now_s, 2, NetworkError("It was killed.")))
+    for _ in range(2):
+        job.bring(0), job.bring(1)
+    (text,) = job.log
+    assert text.startswith("Updates are left out: TrimmedMean(faulty=1) needs at least 3 contributions, and there are")
+
+
 def test_nobody_is_told_to_start_more_while_all_are_waited_for() -> None:
     job = WithRule("hold")
     assert "Start more" not in job.coordinator.models[0].note

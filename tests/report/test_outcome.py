@@ -92,6 +92,15 @@ def test_what_happened_to_the_server_is_told_once(tmp_path: Path) -> None:
     assert how(tmp_path, records).text == "All 2 workers ended well after 6 steps. It was restarted."
 
 
+def test_what_was_waited_for_is_not_told_once_that_is_over(tmp_path: Path) -> None:
+    waits = {"kind": "event", "step": 3, "time_s": 101.0, "what": "pause", "text": "No validator takes part."}
+    over = waits | {"time_s": 102.0, "what": "resumption", "text": "A validator takes part: training goes on."}
+    records = [*trained(6, 6), *(one | {"rank": rank} for one in (waits, over) for rank in (0, 1))]
+    assert how(tmp_path, [*records, end(0, 6), end(1, 6)]).text == "All 2 workers ended well after 6 steps."
+    again = waits | {"rank": 0, "time_s": 103.0}
+    assert how(tmp_path, [*records, again, end(0, 6), end(1, 6)]).text.endswith("6 steps. No validator takes part.")
+
+
 def test_who_raised_is_named_before_who_waited_for_it(tmp_path: Path) -> None:
     stall(tmp_path, 0, DEAD | {"reason": "raised", "text": "raised an exception after 6 steps:"})
     ends = [end(0, 6, LOST), end(1, 6, "ValueError: a bad batch.\nmore"), end(2, 6, "KeyboardInterrupt: SIGTERM")]

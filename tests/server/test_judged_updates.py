@@ -41,6 +41,7 @@ from offbeat.robust import (
     Median,
     MultiKrum,
     Rule,
+    TrimmedMean,
     ZenoPlusPlus,
     ZenoPS,
     ZenoPSAsync,
@@ -111,11 +112,12 @@ class Together:
         hypers: dict[int, Any] | None = None,
         references: tuple[int, ...] = (),
         in_order: bool = True,
+        is_short: bool = False,
     ) -> list[Push]:
         """The decision about an update, and its contributions but for the commit."""
         pushes = tuple((worker, self.clocks[worker]) for worker in brings)
         about = tuple(ContributionInfo((weights or {}).get(w, 1.0), (hypers or {}).get(w, ())) for w in brings)
-        self.decide(ApplyContributions(0, pushes, about, self.hyper, 1.0, in_order, references))
+        self.decide(ApplyContributions(0, pushes, about, self.hyper, 1.0, in_order, references, is_short))
         for push in pushes:
             self.clocks[push[0]] += 1
             for block in self.cut:
@@ -297,6 +299,15 @@ def test_too_few_leave_the_model_as_it_is_and_that_is_said_once(told: list[str])
         assert not job.update(gradients(5, seed)).any()
     (text,) = told
     assert text.startswith("Updates are left out: Krum(faulty=2) needs at least 7 contributions, and there are 5.")
+
+
+@pytest.mark.parametrize("rule", [Krum(2), TrimmedMean(2)], ids=repr)
+def test_what_the_coordinator_has_said_is_not_said_again(rule: Rule, told: list[str]) -> None:
+    job = Together(rule)
+    assert not job.update(gradients(4), is_short=True).any()
+    assert not told
+    assert not job.update(gradients(3)).any()
+    assert told, "of others, such as fewer, it is"
 
 
 @pytest.mark.parametrize("rule", [Krum(1), Median(), None], ids=repr)

@@ -213,7 +213,7 @@ def test_what_was_computed_from_samples_that_are_dealt_again_is_reported(
     job = together(policy, 1)
     (worker,) = workers(job)
     told: list[str] = []
-    worker.client._tell = told.append
+    worker.client._tell = lambda text, waits: told.append(text)
     queue = worker.client.register_loader(
         RegisterLoader(loader=0, plan="p", world=1, samples=100, seed=0, shuffle=True, drop_last=False, batch=4)
     )

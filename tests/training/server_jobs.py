@@ -19,6 +19,7 @@ import offbeat
 from offbeat.fabric import ParameterServer
 from offbeat.protocol.messages import pack
 from offbeat.protocol.training import DensePayload, PushBlock
+from offbeat.report.job_events import OF_SERVER
 from offbeat.server.pushed_block import body_of
 from offbeat.tensors import bytes_of
 from tests.cli.commands import descendants
@@ -123,7 +124,7 @@ def told(folder: Path, rank: int) -> list[str]:
     """What this worker was told about the server; not that another is back, which only who was back before is told."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
-    texts = [e["text"] for e in events if e["kind"] == "event" and e["what"] == "server" and e["rank"] == rank]
+    texts = [e["text"] for e in events if e["kind"] == "event" and e["what"] in OF_SERVER and e["rank"] == rank]
     return [text for text in texts if not re.fullmatch(r"Rank \d+ is back\.", text)]
 
 

@@ -333,6 +333,7 @@ def test_by_the_command(tmp_path: Path) -> None:
             job.kill()
     assert (job.returncode, code) == (0, 0), (output, said)
     assert output.count("is done False") == 2, output
+    assert "alidator" not in output.partition("ended well")[2], "that it was waited for one is over"
     assert "Starting rank 2, which validates for it." in said
     assert "The job is over: its last worker has said good-bye. This validator ends with it." in said
     assert "validates True" not in said, "its loop has no end"

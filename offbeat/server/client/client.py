@@ -88,7 +88,8 @@ class Client:
         dials: how to reach each shard; if empty, a shard that is lost is lost for good.
         hosts: on which each shard runs; if empty, all on one.
         patience: for how long to dial a server that is gone; 0 gives up at once.
-        tell: called, on the event loop's thread, with what people should know.
+        tell: called, on the event loop's thread, with what people should know, and whether it says what all wait for
+            (True), or that they do not any more (False).
         plans: who knows which plans this worker can go by; None if it can go by no other.
         seed: of this worker, which the server compares with the others'; None if it has none.
     """
@@ -102,7 +103,7 @@ class Client:
         dials: Sequence[Dial] = (),
         hosts: Sequence[str] = (),
         patience: timedelta = timedelta(seconds=60),
-        tell: Callable[[str], None] = lambda text: None,
+        tell: Callable[[str, bool | None], None] = lambda text, waits: None,
         plans: PlanJudge | None = None,
         seed: int | None = None,
     ) -> None:
@@ -481,7 +482,7 @@ class Client:
                     self._plans.adopt(plan, text, sync_point)
             case Notice(text=text, waits=waits):
                 self._reason = text if waits else "" if waits is False else self._reason
-                self._tell(text)
+                self._tell(text, waits)
             case TrainingOver(why=why):
                 self._end_training(why)
             case Evicted(reason=reason):
@@ -497,7 +498,7 @@ class Client:
         if why:
             self.fail(WorkerLostError(why))
             return
-        self._tell("The job is over: its last worker has said good-bye. This validator ends with it.")
+        self._tell("The job is over: its last worker has said good-bye. This validator ends with it.", None)
         self.fail(EndOfTraining(0))
 
     def see(self, number: int, model_statuses: tuple[ModelStatus, ...]) -> None:

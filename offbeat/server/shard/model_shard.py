@@ -235,6 +235,9 @@ class ModelShard:
                 told = dict(zip(pushes, zip(pushes, about, are_references, strict=True), strict=True))
                 again = {push: frozenset(one.again) for push, one in zip(pushes, about, strict=True) if one.again}
                 self._scheduler.apply(Apply(pushes, rate, in_order), told, again)
+                if decision.is_short and self._robust is not None:
+                    given = zip(about, are_references, strict=True)
+                    self._robust.judge.know(sum(one.weight > 0 and not is_reference for one, is_reference in given))
             case ScaleContributions(version=version):
                 if not self._scheduler.judge(version, decision):
                     raise PeerError(f"Cannot make update {version} of model {self.model}: it does not wait for that.")
