@@ -409,6 +409,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     "accuracy_chars": (Claim(NEVER, "", at_most=0),),
     "delayed_mnist": (Claim(NEVER, "", at_most=0),),
     "delayed_chars": (Claim(NEVER, "", at_most=0),),
+    "slow_nic": (),
     "torus": (),
     "mesh": (),
 }

@@ -1,4 +1,4 @@
-"""The capacity of the network between the workers, from a tournament in which every pair sends both ways at the same time.
+"""The capacity of the network between the workers, from a tournament in which pairs send both ways at the same time.
 
 In each of N - 1 rounds every worker has one partner (the circle method), so that a pair has its links to itself. A
 first tournament with little tells how much there is to be sent in the second, so that it takes some tenths of a second

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Owed(NamedTuple):
-    """A transfer that an exchange waits for: of which chunk how much of it came from whom, and when the last of it did."""
+    """A transfer that an exchange waits for: of which chunk how much came from whom, and when the last of it did."""
 
     chunk: int
     rank: int

@@ -145,7 +145,9 @@ class OutgoingLane:
 
 
 class RateEstimate:
-    """An estimate of how fast a link carries what it is given, from when bytes arrive. Only times count in which it had enough to do.
+    """An estimate of how fast a link carries what it is given, from when bytes arrive.
+
+    Only times count in which it had enough to do.
 
     Attributes:
         bytes_per_s: 0 before anything is known.

@@ -108,6 +108,18 @@ COMMANDS = {
         "--json",
         "--history",
     ],
+    "collective show": [
+        "METHOD",
+        "--network",
+        "--hosts",
+        "--rate-mbps",
+        "--size",
+        "--chunk",
+        "--out",
+        "--trees",
+        "--time-line",
+    ],
+    "collective verify": ["PATH", "--network"],
     "certs": ["FOLDER", "--host", "--validator", "--worker"],
     "privacy": ["--noise", "--contributions", "--delta", "--max-norm", "--model-size", "--workers"],
 }
