@@ -48,7 +48,7 @@ class Decisions:
             self.tell(model, Deadline(self._job.now_s))
 
     def end(self, one: ModelRecord) -> None:
-        """Nobody trains a model any more, or until somebody comes."""
+        """Note that nobody trains a model any more, or until somebody comes."""
         self._short_updates.end(one)
 
     def take_has_applied(self) -> bool:
