@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat.errors import NetworkError
+from offbeat.errors import NetworkError, PlanError
 from offbeat.payload import Gather, Total
-from offbeat.wire.credentials import Token
+from offbeat.wire.credentials import Certificates, Token
 from offbeat.wire.interfaces import address_for_peers
 from offbeat.wire.lane import StagingPool
 from offbeat.wire.loop_thread import LoopThread
@@ -70,6 +70,11 @@ class LaneNetwork:
         try:
             said = [json.loads(text) for text in meet(json.dumps({"token": secrets.token_hex(32)}))]
             credentials = None if settings is None else settings.credentials()
+            if isinstance(credentials, Certificates):
+                raise PlanError(
+                    "Cannot open links between the workers with certificates: those of workers are good for dialling "
+                    "a server alone. Use a token (OFFBEAT_TOKEN), or another fabric - at `plan.fabric`."
+                )
             if credentials is None:
                 credentials = Token(str(said[0]["token"]).encode())
             bind = address_for_peers(os.environ)
