@@ -110,12 +110,12 @@ class Algorithm:
 
     @property
     def steps(self) -> int:
-        """How many steps there are."""
+        """The number of steps."""
         return max((op.step for op in self.ops), default=-1) + 1
 
     @property
     def collective(self) -> str:
-        """What it is: "all-reduce", "broadcast"; "none" if chunks differ in kind."""
+        """The name of the collective, such as "all-reduce" or "broadcast"; "none" if chunks differ in kind."""
         kinds = {(chunk.source is None, chunk.target is None) for chunk in self.chunks}
         sources, targets = {chunk.source for chunk in self.chunks}, {chunk.target for chunk in self.chunks}
         if len(kinds) != 1:
@@ -132,7 +132,7 @@ class Algorithm:
         return "all-to-all"
 
     def sent_parts(self) -> list[Fraction]:
-        """How often each rank sends the length of the vector.
+        """The length of all that each rank sends, where that of the vector is 1.
 
         >>> from offbeat.collective import Ring
         >>> from offbeat.topology import Topology
@@ -195,7 +195,7 @@ class Algorithm:
                     )
 
     def to_bytes(self) -> bytes:
-        """It as bytes (msgpack), the same on every machine.
+        """Write it as bytes (msgpack), the same on every machine.
 
         Of `after` the length is written, as it is a prefix of what came before; in full where it is none.
         """

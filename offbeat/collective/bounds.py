@@ -78,7 +78,7 @@ def bound(network: Topology, size_bytes: float) -> Bounds:
 
 
 class _Cuts:
-    """Cuts of a network, or of it with all arcs turned round. Its nodes are numbers, ranks first."""
+    """The cuts of a network, or of it with all arcs turned round. Its nodes are numbers, ranks first."""
 
     def __init__(self, paths: Paths, *, reverse: bool) -> None:
         self.flows, self.sparse = _scipy()
@@ -145,7 +145,7 @@ class _Cuts:
         return matrix.tocsr().astype(np.int32)
 
     def _inside(self, left: Any, source: int) -> np.ndarray:
-        """Whether each node can be reached over what a flow leaves."""
+        """Find the nodes that can be reached over what a flow leaves: a bool for each."""
         left.eliminate_zeros()
         inside = np.zeros(left.shape[0], dtype=bool)
         inside[self.flows.breadth_first_order(left, source, return_predecessors=False)] = True

@@ -1,4 +1,4 @@
-"""What an algorithm costs: how long it takes on a network that carries nothing else.
+"""The cost of an algorithm: how long it takes on a network that carries nothing else.
 
 Each arc carries one block at a time. Of those that wait for it, one of the earliest step is next, of these one that is
 earliest in its chunk, of these that of the operation listed first. An operation sends block b of its chunk as soon as

@@ -93,7 +93,7 @@ def draw_time_line(
 
 
 def node_places(network: Topology) -> dict[str, tuple[float, float]]:
-    """Where to draw each node: a grid as such, else hosts in a circle and switches in a smaller one."""
+    """The place of each node in a picture: a grid as such, else hosts in a circle and switches in a smaller one."""
     grid = network.routing
     if isinstance(grid, DimensionOrder) and len(grid.dims) > 1:
         found = {}

@@ -66,7 +66,7 @@ def _order(network: Topology) -> list[int]:
 
 
 def _layers(network: Topology) -> list[list[list[int]]]:
-    """By layer and switch, the ranks at it."""
+    """The ranks at each switch of each layer."""
     at = {}
     between: dict[str, set[str]] = {switch: set() for switch in network.switches}
     for arc in network.arcs:

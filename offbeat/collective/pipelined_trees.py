@@ -108,7 +108,7 @@ class _Packing:
         return max(load * time for load, time in zip(self.load, self.times, strict=True))
 
     def _price(self, arcs: Iterable[int], depth: int) -> float:
-        """What it costs to load these arcs once more."""
+        """The price of loading these arcs once more."""
         loads = [(self.load[arc] + 1) * self.times[arc] / self.least for arc in arcs]
         return (1 + _DEPTH * depth) * sum(math.exp(min(_STEEPNESS * load, 600.0)) for load in loads)
 

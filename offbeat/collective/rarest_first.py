@@ -37,7 +37,7 @@ class _Way:
 def spread_times(
     paths: Paths, sources: Sequence[int], chunk_bytes: float, *, seed: int, reverse: bool = False
 ) -> tuple[float, list[list[tuple[float, int, int]]]]:
-    """When each chunk comes to all ranks, if each link carries the rarest.
+    """Let each link carry the rarest chunk, until all ranks have all.
 
     Args:
         sources: of the chunks, which are equally large.
@@ -124,7 +124,7 @@ class _Swarm:
         return all(self.free_at[arc] <= self.now for arc, _ in way.busy)
 
     def _rarest(self, chunks: int) -> int:
-        """One of the chunks that the fewest ranks have or will have."""
+        """Draw one of the chunks that the fewest ranks have or will have."""
         found = next(chunks & same for same in self.by_copies if chunks & same)
         # The first bit at or above a drawn place, or from the beginning.
         place = self.random.randrange(found.bit_length())

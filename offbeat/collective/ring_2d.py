@@ -72,7 +72,7 @@ class Ring2D:
 
 
 def _tree(table: Sequence[Sequence[int]], row: int, column: int, direction: int) -> SpanningTree:
-    """From one rank through its column, and from all of that through their rows."""
+    """The tree from one rank through its column, and from all of that through their rows."""
     rows, columns = len(table), len(table[0])
     down = [table[(row + direction * i) % rows][column] for i in range(rows)]
     edges = [Edge(down[i], down[i + 1], i) for i in range(rows - 1)]
