@@ -58,7 +58,7 @@ def cost(
     """Time that a vector of so many bytes takes, in seconds.
 
     Args:
-        algorithm: for as many ranks as the network has hosts.
+        algorithm: verified, for as many ranks as the network has hosts.
         network: whose links carry nothing else.
         size_bytes: of the vector.
         block_bytes: that are sent on as soon as they have come; `math.inf` sends on whole chunks.

@@ -31,8 +31,8 @@ def draw_trees(algorithm: Algorithm, network: Topology, path: Path, chunks: Sequ
     for chunk in chunks:
         if not 0 <= chunk < len(algorithm.chunks):
             raise PlanError(f"Cannot draw chunk {chunk}: there are chunks 0 to {len(algorithm.chunks) - 1}.")
-    across = min(_ACROSS, len(chunks))
-    down = math.ceil(len(chunks) / across)
+    across = max(1, min(_ACROSS, len(chunks)))
+    down = max(1, math.ceil(len(chunks) / across))
     figure = _figure(3.2 * across, 3.4 * down + 0.4)
     places, names = node_places(network), [host.name for host in network.hosts]
     grid = figure.subplots(down, across, squeeze=False)

@@ -29,7 +29,7 @@ from offbeat.errors import PlanError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from offbeat.collective.algorithm import Algorithm, Op
+    from offbeat.collective.algorithm import Algorithm, Chunk, Op
 
 MOST_RANKS = 8
 """Columns of a table."""
@@ -103,6 +103,39 @@ def chunk_trees(algorithm: Algorithm, chunk: int) -> str:
             verb = "adds to" if op.kind == "reduce" else "gives"
             lines.append(f"step {op.step}: rank {op.source} {verb} rank {op.destination}")
     return "\n".join(lines)
+
+
+def difference(here: Algorithm, there: Algorithm) -> str:
+    """The first thing in which two algorithms differ, as when two ranks made different ones; "" if there is none."""
+    for what, one, other in (
+        ("ranks", here.nodes, there.nodes),
+        ("chunks", len(here.chunks), len(there.chunks)),
+        ("time slots", here.uses_slots, there.uses_slots),
+    ):
+        if one != other:
+            return f"{what}: {one} and {other}"
+    for number, (chunk, chunk_there) in enumerate(zip(here.chunks, there.chunks, strict=True)):
+        if chunk != chunk_there:
+            return f"chunk {number}: {_chunk(chunk)} and {_chunk(chunk_there)}"
+    for number, (op, op_there) in enumerate(zip(here.ops, there.ops, strict=False)):
+        if op != op_there:
+            return f"operation {number}: {_op(op)} and {_op(op_there)}"
+    if len(here.ops) != len(there.ops):
+        return f"operations: {len(here.ops)} and {len(there.ops)}"
+    return "" if here.name == there.name else f"names: {here.name} and {there.name}"
+
+
+def _chunk(chunk: Chunk) -> str:
+    ends = (
+        "" if rank is None else f" {word} rank {rank}" for word, rank in zip(("from", "to"), chunk[2:], strict=True)
+    )
+    return f"{chunk.begin} to {chunk.end}{''.join(ends)}"
+
+
+def _op(op: Op) -> str:
+    after = f" after {', '.join(map(str, op.after))}" if op.after else ""
+    verb = "adds to" if op.kind == "reduce" else "gives"
+    return f"rank {op.source} {verb} rank {op.destination} chunk {op.chunk} in step {op.step}{after}"
 
 
 def _is_forest(parents: Mapping[int, tuple[int, Op]]) -> bool:

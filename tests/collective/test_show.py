@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import builtins
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from offbeat.collective import Algorithm, MultiTree, PipelinedTrees, RecursiveDoubling, Ring, WaterFilling
+from offbeat.collective import Algorithm, Chunk, MultiTree, Op, PipelinedTrees, RecursiveDoubling, Ring, WaterFilling
 from offbeat.collective.draw import draw_time_line, draw_trees, node_places
-from offbeat.collective.show import chunk_trees, show, step_table, summary
+from offbeat.collective.show import chunk_trees, difference, show, step_table, summary
 from offbeat.errors import PlanError
 from offbeat.topology import Topology
 from tests.collective.networks import MB_S, star
@@ -64,8 +65,28 @@ def test_what_is_no_tree_is_a_list() -> None:
 
 
 def test_long_ways_are_drawn() -> None:
-    lines = chunk_trees(Ring().plan(star(*[1.0] * 1500)), 0).splitlines()
-    assert lines[-1].endswith("└─ rank 1499, step 2997")
+    whole = (Chunk(Fraction(0), Fraction(1), source=0),)
+    ops = tuple(Op("copy", 0, rank, rank + 1, rank, (rank - 1,) if rank else ()) for rank in range(3000))
+    lines = chunk_trees(Algorithm("chain", 3001, whole, ops), 0).splitlines()
+    assert lines[-1].endswith("└─ rank 3000, step 2999")
+
+
+def test_the_first_difference_is_named() -> None:
+    ring, made = Ring().plan(star(1, 1, 1)), MultiTree().plan(star(1, 1, 1))
+    assert difference(ring, ring) == ""
+    assert difference(ring, Ring().plan(star(1, 1))) == "ranks: 3 and 2"
+    assert difference(ring, MultiTree(split=2).plan(star(1, 1, 1))) == "chunks: 3 and 6"
+    assert difference(ring, made) == "time slots: False and True"
+    other = Algorithm("Ring()", 3, ring.chunks, (*ring.ops[:3], ring.ops[3]._replace(step=7), *ring.ops[4:]))
+    assert difference(ring, other) == (
+        "operation 3: rank 1 adds to rank 2 chunk 2 in step 1 after 0 and rank 1 adds to rank 2 chunk 2 in step 7 after 0"
+    )
+    assert difference(ring, Algorithm("Ring()", 3, ring.chunks, ring.ops[:-1])) == "operations: 12 and 11"
+    assert difference(ring, Algorithm("mine", 3, ring.chunks, ring.ops)) == "names: Ring() and mine"
+    moved = (Chunk(Fraction(0), Fraction(1, 4)), Chunk(Fraction(1, 4), Fraction(2, 3), target=1), ring.chunks[2])
+    assert difference(ring, Algorithm("Ring()", 3, moved, ring.ops)) == "chunk 0: 0 to 1/3 and 0 to 1/4"
+    ends = (ring.chunks[0], ring.chunks[1]._replace(target=1), ring.chunks[2])
+    assert difference(ring, Algorithm("Ring()", 3, ends, ring.ops)) == "chunk 1: 1/3 to 2/3 and 1/3 to 2/3 to rank 1"
 
 
 def test_all_there_is_to_show() -> None:
