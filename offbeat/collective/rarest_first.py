@@ -154,11 +154,13 @@ class _Swarm:
         heapq.heappush(self.events, (self.now + way.takes, _ARRIVED, way.target, bit))
 
     def _ways(self, paths: Paths, chunk_bytes: float, *, reverse: bool) -> list[_Way]:
+        # Where no link is shaped, all are alike.
+        byte_s = paths.byte_s if any(paths.byte_s) else [1e-9] * len(paths.arcs)
         found = []
         for source in range(paths.ranks):
             for target in paths.neighbours[source]:
                 arcs = paths.between(source, target)
-                busy = [(arc, round(chunk_bytes * paths.byte_s[arc] * _PER_S)) for arc in arcs]
+                busy = [(arc, round(chunk_bytes * byte_s[arc] * _PER_S)) for arc in arcs]
                 latency = round(sum(paths.latency_s[arc] for arc in arcs) * _PER_S)
                 ends = (target, source) if reverse else (source, target)
                 found.append(_Way(*ends, busy, latency))
