@@ -121,7 +121,7 @@ class Algorithm:
 
     @property
     def collective(self) -> str:
-        """The name of what it does: "all-reduce", "broadcast"; "none" if chunks differ in kind."""
+        """The name of the collective, such as "all-reduce" or "broadcast"; "none" if chunks differ in kind."""
         kinds = {(chunk.source is None, chunk.target is None) for chunk in self.chunks}
         sources, targets = {chunk.source for chunk in self.chunks}, {chunk.target for chunk in self.chunks}
         if len(kinds) != 1:
@@ -138,7 +138,7 @@ class Algorithm:
         return "all-to-all"
 
     def sent_parts(self) -> list[Fraction]:
-        """The amount that each rank sends, in lengths of the vector.
+        """The length of all that each rank sends, where that of the vector is 1.
 
         >>> from offbeat.collective import Ring
         >>> from offbeat.topology import Topology

@@ -145,7 +145,7 @@ class _Cuts:
         return matrix.tocsr().astype(np.int32)
 
     def _inside(self, left: Any, source: int) -> np.ndarray:
-        """The nodes that can be reached over what a flow leaves, as a mask."""
+        """Find the nodes that can be reached over what a flow leaves: a bool for each."""
         left.eliminate_zeros()
         inside = np.zeros(left.shape[0], dtype=bool)
         inside[self.flows.breadth_first_order(left, source, return_predecessors=False)] = True

@@ -1,4 +1,4 @@
-"""The cost of an algorithm: its time on a network that carries nothing else.
+"""The cost of an algorithm: how long it takes on a network that carries nothing else.
 
 Each arc carries one block at a time. Of those that wait for it, one of the earliest step is next, of these one that is
 earliest in its chunk, of these that of the operation listed first. An operation sends block b of its chunk as soon as
@@ -58,7 +58,7 @@ def cost(
     """Time that a vector of so many bytes takes, in seconds.
 
     Args:
-        algorithm: for as many ranks as the network has hosts.
+        algorithm: verified, for as many ranks as the network has hosts.
         network: whose links carry nothing else.
         size_bytes: of the vector.
         block_bytes: that are sent on as soon as they have come; `math.inf` sends on whole chunks.

@@ -31,8 +31,8 @@ def draw_trees(algorithm: Algorithm, network: Topology, path: Path, chunks: Sequ
     for chunk in chunks:
         if not 0 <= chunk < len(algorithm.chunks):
             raise PlanError(f"Cannot draw chunk {chunk}: there are chunks 0 to {len(algorithm.chunks) - 1}.")
-    across = min(_ACROSS, len(chunks))
-    down = math.ceil(len(chunks) / across)
+    across = max(1, min(_ACROSS, len(chunks)))
+    down = max(1, math.ceil(len(chunks) / across))
     figure = _figure(3.2 * across, 3.4 * down + 0.4)
     places, names = node_places(network), [host.name for host in network.hosts]
     grid = figure.subplots(down, across, squeeze=False)
@@ -93,7 +93,7 @@ def draw_time_line(
 
 
 def node_places(network: Topology) -> dict[str, tuple[float, float]]:
-    """The places at which to draw nodes: a grid as such, else hosts in a circle and switches in a smaller one."""
+    """The place of each node in a picture: a grid as such, else hosts in a circle and switches in a smaller one."""
     grid = network.routing
     if isinstance(grid, DimensionOrder) and len(grid.dims) > 1:
         found = {}

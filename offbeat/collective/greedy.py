@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from offbeat.topology import Topology
 
 _SPLITS = (8, 4, 2, 1)
-_MOST = 300_000  # links that may be looked at in one draw: a few seconds
+_MOST = 150_000  # links that may be looked at in one draw: a few seconds
 _ENOUGH = 100_000  # in all, after which there are no further draws
 _CLOSE = 1.002  # to the least time: no further draw is worth it
 
@@ -81,8 +81,12 @@ class Greedy:
 def _least_s(paths: Paths, size_bytes: float, *, reverse: bool) -> float:
     """Time in which each rank can hear all others over its own links, if nothing else is slow."""
     arcs_of = paths.out_arcs if reverse else paths.in_arcs
-    rates = [sum(1 / (paths.byte_s[arc] or math.inf) for arc in arcs_of.get(name, ())) for name in paths.names]
-    return (1 - 1 / paths.ranks) * size_bytes / max(min(rates), 1e-12)
+    rates = [sum(_rate(paths.byte_s[arc]) for arc in arcs_of.get(name, ())) for name in paths.names]
+    return (1 - 1 / paths.ranks) * size_bytes / min(rates) if paths.ranks > 1 else 0.0
+
+
+def _rate(byte_s: float) -> float:
+    return 1 / byte_s if byte_s else math.inf
 
 
 def _is_symmetric(paths: Paths) -> bool:

@@ -74,7 +74,8 @@ class MultiTree:
         paths = Paths(network)
         split = self.split or (1 if self.released or not paths.are_direct else _split(paths.ranks))
         needs = _needs(paths)
-        tries = 1 if split == 1 else max(1, min(MOST_TRIES, _EDGES // (paths.ranks**2 * split)))
+        as_published = self.released or (split == 1 and paths.are_direct)
+        tries = 1 if as_published else max(1, min(MOST_TRIES, _EDGES // (paths.ranks**2 * split)))
         least = _least_steps(paths, split, self.interfaces)
         best: list[SpanningTree] = []
         for seed in range(tries):

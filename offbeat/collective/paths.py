@@ -63,8 +63,8 @@ class Paths:
     def neighbours(self) -> tuple[tuple[int, ...], ...]:
         """The ranks to which the way from each rank leads through no other rank.
 
-        In a grid they are in the order of its axes, downwards first, as in the code published with MultiTree; else in
-        that of the links.
+        In a grid they are in the order of its axes, downwards first, as in the code published with MultiTree. Else the
+        next rank is first, so that where all take theirs at the same time, each is somebody else's.
         """
         return tuple(
             tuple(other for other in self._near(rank) if not self._passes_a_rank(rank, other))
@@ -109,10 +109,12 @@ class Paths:
                         todo.append(node)
         found = [self._ranks[node] for node in seen if node in self._ranks and self._ranks[node] != rank]
         grid = self._network.routing
-        if isinstance(grid, DimensionOrder):
-            here = grid.place(grid.hosts.index(self.names[rank]))
-            found.sort(key=lambda other: _direction(here, grid.place(grid.hosts.index(self.names[other])), grid.dims))
-        return found
+        if not isinstance(grid, DimensionOrder):
+            return sorted(found, key=lambda other: (other - rank) % self.ranks)
+        here = grid.place(grid.hosts.index(self.names[rank]))
+        return sorted(
+            found, key=lambda other: _direction(here, grid.place(grid.hosts.index(self.names[other])), grid.dims)
+        )
 
     def _passes_a_rank(self, source: int, destination: int) -> bool:
         return any(self.arcs[arc].target in self._ranks for arc in self.between(source, destination)[:-1])

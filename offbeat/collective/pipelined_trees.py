@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 _STEEPNESS = 20.0  # by e to this power a link is dearer that carries as much as all may on average
 _DEPTH = 0.1  # by so much more for each link from where the tree began, as deep trees need more blocks on their way
 _ROUNDS = 8
-_LINKS = 4_000_000  # that may be looked at in all: a few seconds
+_CLOSE = 1.005  # to what the busiest arc carries at least: no further round is worth it
+_LINKS = 500_000  # that may be looked at in all: a second or two
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class _Packing:
         trees = [self._grow(7 * number % self.ranks) for number in range(self.count)]
         best, found = self._busiest(), list(trees)
         for _ in range(min(_ROUNDS, _LINKS // (self.count * sum(map(len, self.near))))):
-            if best <= self.least * (1 + 1e-9):
+            if best <= self.least * _CLOSE:
                 break
             for number, tree in enumerate(trees):
                 for _, _, arcs in tree:
@@ -108,7 +109,7 @@ class _Packing:
         return max(load * time for load, time in zip(self.load, self.times, strict=True))
 
     def _price(self, arcs: Iterable[int], depth: int) -> float:
-        """The cost of loading these arcs once more."""
+        """The price of loading these arcs once more."""
         loads = [(self.load[arc] + 1) * self.times[arc] / self.least for arc in arcs]
         return (1 + _DEPTH * depth) * sum(math.exp(min(_STEEPNESS * load, 600.0)) for load in loads)
 

@@ -37,7 +37,7 @@ class _Way:
 def spread_times(
     paths: Paths, sources: Sequence[int], chunk_bytes: float, *, seed: int, reverse: bool = False
 ) -> tuple[float, list[list[tuple[float, int, int]]]]:
-    """Times when each chunk comes to all ranks, if each link carries the rarest.
+    """Let each link carry the rarest chunk, until all ranks have all.
 
     Args:
         sources: of the chunks, which are equally large.
@@ -124,7 +124,7 @@ class _Swarm:
         return all(self.free_at[arc] <= self.now for arc, _ in way.busy)
 
     def _rarest(self, chunks: int) -> int:
-        """A chunk of those that the fewest ranks have or will have."""
+        """Draw one of the chunks that the fewest ranks have or will have."""
         found = next(chunks & same for same in self.by_copies if chunks & same)
         # The first bit at or above a drawn place, or from the beginning.
         place = self.random.randrange(found.bit_length())
@@ -154,11 +154,13 @@ class _Swarm:
         heapq.heappush(self.events, (self.now + way.takes, _ARRIVED, way.target, bit))
 
     def _ways(self, paths: Paths, chunk_bytes: float, *, reverse: bool) -> list[_Way]:
+        # Where no link is shaped, all are alike.
+        byte_s = paths.byte_s if any(paths.byte_s) else [1e-9] * len(paths.arcs)
         found = []
         for source in range(paths.ranks):
             for target in paths.neighbours[source]:
                 arcs = paths.between(source, target)
-                busy = [(arc, round(chunk_bytes * paths.byte_s[arc] * _PER_S)) for arc in arcs]
+                busy = [(arc, round(chunk_bytes * byte_s[arc] * _PER_S)) for arc in arcs]
                 latency = round(sum(paths.latency_s[arc] for arc in arcs) * _PER_S)
                 ends = (target, source) if reverse else (source, target)
                 found.append(_Way(*ends, busy, latency))

@@ -32,6 +32,7 @@ class RecursiveDoubling:
         nodes = Paths(network).ranks
         levels = nodes.bit_length() - 1
         partners = 1 << levels
+        first = 1 if nodes > partners else 0
         ops: list[Op] = []
         came: list[tuple[int, ...]] = [()] * nodes
         for rank in range(partners, nodes):
@@ -42,8 +43,9 @@ class RecursiveDoubling:
             for rank in range(partners):
                 other = rank ^ 1 << level
                 came[other] = (*before[other], len(ops))
-                ops.append(Op("reduce", 0, rank, other, 1 + level, before[rank]))
+                ops.append(Op("reduce", 0, rank, other, first + level, before[rank]))
         ops += [
-            Op("copy", 0, rank - partners, rank, 1 + levels, came[rank - partners]) for rank in range(partners, nodes)
+            Op("copy", 0, rank - partners, rank, first + levels, came[rank - partners])
+            for rank in range(partners, nodes)
         ]
         return Algorithm(short_name(self), nodes, (Chunk(Fraction(0), Fraction(1)),), tuple(ops))

@@ -6,10 +6,10 @@
 Ring(): all-reduce among 3 ranks, 3 chunks, 12 operations in 4 steps; each sends 1.33 of the vector
 <BLANKLINE>
 step  rank 0  rank 1  rank 2
-   0   +2→1    +0→2    +1→0
-   1   +1→1    +2→2    +0→0
-   2    0→1     1→2     2→0
-   3    2→1     0→2     1→0
+   0  +2→1    +0→2    +1→0
+   1  +1→1    +2→2    +0→0
+   2  0→1     1→2     2→0
+   3  2→1     0→2     1→0
 <BLANKLINE>
 chunk 0, 0 to 1/3 of the vector
 sum at rank 0
@@ -29,7 +29,7 @@ from offbeat.errors import PlanError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from offbeat.collective.algorithm import Algorithm, Op
+    from offbeat.collective.algorithm import Algorithm, Chunk, Op
 
 MOST_RANKS = 8
 """Columns of a table."""
@@ -73,7 +73,7 @@ def step_table(algorithm: Algorithm, ranks: Sequence[int] | None = None, *, most
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [
         "  ".join(
-            [row[0].rjust(widths[0]), *(cell.center(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+            [row[0].rjust(widths[0]), *(cell.ljust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         )
         for row in (head, *rows)
     ]
@@ -93,21 +93,62 @@ def chunk_trees(algorithm: Algorithm, chunk: int) -> str:
     place = algorithm.chunks[chunk]
     lines = [f"chunk {chunk}, {place.begin} to {place.end} of the vector"]
     ops = [op for op in algorithm.ops if op.chunk == chunk]
-    reduces, copies = ([op for op in ops if op.kind == kind] for kind in ("reduce", "copy"))
-    up, down = ({(op.source, op.destination): op for op in part} for part in (reduces, copies))
-    if _is_forest([op.source for op in reduces]) and _is_forest([op.destination for op in copies]):
-        lines += _drawn("sum at", {child: (parent, op) for (child, parent), op in up.items()})
-        lines += _drawn("spread from", {child: (parent, op) for (parent, child), op in down.items()})
+    parents_up = {op.source: (op.destination, op) for op in ops if op.kind == "reduce"}
+    parents_down = {op.destination: (op.source, op) for op in ops if op.kind == "copy"}
+    if len(parents_up) + len(parents_down) == len(ops) and _is_forest(parents_up) and _is_forest(parents_down):
+        lines += _drawn("sum at", parents_up)
+        lines += _drawn("spread from", parents_down)
     else:
-        lines += [
-            f"step {op.step}: rank {op.source} {'adds to' if op.kind == 'reduce' else 'gives'} rank {op.destination}"
-            for op in ops
-        ]
+        for op in ops:
+            verb = "adds to" if op.kind == "reduce" else "gives"
+            lines.append(f"step {op.step}: rank {op.source} {verb} rank {op.destination}")
     return "\n".join(lines)
 
 
-def _is_forest(children: Sequence[int]) -> bool:
-    return len(set(children)) == len(children)
+def difference(here: Algorithm, there: Algorithm) -> str:
+    """The first thing in which two algorithms differ, as when two ranks made different ones; "" if there is none."""
+    for what, one, other in (
+        ("ranks", here.nodes, there.nodes),
+        ("chunks", len(here.chunks), len(there.chunks)),
+        ("time slots", here.uses_slots, there.uses_slots),
+    ):
+        if one != other:
+            return f"{what}: {one} and {other}"
+    for number, (chunk, chunk_there) in enumerate(zip(here.chunks, there.chunks, strict=True)):
+        if chunk != chunk_there:
+            return f"chunk {number}: {_chunk(chunk)} and {_chunk(chunk_there)}"
+    for number, (op, op_there) in enumerate(zip(here.ops, there.ops, strict=False)):
+        if op != op_there:
+            return f"operation {number}: {_op(op)} and {_op(op_there)}"
+    if len(here.ops) != len(there.ops):
+        return f"operations: {len(here.ops)} and {len(there.ops)}"
+    return "" if here.name == there.name else f"names: {here.name} and {there.name}"
+
+
+def _chunk(chunk: Chunk) -> str:
+    ends = (
+        "" if rank is None else f" {word} rank {rank}" for word, rank in zip(("from", "to"), chunk[2:], strict=True)
+    )
+    return f"{chunk.begin} to {chunk.end}{''.join(ends)}"
+
+
+def _op(op: Op) -> str:
+    after = f" after {', '.join(map(str, op.after))}" if op.after else ""
+    verb = "adds to" if op.kind == "reduce" else "gives"
+    return f"rank {op.source} {verb} rank {op.destination} chunk {op.chunk} in step {op.step}{after}"
+
+
+def _is_forest(parents: Mapping[int, tuple[int, Op]]) -> bool:
+    """Whether the way up from each child ends somewhere."""
+    ends: set[int] = set()
+    for child in parents:
+        way = [child]
+        while way[-1] in parents and way[-1] not in ends and len(way) <= len(parents):
+            way.append(parents[way[-1]][0])
+        if len(way) > len(parents) + 1 or (way[-1] in parents and way[-1] not in ends):
+            return False
+        ends.update(way)
+    return True
 
 
 def _drawn(title: str, parents: Mapping[int, tuple[int, Op]]) -> list[str]:
@@ -116,16 +157,16 @@ def _drawn(title: str, parents: Mapping[int, tuple[int, Op]]) -> list[str]:
     for child, (parent, _) in parents.items():
         children.setdefault(parent, []).append(child)
     lines = []
-
-    def draw(rank: int, indent: str) -> None:
-        below = children.get(rank, [])
-        for child in below:
-            is_last = child == below[-1]
-            lines.append(f"{indent}{'└─' if is_last else '├─'} rank {child}, step {parents[child][1].step}")
-            draw(child, indent + ("   " if is_last else "│  "))
-
-    for root in dict.fromkeys(parent for parent, _ in parents.values()):
-        if root not in parents:
-            lines.append(f"{title} rank {root}")
-            draw(root, "")
+    for root in children:
+        if root in parents:
+            continue
+        lines.append(f"{title} rank {root}")
+        todo = [(child, "") for child in reversed(children[root])]
+        while todo:
+            rank, indent = todo.pop()
+            parent, op = parents[rank]
+            is_last = rank == children[parent][-1]
+            lines.append(f"{indent}{'└─' if is_last else '├─'} rank {rank}, step {op.step}")
+            indent += "   " if is_last else "│  "
+            todo += [(child, indent) for child in reversed(children.get(rank, []))]
     return lines

@@ -26,19 +26,23 @@ _LONGEST_SEGMENT = 3  # that an Or-opt move takes elsewhere
 
 
 def shortest_tour(network: Topology, paths: Paths) -> tuple[int, ...]:
-    """An order of the ranks; the first is rank 0."""
+    """An order of the ranks, from rank 0 on; their own, if none is better."""
     ranks = range(paths.ranks)
     hops = [[paths.message_s(a, b, _MESSAGE_BYTES) if a != b else 0.0 for b in ranks] for a in ranks]
     hop_NN = np.array(hops)  # from, to
     if not hop_NN.any():
         hop_NN = np.array([[len(paths.between(a, b)) if a != b else 0.0 for b in ranks] for a in ranks])
-    if paths.ranks <= 3:
-        tours = [(0, 1, 2), (0, 2, 1)] if paths.ranks == 3 else [tuple(ranks)]
-        return min(tours, key=lambda tour: _length(hop_NN, tour))
-    if paths.ranks <= EXACT:
-        slowest = hop_NN[_edges(_held_karp(hop_NN, np.maximum))].max()
-        return _held_karp(np.where(hop_NN > slowest, np.inf, hop_NN), np.add)
-    return _search(hop_NN, list(_starts(network, paths, hop_NN)))
+    found = best_tour(hop_NN) if paths.ranks <= EXACT else _search(hop_NN, list(_starts(network, paths, hop_NN)))
+    in_order = tuple(ranks)
+    return in_order if _length(hop_NN, in_order) <= _length(hop_NN, found) else found
+
+
+def best_tour(hop_NN: np.ndarray) -> tuple[int, ...]:
+    """The best tour of all, for few ranks; from time or length of each hop, from one rank (row) to another."""
+    if len(hop_NN) <= 2:
+        return tuple(range(len(hop_NN)))
+    slowest = hop_NN[_edges(_held_karp(hop_NN, np.maximum))].max()
+    return _held_karp(np.where(hop_NN > slowest, np.inf, hop_NN), np.add)
 
 
 def _edges(tour: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -96,24 +100,20 @@ def _starts(network: Topology, paths: Paths, hop_NN: np.ndarray) -> Iterator[lis
 
 
 def _snakes(dims: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
-    """Ways to and fro through a grid; in two dimensions one that comes back along the first row or column as well."""
+    """Ways to and fro through a grid, among them those that come back where they began, if there are any."""
     places: list[tuple[int, ...]] = [()]
-    for size in dims:
-        places = [
-            (*place, at)
-            for turn, place in enumerate(places)
-            for at in (range(size) if turn % 2 == 0 else reversed(range(size)))
-        ]
-    yield places
-    if len(dims) == 2 and min(dims) > 1:
-        rows, columns = dims
-        if rows % 2 == 0:
-            yield _round_trip(rows, columns)
-        if columns % 2 == 0:
-            yield [(row, column) for column, row in _round_trip(columns, rows)]
+    for size in reversed(dims[1:]):
+        places = [(at, *place) for at in range(size) for place in (reversed(places) if at % 2 else places)]
+    # Along the first axis stand rows, each of which is a way through all other axes.
+    rows, columns = dims[0], len(places)
+    yield [(row, *place) for row in range(rows) for place in (reversed(places) if row % 2 else places)]
+    if rows % 2 == 0 and columns > 1:
+        yield [(row, *places[column]) for row, column in _round_trip(rows, columns)]
+    if columns % 2 == 0 and rows > 1:
+        yield [(row, *places[column]) for column, row in _round_trip(columns, rows)]
 
 
-def _round_trip(rows: int, columns: int) -> list[tuple[int, ...]]:
+def _round_trip(rows: int, columns: int) -> list[tuple[int, int]]:
     """Along all rows but for their first places, to and fro, and back along these."""
     ahead = range(1, columns)
     out = [(row, at) for row in range(rows) for at in (reversed(ahead) if row % 2 else ahead)]
