@@ -148,7 +148,7 @@ class LaneExchange:
 
     def _lane(self, one: Outgoing, versions: dict[int, list[GrowingBuffer]]) -> OutgoingLane:
         key = LaneKey(self._channel.number, self.number, one.number)
-        source, priority = versions[one.op.chunk][one.version], (self.number, one.op.step, one.number)
+        source, priority = versions[one.op.chunk][one.version], (self.number, one.op.step)
         return OutgoingLane(key, source, priority, sent=lambda: self._sent(one.op.step))
 
     def _sent(self, step: int) -> None:

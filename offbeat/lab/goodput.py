@@ -38,7 +38,7 @@ _LEAST_PACKETS = 40
 """Fewer, and one that is on its way when the clock stops would count too much."""
 
 
-class Stream(NamedTuple):
+class ProbeStream(NamedTuple):
     """A stream of bytes from one node to another.
 
     Args:
@@ -102,7 +102,7 @@ def check(goodput_mbps: Mapping[str, float], network: Network) -> None:
             )
 
 
-def streams_of(topology: Topology) -> list[list[Stream]]:
+def streams_of(topology: Topology) -> list[list[ProbeStream]]:
     """The streams to measure: those of a list all at once, one list after the other."""
     hosts = [host.name for host in topology.hosts]
     if len(hosts) < 2:
@@ -110,18 +110,18 @@ def streams_of(topology: Topology) -> list[list[Stream]]:
     if topology.is_star:
         ring = zip(hosts, [*hosts[1:], hosts[0]], strict=True)
         return [[_stream(topology, a, b, name=a) for a, b in ring]]
-    arcs = [Stream(f"{arc.source}>{arc.target}", arc.source, arc.target, arc.rate_mbps) for arc in topology.arcs]
+    arcs = [ProbeStream(f"{arc.source}>{arc.target}", arc.source, arc.target, arc.rate_mbps) for arc in topology.arcs]
     farthest = max(hosts[1:], key=lambda host: len(topology.route(hosts[0], host)))
     far = _stream(topology, hosts[0], farthest, name=f"{hosts[0]}>{farthest}")
     return [arcs] if far.name in {arc.name for arc in arcs} else [arcs, [far]]
 
 
-def _stream(topology: Topology, sender: str, receiver: str, *, name: str) -> Stream:
+def _stream(topology: Topology, sender: str, receiver: str, *, name: str) -> ProbeStream:
     rates_mbps = [arc.rate_mbps for arc in topology.route(sender, receiver) if arc.rate_mbps is not None]
-    return Stream(name, sender, receiver, min(rates_mbps, default=None))
+    return ProbeStream(name, sender, receiver, min(rates_mbps, default=None))
 
 
-def _measure(network: Network, streams: Sequence[Stream], seconds: float) -> dict[str, float]:
+def _measure(network: Network, streams: Sequence[ProbeStream], seconds: float) -> dict[str, float]:
     """Measure streams that run at the same time."""
     settle_s, seconds = _times(network, seconds)
     limit_s = settle_s + seconds + _GRACE_S

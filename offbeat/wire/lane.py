@@ -113,7 +113,7 @@ class OutgoingLane:
     Args:
         key: its name.
         source: what is sent.
-        priority: who goes first of those that may; the least.
+        priority: who goes first of those that may: the least, and of equal ones that of which least has been sent.
         start: bytes that the other end has already.
         sent: called once, when all of it has arrived, or its memory is free for other reasons.
     """
@@ -187,7 +187,7 @@ class LaneScheduler:
 
     def __init__(self, link: PeerLink, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._link, self._clock_s = link, clock_s
-        self._ready: list[tuple[tuple[int, ...], int, OutgoingLane]] = []
+        self._ready: list[tuple[tuple[int, ...], int, int, OutgoingLane]] = []
         self._added = self._on_way_bytes = 0
         self._block_bytes, self._window_bytes = BLOCK_BYTES, WINDOW_BYTES
         self.rate = RateEstimate()
@@ -211,12 +211,12 @@ class LaneScheduler:
             return False
         lane.is_queued = True
         self._added += 1
-        heapq.heappush(self._ready, (lane.priority, self._added, lane))
+        heapq.heappush(self._ready, (lane.priority, lane.at, self._added, lane))
         return True
 
     def _pump(self) -> None:
         while self._ready and self._on_way_bytes < self._window_bytes and self._link.is_open:
-            _, _, lane = heapq.heappop(self._ready)
+            *_, lane = heapq.heappop(self._ready)
             lane.is_queued = False
             if size := lane.next_size(self._block_bytes):  # of blocks that have grown, the last may not be there yet
                 self._send(lane, size)
