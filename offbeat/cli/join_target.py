@@ -250,7 +250,7 @@ class _NothingExpected:
         """Pass over what is for workers that train."""
 
     def lost(self, error: OffbeatError | None) -> None:
-        """Do nothing: no more was to come."""
+        """Ignore it: no more was to come."""
 
 
 def _over(folder: Path | str) -> NetworkError:

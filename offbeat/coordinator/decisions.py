@@ -48,7 +48,7 @@ class Decisions:
             self.tell(model, Deadline(self._job.now_s))
 
     def end(self, one: ModelRecord) -> None:
-        """Note that nobody trains a model any more, or until somebody comes."""
+        """Handle that no worker trains a model any more, or until one comes."""
         self._short_updates.end(one)
 
     def take_has_applied(self) -> bool:

@@ -53,7 +53,7 @@ class ShortUpdates:
         return True
 
     def end(self, one: ModelRecord) -> None:
-        """Say what was left out, if that is not said: all contribute again, or nobody does any more."""
+        """Say what was left out, unless that is said: enough workers contribute again, or none does any more."""
         if len(one.left_out) > 1:
             self._job.out.log(
                 f"In all {len(one.left_out)} updates were left out because of that, of {sum(one.left_out):g} samples."

@@ -44,6 +44,7 @@ EAGER_BYTES = 64 << 10
 _MOST_EAGER_BYTES = 256 << 10  # under way to one peer, or from it
 _AHEAD = 4096  # exchanges that a peer may begin before this process does
 _MAX_TERMS = 512
+_LOOK_S = 0.005
 
 
 class ExchangeBegun(msgspec.Struct, array_like=True, frozen=True, tag="begun", forbid_unknown_fields=True):
@@ -145,7 +146,15 @@ class PeerMesh:
         return 0.0 if found is None else found.link.silent_s
 
     async def close(self) -> None:
-        """Say good-bye to all, once they have received what was sent; waits for no longer than the timeout."""
+        """Say good-bye to all, once they take part in what this process has, and have received what was sent.
+
+        Waits for both no longer than the timeout.
+        """
+        deadline_s = asyncio.get_running_loop().time() + self._limits.timeout.total_seconds()
+        while any(channel.is_awaited for channel in self._channels.values()):
+            if asyncio.get_running_loop().time() > deadline_s:
+                break
+            await asyncio.sleep(_LOOK_S)
         self._is_closed = True
         await asyncio.gather(*(peer.link.close() for peer in list(self._peers.values())))
         self.abort()
@@ -301,6 +310,7 @@ class MeshChannel:
         self._begun: dict[int, dict[int, str]] = {}  # by exchange and rank, the terms
         self._early: dict[int, list[tuple[MeshPeer, LaneKey, int, memoryview]]] = {}
         self._eager: dict[tuple[int, int], int] = {}  # by exchange and rank, bytes sent before it has begun that
+        self._lagging: dict[int, set[int]] = {}  # by exchange, ranks that take part and have not begun it
         self._next = 0  # exchanges below this were begun here
 
     def find(self, exchange: int) -> MeshExchange | None:
@@ -326,6 +336,8 @@ class MeshChannel:
         self._exchanges[number], self._next = exchange, number + 1
         word = _encoder.encode(ExchangeBegun(self.number, number, exchange.terms))
         begun = self._begun.setdefault(number, {})
+        if lagging := exchange.ranks - begun.keys():
+            self._lagging[number] = lagging
         try:
             for rank in sorted(exchange.ranks):
                 mesh.peer(rank).link.send(word)
@@ -365,6 +377,7 @@ class MeshChannel:
         if number >= self._next + _AHEAD:
             raise PeerError(f"Cannot follow: exchange {number} was begun, and {self._next} is next here.")
         exchange = self._exchanges.get(number)
+        self._has_begun(number, rank)
         self._mesh.peer(rank).eager_bytes -= self._eager.pop((number, rank), 0)
         if exchange is None and number < self._next:
             return
@@ -389,9 +402,22 @@ class MeshChannel:
 
     def lose(self, rank: int, error: OffbeatError) -> None:
         """A peer is lost: fail what it takes part in."""
+        for number in list(self._lagging):
+            self._has_begun(number, rank)
         for number, exchange in list(self._exchanges.items()):
             if rank in exchange.ranks:
                 self._fail(number, exchange, error)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether others have yet to begin what was begun here, and need this process for it."""
+        return bool(self._lagging)
+
+    def _has_begun(self, number: int, rank: int) -> None:
+        lagging = self._lagging.get(number, set())
+        lagging.discard(rank)
+        if not lagging:
+            self._lagging.pop(number, None)
 
     def fail_all(self, error: OffbeatError) -> None:
         """Fail what is under way."""
@@ -400,6 +426,7 @@ class MeshChannel:
 
     def _fail(self, number: int, exchange: MeshExchange, error: OffbeatError) -> None:
         self._exchanges.pop(number, None)
+        self._lagging.pop(number, None)
         exchange.failed(error)
 
     def _may_be_eager(self, number: int, rank: int, lanes: Sequence[OutgoingLane]) -> bool:

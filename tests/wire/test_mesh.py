@@ -214,3 +214,18 @@ async def test_words_that_make_no_sense(metadata: bytes, body: bytes, says: str)
         made[0].peer(1).link.send(metadata, body)
         await asyncio.sleep(0.1)
         assert says in str(made[1].lost[0])
+
+
+@in_loop
+async def test_who_closes_waits_for_those_who_are_behind() -> None:
+    """A small message was sent at once, and is of use to whom has not asked for it yet."""
+    async with meshes(2) as (made, _):
+        copy = Copy(made)
+        copy.begin(0)
+        closing = asyncio.create_task(made[0].close())
+        await asyncio.sleep(0.2)
+        assert not closing.done()
+        copy.begin(1)
+        await asyncio.wait_for(copy.received.wait(), 2)
+        await asyncio.wait_for(closing, 2)
+        assert not copy.errors
