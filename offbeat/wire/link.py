@@ -125,6 +125,10 @@ class PeerLink:
         if self._stream is not None:
             streams.limit_unsent(self._stream.sock, size_bytes)
 
+    def flush(self) -> None:
+        """Write what is queued now, as far as the kernel takes it."""
+        self._flush()
+
     def pause_reading(self) -> None:
         """Take in nothing more for now, but for what is here already; the other side waits when its window is full.
 

@@ -164,7 +164,8 @@ class PeerMesh:
         self._is_closed = True
         if self._listener is not None:
             self._listener.close()
-        for peer in list(self._peers.values()):
+        for peer in list(self._peers.values()):  # what was said already is still told
+            peer.link.flush()
             peer.link.abort()
         for channel in self._channels.values():
             channel.fail_all(NetworkError("Cannot continue an exchange: its links were closed."))
