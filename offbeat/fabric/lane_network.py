@@ -121,7 +121,7 @@ async def _made(rank: int, job: str, credentials: Credentials) -> PeerMesh:
     return PeerMesh(rank, job=job, credentials=credentials, limits=_LIMITS)
 
 
-def texts_of_all(companion: Fabric, text: str, deadline_s: float) -> list[str]:
+def texts_of_all(companion: Fabric, text: str, patience: timedelta) -> list[str]:
     """Tell the others a text, and hear theirs, over a fabric that is there. Collective.
 
     Raises:
@@ -129,6 +129,7 @@ def texts_of_all(companion: Fabric, text: str, deadline_s: float) -> list[str]:
     """
     mine = torch.tensor(list(text.encode()), dtype=torch.uint8)
     pending = companion.start(Gather((mine,)))
+    deadline_s = time.monotonic() + patience.total_seconds()
     while not pending.wait(_POLL):
         if time.monotonic() > deadline_s:
             raise NetworkError("Cannot open links between the workers: not all of them have come in time.")

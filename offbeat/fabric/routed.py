@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -92,8 +91,7 @@ class Routed:
         if context.backend != "gloo":
             return StagedFabric(self.bind(replace(context, backend="gloo")), CudaCopies())
         companion = self.companion.bind(context)
-        deadline_s = time.monotonic() + context.timeout.total_seconds()
-        meet = functools.partial(texts_of_all, companion, deadline_s=deadline_s)
+        meet = functools.partial(texts_of_all, companion, patience=context.timeout)
         network = None
         try:
             network = LaneNetwork(context.rank, context.world, "lanes", meet, context.settings, context.timeout)
