@@ -21,11 +21,12 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, NamedTuple, Protocol
 
 import msgspec
 
 from offbeat.errors import PeerError
+from offbeat.wire.messages import Number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +40,9 @@ _LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 32 << 10, 512 << 10
 _BLOCK_S, _WINDOW_S = 0.004, 0.06
 _UNSENT_S = 0.008  # what is sent later, such as word of what has arrived, waits no longer in the kernel
 _MEASURED_S, _WEIGHT = 0.02, 0.25
+MAX_CHANNELS = 64
+"""More users of one mesh are a mistake, or a peer that would have this process remember what it makes up."""
+ChannelNumber = Annotated[int, msgspec.Meta(ge=0, lt=MAX_CHANNELS)]
 # Less than this is copied, so that its memory is free at once and nobody waits for word that it has arrived.
 _COPIED_BYTES = 32 << 10
 
@@ -380,11 +384,11 @@ def _check_next(offset: int, size: int, end: int, whole: int) -> int:
 class LaneBlock(msgspec.Struct, array_like=True, frozen=True, tag="block", forbid_unknown_fields=True):
     """The metadata of a block's frame: its lane, and where it belongs."""
 
-    channel: int
-    exchange: int
-    op: int
-    generation: int
-    offset: int
+    channel: ChannelNumber
+    exchange: Number
+    op: Number
+    generation: Number
+    offset: Number
 
 
 _encoder = msgspec.msgpack.Encoder()

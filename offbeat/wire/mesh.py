@@ -28,7 +28,8 @@ import msgspec
 
 from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PeerError
 from offbeat.wire import tcp
-from offbeat.wire.lane import LaneBlock, LaneKey, LaneScheduler
+from offbeat.wire.lane import ChannelNumber, LaneBlock, LaneKey, LaneScheduler
+from offbeat.wire.messages import Number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -50,8 +51,8 @@ _LOOK_S = 0.005
 class ExchangeBegun(msgspec.Struct, array_like=True, frozen=True, tag="begun", forbid_unknown_fields=True):
     """The word that an exchange was begun: there is memory for what belongs to it."""
 
-    channel: int
-    exchange: int
+    channel: ChannelNumber
+    exchange: Number
     terms: Annotated[str, msgspec.Meta(max_length=_MAX_TERMS)]
 
 
@@ -228,7 +229,11 @@ class MeshPeer:
         if isinstance(message, ExchangeBegun):
             raise PeerError("Cannot take in a body with the word that an exchange was begun.")
         key = LaneKey(message.channel, message.exchange, message.op, message.generation)
-        exchange = self._mesh.channel(key.channel).find(key.exchange)
+        channel = self._mesh.channel(key.channel)
+        exchange = channel.find(key.exchange)
+        if channel.has_failed(key.exchange):
+            self._sink = None
+            return memoryview(bytearray(size_bytes))
         if exchange is None:
             self.early_bytes += size_bytes
             if self.early_bytes > _MOST_EAGER_BYTES:
@@ -253,7 +258,7 @@ class MeshPeer:
             self._mesh.channel(message.channel).begun_by(self.rank, message)
             return
         taken, self._sink = self._sink, None
-        if taken is None:  # of an earlier generation
+        if taken is None:  # of an earlier generation, or of an exchange that has failed here
             return
         sink, key, offset = taken
         if sink is None:
@@ -312,18 +317,23 @@ class MeshChannel:
         self._early: dict[int, list[tuple[MeshPeer, LaneKey, int, memoryview]]] = {}
         self._eager: dict[tuple[int, int], int] = {}  # by exchange and rank, bytes sent before it has begun that
         self._lagging: dict[int, set[int]] = {}  # by exchange, ranks that take part and have not begun it
+        self._failed: set[int] = set()
         self._next = 0  # exchanges below this were begun here
 
     def find(self, exchange: int) -> MeshExchange | None:
-        """An exchange that was begun here.
+        """An exchange that was begun here; None if it was not yet, or has failed.
 
         Raises:
             PeerError: if it is over.
         """
         found = self._exchanges.get(exchange)
-        if found is None and exchange < self._next:
+        if found is None and exchange < self._next and exchange not in self._failed:
             raise PeerError(f"Cannot take in a block of exchange {exchange}: it is over.")
         return found
+
+    def has_failed(self, exchange: int) -> bool:
+        """Whether it failed here, which others that are well may not know yet."""
+        return exchange in self._failed
 
     def begin(self, number: int, exchange: MeshExchange) -> None:
         """Take part in an exchange, whose number is one more than the last.
@@ -332,7 +342,8 @@ class MeshChannel:
         """
         mesh = self._mesh
         if gone := next((rank for rank in sorted(exchange.ranks) if rank in mesh.lost), None):
-            exchange.failed(mesh.lost[gone])
+            self._next = number + 1
+            self._fail(number, exchange, mesh.lost[gone])
             return
         self._exchanges[number], self._next = exchange, number + 1
         word = _encoder.encode(ExchangeBegun(self.number, number, exchange.terms))
@@ -428,6 +439,7 @@ class MeshChannel:
     def _fail(self, number: int, exchange: MeshExchange, error: OffbeatError) -> None:
         self._exchanges.pop(number, None)
         self._lagging.pop(number, None)
+        self._failed.add(number)
         exchange.failed(error)
 
     def _may_be_eager(self, number: int, rank: int, lanes: Sequence[OutgoingLane]) -> bool:
