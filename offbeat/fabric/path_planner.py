@@ -41,6 +41,7 @@ SIZES = (16 << 10, 256 << 10, 4 << 20)
 _TRIED = 3
 _CLOSE = 1.25  # what is predicted to take longer than that many times the best is not tried
 _TIMES = 2
+_WORTH_S = 2.0  # on links so slow that trials would take longer, what was predicted has to do
 
 
 class PricedPaths(NamedTuple):
@@ -96,10 +97,11 @@ def plan_paths(
     Raises:
         PlanError: if the method cannot be used on this network.
     """
-    classes = priced_paths(measured, method)
-    return PathPlan(
-        measured.network, tuple(_fastest(close, measure, meet) if len(close) > 1 else close[0] for close in classes)
+    chosen = (
+        _fastest(close, measure, meet) if len(close) > 1 and close[0].predicted_s <= _WORTH_S else close[0]
+        for close in priced_paths(measured, method)
     )
+    return PathPlan(measured.network, tuple(chosen))
 
 
 def predict_paths(measured: MeasuredNetwork, method: CollectiveMethod | None) -> PathPlan:
