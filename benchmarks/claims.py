@@ -96,6 +96,7 @@ NEVER = "rows that do not reach the target"
 WAITING = "share of the time that is not computed"
 COST = "seconds that the others waited because of the worst fault"
 SAME = "part of the runs that end with the same weights, bit for bit,"
+OF_LIMIT = "part of the speed that its links allow"
 OF_BOUND = "part of the best possible speed"
 FOLLOWED = "part of the best possible speed, from 20 steps behind the last change of a rate on,"
 BESIDE_BEST = "time per step after the worst fault, as a multiple of that of the best policy that never changes,"
@@ -264,6 +265,7 @@ MEASURES: dict[str, Measure] = {
     NEVER: _never,
     SAME: _same,
     FOLLOWED: _followed,
+    OF_LIMIT: lambda report, row, against: record(report, row).percent_of_bound / 100,
     OF_BOUND: _of_bound,
     WAITING: _waiting,
     COST: _cost,
@@ -409,11 +411,11 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     "accuracy_chars": (Claim(NEVER, "", at_most=0),),
     "delayed_mnist": (Claim(NEVER, "", at_most=0),),
     "delayed_chars": (Claim(NEVER, "", at_most=0),),
-    "slow_nic": (Claim(TIME, "routed", "ddp", at_most=1 / 1.5),),
+    "slow_nic": (Claim(TIME, "routed", "ddp", at_most=1 / 1.5), Claim(OF_LIMIT, "routed", at_least=0.9)),
     "slow_nic_eight": (Claim(TIME, "routed", "ddp", at_most=1 / 1.6),),
     "equal_nics": (Claim(TIME, "routed", "ddp", at_most=1.05),),
-    "torus": (Claim(TIME, "multitree", "ddp", at_most=1 / 2.5),),
-    "mesh": (Claim(TIME, "multitree", "ddp", at_most=1 / 2.5),),
+    "torus": (Claim(TIME, "multitree", "ddp", at_most=1 / 2.5), Claim(OF_LIMIT, "multitree", at_least=0.85)),
+    "mesh": (Claim(TIME, "multitree", "ddp", at_most=1 / 2.5), Claim(OF_LIMIT, "multitree", at_least=0.85)),
 }
 """By scenario, in the order of the page."""
 

@@ -7,6 +7,7 @@ same one of what they know of the network, and compare digests.
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -36,11 +37,14 @@ if TYPE_CHECKING:
 
     from offbeat.collective.algorithm import Algorithm
     from offbeat.collective.rank_part import RankPart
+    from offbeat.fabric.discovery import MeasuredNetwork
     from offbeat.fabric.fabric import Fabric
     from offbeat.fabric.path_planner import PathPlan
     from offbeat.payload import Payload, Reply
     from offbeat.pending import Pending
     from offbeat.topology import Topology
+
+_log = logging.getLogger("offbeat")
 
 _OFFERS = Offers()
 _TRIAL = timedelta(seconds=20)
@@ -102,6 +106,8 @@ class Routed:
                 measured = known_network(network, _read(context.topology), meet)
             plan = plan_paths(measured, self.method, runner.measure, meet)
             _check_alike(plan, meet, context.rank)
+            if context.rank == 0:
+                _tell(plan, measured)
         except BaseException:
             if network is not None:
                 network.abandon()
@@ -115,6 +121,22 @@ def _read(path: Path) -> Topology:
         return NetworkFile.from_toml(path.read_text()).build()
     except OSError as error:
         raise PlanError(f"Cannot read the topology in {path}: {error.strerror} (OFFBEAT_TOPOLOGY).") from error
+
+
+def _tell(plan: PathPlan, measured: MeasuredNetwork) -> None:
+    """Log what was chosen, and what the network that was found does not explain."""
+    for one in plan.chosen:
+        took = "not tried" if one.measured_s is None else f"took {one.measured_s * 1e3:.3g} ms"
+        _log.info(
+            "Sums of about %d bytes go by %s: predicted %.3g ms, %s.",
+            *(one.size_bytes, one.algorithm.name, one.predicted_s * 1e3, took),
+        )
+    for a, b in measured.unlike:
+        _log.info(
+            "From rank %d to rank %d comes much less than one switch would carry: say which links there are with "
+            "OFFBEAT_TOPOLOGY.",
+            *(a, b),
+        )
 
 
 def _check_alike(plan: PathPlan, meet: Callable[[str], list[str]], rank: int) -> None:
