@@ -91,6 +91,15 @@ class TellsTrouble(Protocol):
         """The trouble that does, in sentences; "" if nothing is known to."""
 
 
+@runtime_checkable
+class TellsOwed(Protocol):
+    """The Protocol of a `Pending` that knows which transfer it waits for."""
+
+    @property
+    def owed(self) -> str:
+        """The transfer, and how far it is; "" if none is missing."""
+
+
 class StallReport(Protocol):
     """The findings about a stall."""
 
@@ -243,20 +252,20 @@ class BlockingWait:
                 return False
             self._tell(f"{awaited} has taken {waited_s:.1f} s so far.")
             return True
-        server = self._trouble_between(pending, awaited)
+        server, owed = self._trouble_between(pending, awaited), _owed(pending)
         findings = self.witness.investigate(awaited, waited_s, server)
         if findings is None:
-            known = f". {server}" if server else "; no other worker can be asked why."
+            known = f". {server}" if server else f"; no other worker can be asked why.{owed}"
             where = f"{'in' if awaited.is_exchange else 'for'} {awaited}"
             step = f"step {awaited.step}: " if awaited.step >= 0 else ""
             self._tell(f"{step}waiting {waited_s:.1f} s {where}{known}")
             return True
         if findings.is_on_its_way and is_soon:
             return False
-        self._leave(findings)
+        self._leave(findings, owed)
         if findings.fatal and not awaited.through_server:
-            raise WorkerLostError(findings.text)
-        self._tell(findings.text)
+            raise WorkerLostError(f"{findings.text}{owed}")
+        self._tell(f"{findings.text}{owed}")
         return True
 
     def _explain_break(self, pending: Pending, awaited: WaitContext, began_s: float, error: NetworkError) -> None:
@@ -278,13 +287,19 @@ class BlockingWait:
             return self.ask_server()
         return pending.trouble if isinstance(pending, TellsTrouble) else ""
 
-    def _leave(self, findings: StallReport) -> None:
+    def _leave(self, findings: StallReport, owed: str = "") -> None:
         if self._report_path is None:
             return
         try:
-            self._report_path.write_text(json.dumps(findings.to_json(), indent=1))
+            self._report_path.write_text(json.dumps({**findings.to_json(), "owed": owed.strip()}, indent=1))
         except OSError as error:  # a full disk is no reason to end the run
             self._tell(f"Cannot leave this report as {self._report_path}: {error.strerror}.")
+
+
+def _owed(pending: Pending) -> str:
+    """The line of a report on the transfer that is waited for; "" if none is known."""
+    owed = pending.owed if isinstance(pending, TellsOwed) else ""
+    return f"\n  {owed}" if owed else ""
 
 
 class PolledPending(ABC):

@@ -6,9 +6,10 @@ last byte that leaves it has arrived.
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from offbeat.wire.lane import AddingSink, CopyingSink, GrowingBuffer, LaneKey, OutgoingLane
@@ -44,30 +45,31 @@ class _HeldLanes:
 
     def __init__(self, most_ahead: int | None, steps: list[int]) -> None:
         self._most_ahead = most_ahead
-        self._under_way = Counter(steps) if most_ahead is not None else Counter[int]()
-        self._held: dict[int, list[tuple[int, OutgoingLane]]] = {}
-
-    @property
-    def _end(self) -> int:
-        """The first step that has to wait."""
-        return min(self._under_way, default=0) + (self._most_ahead or 0)
+        self._under_way = Counter(steps)
+        self._steps = deque(sorted(self._under_way))  # from the first that has something under way on
+        self._held: list[tuple[int, int, int, OutgoingLane]] = []  # a heap: step, number of the lane, rank
 
     def hold(self, step: int, rank: int, lane: OutgoingLane) -> bool:
         """Keep a lane, if it has to wait."""
-        if self._most_ahead is None or step < self._end:
+        if self._most_ahead is None or step < self._steps[0] + self._most_ahead:
             return False
-        self._held.setdefault(step, []).append((rank, lane))
+        heapq.heappush(self._held, (step, len(self._held), rank, lane))
         return True
 
     def sent(self, step: int) -> list[tuple[int, OutgoingLane]]:
         """Note that a lane of this step has arrived; returns those that need not wait any longer."""
-        if self._most_ahead is None:
-            return []
         self._under_way[step] -= 1
-        if not self._under_way[step]:
-            del self._under_way[step]
-        end = self._end
-        return [one for held in sorted(self._held) if held < end for one in self._held.pop(held)]
+        if self._under_way[step] or step != self._steps[0]:
+            return []
+        while self._steps and not self._under_way[self._steps[0]]:
+            self._steps.popleft()
+        if not self._held:
+            return []
+        end, released = self._steps[0] + (self._most_ahead or 0), []
+        while self._held and self._held[0][0] < end:
+            _, _, rank, lane = heapq.heappop(self._held)
+            released.append((rank, lane))
+        return released
 
 
 class LaneExchange:

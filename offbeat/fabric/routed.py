@@ -237,8 +237,8 @@ class RoutedPending:
         self.sent_bytes = exchange.sent_bytes
 
     @property
-    def trouble(self) -> str:
-        """The transfer that it waits for; see `TellsTrouble`."""
+    def owed(self) -> str:
+        """The transfer that it waits for; see `TellsOwed`."""
         owed = self._exchange.owed()
         if not owed:
             return ""

@@ -162,6 +162,11 @@ class StagedPending:
         """The trouble that the fabric knows of; see `TellsTrouble`."""
         return getattr(self._pending, "trouble", "")
 
+    @property
+    def owed(self) -> str:
+        """The transfer that the fabric waits for; see `TellsOwed`."""
+        return getattr(self._pending, "owed", "")
+
     def is_copied(self) -> bool:
         """Whether its tensors are on the host."""
         return self._event is None or self._event.query()

@@ -86,10 +86,10 @@ def wait_for_late() -> str:
     pending = fabric.start(Sum(torch.ones(1000)))
     if rank == 0:
         time.sleep(0.2)
-        trouble = getattr(pending, "trouble", "")
+        trouble = getattr(pending, "owed", "")
     while not pending.wait(timedelta(seconds=1)):
         pass
-    assert not getattr(pending, "trouble", "?")
+    assert not getattr(pending, "owed", "?")
     fabric.close()
     torch.distributed.destroy_process_group()
     return trouble
