@@ -22,7 +22,8 @@ import msgspec
 
 from benchmarks import cell
 from benchmarks.books import Books, books
-from offbeat.fabric import Elastic, ParameterServer
+from offbeat.collective import WaterFilling
+from offbeat.fabric import Elastic, ParameterServer, Routed
 from offbeat.fault_spec import Fault, Link, Script, Stranger, Target
 from offbeat.lab import hardware
 from offbeat.plan import Plan
@@ -50,7 +51,9 @@ POLICIES: dict[str, Policy] = {
     "bsp-early": BSP(),  # with a scheduler
     "ssp-early": SSP(bound=2),
     "elastic": BSP(),  # without a server
+    "elastic-routed": BSP(),  # the same over links between the workers
 }
+FABRICS = {"elastic": Elastic(), "elastic-routed": Elastic(over=Routed(WaterFilling()))}
 
 
 @dataclass(frozen=True)
@@ -197,10 +200,10 @@ def play(policy: str, case: Case, stories: Path | None = None) -> Cell:
     Args:
         stories: where what its processes wrote and said is kept, in a folder of its own; None if it is not.
     """
-    is_served = policy != "elastic"
+    is_served = policy not in FABRICS
     plan = Plan(
         sync=POLICIES[policy],
-        fabric=ParameterServer(block_bytes=16384, patience_s=30) if is_served else Elastic(),
+        fabric=FABRICS.get(policy, ParameterServer(block_bytes=16384, patience_s=30)),
         nonfinite=case.nonfinite,  # type: ignore[arg-type]
         scheduling=Prophet() if policy.endswith("-early") else None,
     )
@@ -285,8 +288,10 @@ def why_not(kind: str, target: Target) -> str:
     return ""
 
 
-def why_not_elastic(kind: str) -> str:
+def why_not_elastic(kind: str, policy: str = "elastic") -> str:
     """Why a fault does not apply to workers without a server, or ""."""
+    if policy == "elastic-routed" and kind in get_args(Link) and kind != "lost-reply":
+        return ""
     if kind in _AT_STEP:
         return "it is put into a gradient as the optimizer steps, which is behind the exchange there"
     if kind in (*get_args(Link), *get_args(Stranger)):
@@ -309,8 +314,8 @@ def selected(only: Sequence[str]) -> list[tuple[str, Case]]:
 
 def applies(policy: str, case: Case) -> bool:
     """Whether there is such a cell."""
-    if policy == "elastic":
-        return case.target == "worker" and not why_not_elastic(case.kind)
+    if policy in FABRICS:
+        return case.target == "worker" and not why_not_elastic(case.kind, policy)
     # Its books have as many steps in every contribution, and behind the swap there would be one.
     return not (case.two_phases and policy == "local-sgd")
 

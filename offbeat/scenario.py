@@ -34,7 +34,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -46,9 +46,6 @@ from offbeat.model_profiles import TimedLayer, scaled, timed
 from offbeat.straggler_model import StragglerLaw
 from offbeat.topology import MAX_HOSTS, Host, Link, Topology, check_compute_factor, check_names, check_rate
 from offbeat.topology_spec import LinkSpec, NetworkFile, SwitchSpec, TopologySpec, check_links, overridden
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
 System = Literal["offbeat", "ddp", "ddp+restarts", "ddp+bf16", "ddp+powersgd"]
 Profile = Literal["resnet50", "vgg16", "transformer-small"]
@@ -395,7 +392,8 @@ class Scenario(_Table, frozen=True, kw_only=True):
     @property
     def workers(self) -> Topology:
         """The topology without the servers."""
-        return without_hosts(self.topology, self.servers)
+        servers = self.servers
+        return self.topology.among([host.name for host in self.topology.hosts if host.name not in servers])
 
     @property
     def measured_steps(self) -> range:
@@ -639,18 +637,6 @@ def _without_later(said: Any) -> Any:
     if isinstance(said, dict):
         return {key: _without_later(value) for key, value in said.items() if (key, value) not in _LATER}
     return [_without_later(item) for item in said] if isinstance(said, list) else said
-
-
-def without_hosts(topology: Topology, names: Collection[str]) -> Topology:
-    """A topology in which these hosts have nothing of their own to send; where others' ways lead through them, they
-    forward, as a switch does."""
-    hosts = tuple(host for host in topology.hosts if host.name not in names)
-    if topology.is_star:
-        ends = {host.name for host in hosts}
-        links = tuple(link for link in topology.links if ends & {link.a, link.b})
-        return dataclasses.replace(topology, hosts=hosts, links=links)
-    others = tuple(host.name for host in topology.hosts if host.name in names)
-    return dataclasses.replace(topology, hosts=hosts, switches=(*topology.switches, *others))
 
 
 def _check_hosts(hosts: Hosts, usual_mbps: float | None) -> None:

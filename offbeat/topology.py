@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -235,6 +235,27 @@ class Topology:
         ends = dict.fromkeys(end for link in links for end in (link.a, link.b))
         return cls(tuple(Host(end) for end in ends if end not in switches), links, tuple(switches))
 
+    def among(self, names: Sequence[str]) -> Topology:
+        """The network among some hosts, in this order: the others still forward.
+
+        >>> ring = Topology.ring(3).among(["h2", "h0"])
+        >>> [host.name for host in ring.hosts], ring.switches, len(ring.links)
+        (['h2', 'h0'], ('h1',), 3)
+        >>> len(Topology.star("abc").among("ab").links)
+        2
+        """
+        hosts, links = {host.name: host for host in self.hosts}, list(self.links)
+        others = [name for name in hosts if name not in names]
+        while isinstance(self.routing, ShortestPath):  # elsewhere the way through a network goes by all of its hosts
+            degrees = Counter(end for link in links for end in (link.a, link.b))
+            ends = {name for name in others if degrees[name] < 2}
+            if not ends:
+                break
+            others = [name for name in others if name not in ends]
+            links = [link for link in links if not {link.a, link.b} & ends]
+        switches = (*self.switches, *others)
+        return replace(self, hosts=tuple(hosts[name] for name in names), links=tuple(links), switches=switches)
+
     @property
     def nodes(self) -> tuple[str, ...]:
         """Names of hosts and switches."""
@@ -255,7 +276,7 @@ class Topology:
     @property
     def is_star(self) -> bool:
         """Whether each host has one link, which carries as much back, to the one switch, and there are no others."""
-        return self._is_fan and all(one == other for one, other in (link.rates_mbps for link in self.links))
+        return self.is_fan and all(one == other for one, other in (link.rates_mbps for link in self.links))
 
     def route(self, a: str, b: str) -> tuple[Arc, ...]:
         """The way from one node to another: by dimension order in a mesh or torus, by the nearest common ancestor in a
@@ -365,12 +386,13 @@ class Topology:
         if isinstance(self.routing, DimensionOrder):
             order = self.routing
             return topology_drawing.grid(order.hosts, order.dims, edges, notes, wraps=order.wraps)
-        if self._is_fan:
+        if self.is_fan:
             return topology_drawing.fan(self.switches[0], edges, notes)
         return topology_drawing.lines(edges, notes)
 
     @property
-    def _is_fan(self) -> bool:
+    def is_fan(self) -> bool:
+        """Whether each host has one link, to the one switch, and there are no others."""
         ends = {frozenset((link.a, link.b)) for link in self.links}
         spokes = {frozenset((host.name, *self.switches)) for host in self.hosts}
         return len(self.switches) == 1 and ends == spokes and len(self.links) == len(self.hosts)

@@ -30,6 +30,7 @@ from offbeat.topology import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 TopologyKind = Literal["star", "ring", "mesh", "torus", "fat-tree", "bigraph", "table"]
 _DIMS: dict[TopologyKind, tuple[int, int, str]] = {
@@ -264,6 +265,27 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             return msgspec.convert(table, cls)
         except msgspec.ValidationError as error:
             raise ScenarioError(f"Cannot read the topology: {error}. See docs/lab.md for the keys.") from error
+
+    @classmethod
+    def read(cls, path: Path, named_by: str = "") -> NetworkFile:
+        """Read it from a file.
+
+        Args:
+            named_by: where people named the file, for the error.
+
+        Raises:
+            ScenarioError: if there is no such file.
+        """
+        where = f" ({named_by})" if named_by else ""
+        try:
+            text = path.read_text()
+        except OSError as error:
+            raise ScenarioError(f"Cannot read the topology in {path}: {error.strerror}{where}.") from error
+        except UnicodeDecodeError as error:
+            raise ScenarioError(
+                f"Cannot read the topology in {path}: it is no text in UTF-8. Name a TOML file{where}."
+            ) from error
+        return cls.from_toml(text)
 
     def to_toml(self) -> str:
         """Write it as a file."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 - typer reads it
 from typing import TYPE_CHECKING, Annotated
@@ -34,6 +35,10 @@ def certs(
     validator: Annotated[
         bool, typer.Option("--validator", help="One of a validator, too, which no worker can pass for.")
     ] = False,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="One of workers on the machine of this name or address, too, whom other workers can dial."),
+    ] = None,
     worker: Annotated[
         list[int] | None,
         typer.Option(help="One of the worker of this rank, too, and of no other; several times for several.", min=0),
@@ -42,19 +47,22 @@ def certs(
     """Make a development authority, and certificates of servers and of workers.
 
     Servers can be reached as localhost, and as each HOST. Whoever has authority.key can admit anybody. Where FOLDER has
-    an authority, --validator and --worker add certificates of it.
+    an authority, --validator, --peer and --worker add certificates of it.
     """
     roles = [*([CertifiedRole("validator")] if validator else []), *(CertifiedRole("worker", r) for r in worker or ())]
-    for name in make(folder, (*LOCAL, *(host or ())), roles):
+    for name in make(folder, (*LOCAL, *(host or ())), roles, peer or ()):
         typer.echo(str(folder / name))
 
 
-def make(folder: Path, hosts: Sequence[str] = LOCAL, roles: Sequence[CertifiedRole] = ()) -> list[str]:
+def make(
+    folder: Path, hosts: Sequence[str] = LOCAL, roles: Sequence[CertifiedRole] = (), peers: Sequence[str] = ()
+) -> list[str]:
     """Write authority, server and worker, each a certificate (.pem) and a key (.key, for its owner's eyes only).
 
     Args:
         hosts: names and addresses under which the servers are dialled.
-        roles: of further certificates; where there is an authority, only these are written.
+        roles: of further certificates; where there is an authority, only these and those of peers are written.
+        peers: names and addresses of machines whose workers others dial; of a name, all addresses that it has now.
 
     Returns:
         The names of the files.
@@ -76,17 +84,26 @@ def make(folder: Path, hosts: Sequence[str] = LOCAL, roles: Sequence[CertifiedRo
         named = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(str(role))])
         return _issue(f"offbeat {_file_of(role)}", by, [leaf, client, named])
 
-    if roles and (folder / "authority.key").exists():
-        there = _read_authority(folder)
-        return _write_pairs(folder, {_file_of(role): issue(role, there) for role in roles})
-    authority = _issue("offbeat development authority", None, [x509.BasicConstraints(ca=True, path_length=0)])
-    names = x509.SubjectAlternativeName([_name(host) for host in dict.fromkeys(hosts)])
     # A server may dial other servers, too; with a worker's certificate nobody can pass for a server.
     both = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+
+    def further(by: _Pair) -> dict[str, _Pair]:
+        is_peer = x509.UniformResourceIdentifier(str(CertifiedRole("peer")))
+        found = {_file_of(role): issue(role, by) for role in roles}
+        for peer in peers:
+            named = x509.SubjectAlternativeName([is_peer, *(_name(address) for address in _addresses(peer))])
+            found[f"peer-{peer}"] = _issue(f"offbeat peer {peer}", by, [leaf, both, named])
+        return found
+
+    if (roles or peers) and (folder / "authority.key").exists():
+        return _write_pairs(folder, further(_read_authority(folder)))
+    authority = _issue("offbeat development authority", None, [x509.BasicConstraints(ca=True, path_length=0)])
+    names = x509.SubjectAlternativeName([_name(host) for host in dict.fromkeys(hosts)])
     files = {
         "authority": authority,
         "server": _issue("offbeat server", authority, [leaf, both, names]),
-        **{_file_of(role): issue(role, authority) for role in (CertifiedRole("worker"), *roles)},
+        "worker": issue(CertifiedRole("worker"), authority),
+        **further(authority),
     }
     return _write_pairs(folder, files)
 
@@ -177,6 +194,22 @@ def _key_usage(*, signs: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
+
+
+def _addresses(host: str) -> list[str]:
+    """A name or address, and all addresses of the name."""
+    try:
+        return [str(ipaddress.ip_address(host))]
+    except ValueError:
+        pass
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise NetworkError(
+            f"Cannot make a certificate for {host!r}: its address is not known here ({error.strerror}). Give the "
+            "address itself."
+        ) from error
+    return [host, *dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found)]
 
 
 def _name(host: str) -> x509.GeneralName:

@@ -85,6 +85,40 @@ def verify(
     typer.echo(f"{summary(algorithm)}\ndigest {algorithm.digest}\nIt is right.")
 
 
+@app.command()
+def evaluate(
+    network: Annotated[
+        list[str] | None,
+        typer.Option(help='Only these, such as "torus 8x8"; all of the paper if left out.', show_default=False),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="File for all figures.", show_default=False)] = None,
+    png: Annotated[Path | None, typer.Option(help="File for a picture.", show_default=False)] = None,
+) -> None:
+    """Repeat MultiTree's evaluation in a model of its machine: networks, sizes, scaling and models. Minutes."""
+    import msgspec
+
+    from offbeat.lab.plots import check_can_draw
+    from offbeat.sim import interconnect
+
+    if png is not None:
+        check_can_draw()
+    known = (*interconnect.NETWORKS, *interconnect.SCALING)
+    for name in network or ():
+        if name not in known:
+            raise PlanError(f"Unknown network {name!r}. Use one of {', '.join(dict.fromkeys(known))} (--network).")
+    chosen = [name for name in interconnect.NETWORKS if network is None or name in network]
+    scaling = [name for name in interconnect.SCALING if network is None or name in network]
+    rows = []
+    for group in interconnect.groups(interconnect.study(chosen, scaling)):
+        rows += group
+        for line in interconnect.lines(group):
+            typer.echo(line)
+    if json is not None:
+        json.write_bytes(msgspec.json.format(msgspec.json.encode([row._asdict() for row in rows]), indent=1))
+    if png is not None:
+        interconnect.draw(rows, png)
+
+
 def _network(path: Path | None, hosts: int, rate_mbps: float | None) -> Topology:
     """The network of a file, or equal hosts at one switch."""
     from offbeat.scenario import Scenario

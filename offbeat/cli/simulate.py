@@ -70,9 +70,9 @@ def simulate(
     predicted = predictions(parsed, scenario.parent, known, steps=steps)
     took_s = time.perf_counter() - began_s
     if not predicted:
-        why = "none of its rows is modelled" if parsed.topology.is_star else "its hosts do not hang on one switch"
         raise ScenarioError(
-            f"Cannot simulate {parsed.scenario.name}: {why}. Measure it: offbeat lab run {scenario} --json RESULT.json."
+            f"Cannot simulate {parsed.scenario.name}: none of its rows is modelled. Measure it: "
+            f"offbeat lab run {scenario} --json RESULT.json."
         )
     typer.echo(_shown(parsed.scenario.name, predicted, measured, parsed.run.baseline), nl=False)
     played_s = sum(one.simulated_s for one in predicted)

@@ -16,7 +16,7 @@ import heapq
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from offbeat.collective.paths import Paths
+from offbeat.collective.paths import InterfacePaths, Paths
 from offbeat.errors import PlanError
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def cost(
     block_bytes: float = BLOCK_BYTES,
     overhead_s: float = 0.0,
     lock_step: bool = False,
+    interfaces: int | None = None,
 ) -> float:
     """Time that a vector of so many bytes takes, in seconds.
 
@@ -64,11 +65,12 @@ def cost(
         block_bytes: that are sent on as soon as they have come; `math.inf` sends on whole chunks.
         overhead_s: of each message, at its sender.
         lock_step: whether a step begins only when the one before has ended everywhere.
+        interfaces: of each host, each as fast as its fastest link; None for as many as it has a use for.
 
     Raises:
         PlanError: if the network has another number of hosts, or a size cannot be.
     """
-    paths = _checked(algorithm, network, size_bytes, block_bytes, overhead_s)
+    paths = _checked(algorithm, network, size_bytes, block_bytes, overhead_s, interfaces)
     if lock_step:
         return _lock_step(algorithm, paths, size_bytes, overhead_s)
     return _simulate(algorithm, paths, size_bytes, block_bytes, overhead_s, None)
@@ -90,7 +92,12 @@ def occupancies(
 
 
 def _checked(
-    algorithm: Algorithm, network: Topology, size_bytes: float, block_bytes: float, overhead_s: float
+    algorithm: Algorithm,
+    network: Topology,
+    size_bytes: float,
+    block_bytes: float,
+    overhead_s: float,
+    interfaces: int | None = None,
 ) -> Paths:
     if algorithm.nodes != len(network.hosts):
         raise PlanError(
@@ -102,7 +109,7 @@ def _checked(
             f"Cannot price {size_bytes} bytes in blocks of {block_bytes} bytes and {overhead_s} s: a size and an "
             "overhead are 0 or more, a block is above 0."
         )
-    return Paths(network)
+    return Paths(network) if interfaces is None else InterfacePaths(network, interfaces)
 
 
 def _lock_step(algorithm: Algorithm, paths: Paths, size_bytes: float, overhead_s: float) -> float:
@@ -134,8 +141,8 @@ def _simulate(
     overhead_ps = round(overhead_s * _PER_S)
     ways = [paths.between(op.source, op.destination) for op in ops]
     joins, feeds = _joins(algorithm, counts)
-    waiting: list[list[tuple[int, int, int, int]]] = [[] for _ in paths.arcs]  # by arc: step, block, operation, hop
-    is_busy = [False] * len(paths.arcs)
+    waiting: list[list[tuple[int, int, int, int]]] = [[] for _ in byte_ps]  # by arc: step, block, operation, hop
+    is_busy = [False] * len(byte_ps)
     # What happens when: an operation's block has arrived, or is at the next arc of its way; an arc is free.
     events: list[tuple[int, int, int, int, int]] = [
         (0, _QUEUED, number, block, 0)

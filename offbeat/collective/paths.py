@@ -151,6 +151,29 @@ class Paths:
                 )
 
 
+class InterfacePaths(Paths):
+    """The same with the hosts' network interfaces, through which all goes that a host sends, and receives.
+
+    Args:
+        interfaces: of each host, each as fast as its fastest link.
+    """
+
+    def __init__(self, network: Topology, interfaces: int) -> None:
+        super().__init__(network)
+        self._first = len(self.arcs)
+        fastest = {
+            name: min(self.byte_s[arc] for arc in (*self.out_arcs[name], *self.in_arcs[name])) for name in self.names
+        }
+        shared = tuple(fastest[name] / interfaces for name in self.names)
+        self.byte_s = (*self.byte_s, *shared, *shared)
+        self.latency_s = (*self.latency_s, *(0.0 for _ in (*shared, *shared)))
+
+    def between(self, source: int, destination: int) -> tuple[int, ...]:
+        """The arcs from one rank to another, and the interfaces at both ends, numbered behind them."""
+        sends, receives = self._first + source, self._first + self.ranks + destination
+        return (sends, *super().between(source, destination), receives)
+
+
 def _direction(here: tuple[int, ...], there: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, bool]:
     """The axis along which a neighbour lies, and whether upwards."""
     axis = next(axis for axis, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)

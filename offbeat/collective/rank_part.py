@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from offbeat.collective.algorithm import Algorithm, Op
 
 
@@ -57,8 +59,11 @@ class RankPart:
     most_ahead: int | None
 
 
-def part_of(algorithm: Algorithm, rank: int) -> RankPart:
+def part_of(algorithm: Algorithm, rank: int, names: Sequence[int] | None = None) -> RankPart:
     """The part of one rank.
+
+    Args:
+        names: what each rank of the algorithm is called in the part; None for the same.
 
     >>> from offbeat.collective import Ring
     >>> from offbeat.topology import Topology
@@ -67,7 +72,9 @@ def part_of(algorithm: Algorithm, rank: int) -> RankPart:
     [('reduce', 0, 0), ('copy', 1, 1)]
     """
     outgoing, came = [], dict[int, list[int]]()
-    for number, op in enumerate(algorithm.ops):
+    ops = algorithm.ops if names is None else [_named(op, names) for op in algorithm.ops]
+    rank = rank if names is None else names[rank]
+    for number, op in enumerate(ops):
         if op.source == rank:
             outgoing.append(Outgoing(number, op, len(op.after)))
         elif op.destination == rank:
@@ -80,8 +87,12 @@ def part_of(algorithm: Algorithm, rank: int) -> RankPart:
         sent = 0  # of versions before
         for version, number in enumerate(numbers, 1):
             sent += early.get((chunk, version - 1), 0)
-            op = algorithm.ops[number]
+            op = ops[number]
             incoming.append(Incoming(number, op, version, sent > 0 and not (op.kind == "copy" and sent == 1)))
     incoming.sort()
     versions = {chunk: len(numbers) for chunk, numbers in came.items()}
     return RankPart(rank, tuple(outgoing), tuple(incoming), versions, algorithm.most_ahead)
+
+
+def _named(op: Op, names: Sequence[int]) -> Op:
+    return op._replace(source=names[op.source], destination=names[op.destination])

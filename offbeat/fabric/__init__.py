@@ -5,10 +5,10 @@
 * `process_group` - the collectives of a torch process group (Gloo, NCCL); `reduce_scatter` - sums there in two rounds;
   `spare_memory` - what exchanges work in
 * `elastic` - all-reduce that goes on without the workers it loses; `retryable` - what it exchanges, again if need be;
-  `elastic_group` - who is left, and how they find together
-* `routed` - all-reduce along planned paths (`offbeat.collective`); `lane_exchange` - one over lanes; `lane_network` -
-  the links between workers that those are on; `discovery` - what these carry;
-  `path_planner` - which paths for which size
+  `elastic_group` - who is left, and how they find together; `generation` - what carries it among those
+* `routed` - all-reduce along planned paths (`offbeat.collective`); `path_collectives` - sums along them;
+  `lane_exchange` - one over lanes; `lane_network` - the links between workers that those are on; `discovery` - what
+  these carry; `throughput_watch` - whether that has changed; `path_planner` - which paths for which size
 * `switch` - sums in the network, beside an elastic companion (`offbeat.switch`); `switch_table` - sums there that last;
   `staging` - the way of tensors on a GPU over such a fabric
   `switch_session` - a worker's place at a switch, also at one that was started again
@@ -26,6 +26,7 @@ from offbeat.fabric.fabric import (
     HoldsTables,
     Offers,
     ReduceScatters,
+    Reroutes,
     Scattered,
     Served,
     SumsSome,
@@ -52,6 +53,7 @@ __all__ = [
     "ParameterServer",
     "ProcessGroup",
     "ReduceScatters",
+    "Reroutes",
     "Routed",
     "Scattered",
     "Served",

@@ -5,6 +5,9 @@ first tournament with little tells how much there is to be sent in the second, s
 a round whatever the links. What is measured is the time from the first block to the last, at the one who receives.
 
 One switch is assumed: a host sends to all as fast as to whom it sends fastest. `unlike` says which pairs do not fit.
+
+When workers come and go (`known_among`) what is known of those that stay holds, and who comes is measured with the
+fastest of them, all newcomers at the same time.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ import asyncio
 import json
 import math
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
 
-from offbeat.errors import NetworkError, PlanError
+import msgspec
+
+from offbeat.errors import NetworkError, PeerError
 from offbeat.topology import MAX_RATE_MBPS, MIN_RATE_MBPS, Host, Link, Topology
 from offbeat.wire.lane import BLOCK_BYTES, CopyingSink, GrowingBuffer, LaneKey, OutgoingLane, block_bytes_for
 from offbeat.wire.mesh import MeshExchange
@@ -33,6 +38,7 @@ _ROUND_S = 0.2
 _MOST_BYTES = 64 << 20
 _PATIENCE_S = 20.0
 _PINGS = 4
+_CHANGED = 1.2  # more, or less, than so many times what was known
 _LIKE = 0.7  # of what one switch would carry between two
 
 
@@ -41,7 +47,7 @@ class MeasuredNetwork:
     """The knowledge of the network between the workers.
 
     Args:
-        network: hosts are ranks in their order.
+        network: hosts are workers, by place.
         message_s: what a message costs by itself, in seconds.
         block_bytes: the size of blocks that suits the links.
         unlike: pairs, sender first, that are much slower than the network would have it.
@@ -53,64 +59,206 @@ class MeasuredNetwork:
     unlike: tuple[tuple[int, int], ...] = ()
 
 
+_Rate = Annotated[float, msgspec.Meta(ge=MIN_RATE_MBPS, le=MAX_RATE_MBPS)]
+
+
+class HostRate(msgspec.Struct, frozen=True, array_like=True):
+    """The rates of a host's link with the one switch, in 10^6 bit/s."""
+
+    rank: int
+    out_mbps: _Rate
+    in_mbps: _Rate
+
+
+class NetworkReport(msgspec.Struct, frozen=True):
+    """The knowledge of a network, as one worker tells it to others.
+
+    Args:
+        hosts: of the one switch; none where people have said which links there are.
+        message_s: what a message costs by itself, in seconds.
+    """
+
+    hosts: Annotated[tuple[HostRate, ...], msgspec.Meta(max_length=4096)]
+    message_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
+
+
+_reports = msgspec.json.Decoder(NetworkReport | None)
+
+
 def measure_network(network: LaneNetwork, meet: Callable[[str], list[str]]) -> MeasuredNetwork:
     """Measure what the links carry. Collective; raises as `measure_rates`."""
-    rates, message_s = measure_rates(network, meet)
-    star = star_of(rates)
-    slowest = min(rate for row in rates for rate in row if rate)
-    return MeasuredNetwork(star, message_s, block_bytes_for(slowest / (network.world - 1)), tuple(unlike(rates, star)))
+    rates, message_s = measure_rates(network, meet, partners(network.world, network.place))
+    star = star_of(rates, network.members)
+    return _measured(star, message_s, tuple(unlike(rates, star)))
+
+
+def known_among(
+    network: LaneNetwork, before: MeasuredNetwork | None, given: Topology | None, meet: Callable[[str], list[str]]
+) -> MeasuredNetwork | None:
+    """Find what is known of the network among workers some of whom have come or gone. Collective.
+
+    Args:
+        before: what this one knew among others; None for nothing.
+        given: what people say of the links, with a host for each worker of the beginning; None if they do not.
+
+    Returns:
+        None if nothing is known.
+
+    Raises:
+        NetworkError: if a link is lost meanwhile.
+        PeerError: if it is told nonsense.
+    """
+    mine = None
+    if before is not None:
+        mine = NetworkReport(() if given is not None else _host_rates(before.network), before.message_s)
+    told = meet(msgspec.json.encode(mine).decode())[0]  # the one that has been there longest knows for all
+    try:
+        report = _reports.decode(told)
+    except msgspec.MsgspecError as error:
+        raise PeerError(f"Cannot understand what rank {network.members[0]} knows of the network: {error}.") from error
+    if report is None:
+        return None
+    if given is not None and max(network.members) < len(given.hosts):
+        names = [given.hosts[rank].name for rank in network.members]
+        return _measured(given.among(names), report.message_s)
+    hosts = {host.rank: host for host in report.hosts}
+    there = [rank for rank in network.members if rank in hosts]
+    if len(there) == len(network.members):
+        return _measured(_star([hosts[rank] for rank in network.members]), report.message_s)
+    if not there:
+        return None
+    came = [rank for rank in network.members if rank not in hosts]
+    there.sort(key=lambda rank: (-min(hosts[rank].out_mbps, hosts[rank].in_mbps), rank))
+    turns: list[int | None] = []
+    for first in range(0, len(came), len(there)):
+        pairs = dict(zip(came[first:], there, strict=False))
+        partner = (pairs | {b: a for a, b in pairs.items()}).get(network.rank)
+        turns.append(None if partner is None else network.members.index(partner))
+    rates, message_s = measure_rates(network, meet, turns)
+    hosts |= {host.rank: host for host in _fastest_of(rates, network.members) if host.rank in came}
+    return _measured(_star([hosts[rank] for rank in network.members]), min(message_s, report.message_s))
+
+
+def measure_again(
+    network: LaneNetwork, known: MeasuredNetwork, meet: Callable[[str], list[str]]
+) -> MeasuredNetwork | None:
+    """Measure what the links carry now. Collective; raises as `measure_rates`.
+
+    The links of hosts with one switch are measured as at first. Of another network that people have described those
+    between two hosts are, several at a time, and the others are taken to be as they were.
+
+    Returns:
+        None if it is much as it was known.
+    """
+    fan = known.network.is_fan
+    turns = partners(network.world, network.place) if fan else _turns_of_links(known.network, network.place)
+    rates, message_s = measure_rates(network, meet, turns)
+    places = {host.name: place for place, host in enumerate(known.network.hosts)}
+    links = []
+    for link in known.network.links:
+        a, b = places.get(link.a), places.get(link.b)
+        there, back = link.rates_mbps
+        if a is not None and b is not None:
+            there, back = _now(there, rates[a][b]), _now(back, rates[b][a])
+        elif fan and a is not None:
+            there, back = _now(there, max(rates[a])), _now(back, max(row[a] for row in rates))
+        elif fan and b is not None:
+            there, back = _now(there, max(row[b] for row in rates)), _now(back, max(rates[b]))
+        links.append(replace(link, rate_mbps=there, back_mbps=None if back == there else back))
+    if tuple(links) == known.network.links:
+        return None
+    return _measured(replace(known.network, links=tuple(links)), min(message_s, known.message_s))
+
+
+def can_measure_again(network: Topology) -> bool:
+    """Whether `measure_again` would find out anything."""
+    hosts = {host.name for host in network.hosts}
+    return network.is_fan or any(link.a in hosts and link.b in hosts for link in network.links)
+
+
+def _now(known_mbps: float | None, rate_bytes_per_s: float) -> float | None:
+    """The rate that holds for a link: what was known, unless it is far from what was measured."""
+    measured_mbps, before_mbps = _mbps(rate_bytes_per_s), known_mbps or MAX_RATE_MBPS
+    is_alike = not rate_bytes_per_s or 1 / _CHANGED < measured_mbps / before_mbps < _CHANGED
+    return known_mbps if is_alike else measured_mbps
+
+
+def _turns_of_links(network: Topology, place: int) -> list[int | None]:
+    """The partner of a host in each round, if those with a link between them have one round each."""
+    places = {host.name: number for number, host in enumerate(network.hosts)}
+    pairs = dict.fromkeys(
+        (min(places[link.a], places[link.b]), max(places[link.a], places[link.b]))
+        for link in network.links
+        if link.a in places and link.b in places
+    )
+    rounds: list[dict[int, int]] = []
+    for a, b in pairs:
+        free = next((one for one in rounds if a not in one and b not in one), None)
+        if free is None:
+            rounds.append(free := {})
+        free[a], free[b] = b, a
+    return [one.get(place) for one in rounds]
+
+
+def _measured(network: Topology, message_s: float, unlike: tuple[tuple[int, int], ...] = ()) -> MeasuredNetwork:
+    slowest_mbps = min((arc.rate_mbps for arc in network.arcs if arc.rate_mbps is not None), default=MAX_RATE_MBPS)
+    # Through one switch a host's link is shared by what goes to and comes from all others.
+    shares = max(1, len(network.hosts) - 1) if network.is_fan else 1
+    return MeasuredNetwork(network, message_s, block_bytes_for(slowest_mbps * 1e6 / 8 / shares), unlike)
 
 
 def known_network(network: LaneNetwork, topology: Topology, meet: Callable[[str], list[str]]) -> MeasuredNetwork:
     """Go by what people say of the links; what a message costs is measured. Collective.
 
     Raises:
-        PlanError: if it has another number of hosts.
         NetworkError: if a link is lost meanwhile.
     """
-    if len(topology.hosts) != network.world:
-        raise PlanError(
-            f"Cannot plan paths: the topology has {len(topology.hosts)} hosts, and there are {network.world} workers. "
-            "Name the file that describes this network with OFFBEAT_TOPOLOGY, or none."
-        )
     channel, message_s = network.channel(), math.inf
-    for turn, partner in enumerate(partners(network.world, network.rank)):
+    for turn, partner in enumerate(partners(network.world, network.place)):
         if partner is not None:
-            message_s = min(message_s, network.loop.run(_pings(channel, turn * _PINGS, partner)))
+            pings = _pings(channel, turn * _PINGS, network.members[partner])
+            message_s = min(message_s, network.loop.run(pings))
         meet("")
-    slowest_mbps = min((arc.rate_mbps for arc in topology.arcs if arc.rate_mbps is not None), default=MAX_RATE_MBPS)
-    told = min(float(text) for text in meet(str(message_s)))
-    return MeasuredNetwork(topology, told, block_bytes_for(slowest_mbps * 1e6 / 8))
+    return _measured(topology, min(float(text) for text in meet(str(message_s))))
 
 
-def measure_rates(network: LaneNetwork, meet: Callable[[str], list[str]]) -> tuple[list[list[float]], float]:
-    """Measure how fast each sends to each. Collective.
+def measure_rates(
+    network: LaneNetwork, meet: Callable[[str], list[str]], turns: Sequence[int | None]
+) -> tuple[list[list[float]], float]:
+    """Measure how fast pairs send to each other. Collective.
 
     Args:
         network: the links.
-        meet: tells the others a text, and returns what all say, in rank order.
+        meet: tells the others a text, and returns what all say, by place.
+        turns: the place of this worker's partner in each round, None where it has none; as many rounds for all.
 
     Returns:
-        By sender and receiver, in bytes per second, 0 on the diagonal; and what a message costs by itself, in seconds.
+        By places of sender and receiver, in bytes per second, 0 for those that are no pair; and what a message costs by
+        itself, in seconds.
 
     Raises:
-        NetworkError: if a link is lost meanwhile, or carries next to nothing.
+        NetworkError: if a link is lost meanwhile, or carries next to nothing; on all, behind as many meetings.
     """
-    channel, world = network.channel(), network.world
+    channel, world, error = network.channel(), network.world, ""
     sizes = [[_FIRST_BYTES] * world for _ in range(world)]
     rates: list[list[float]] = []
     message_s = math.inf
     for number in range(2):
         mine = [0.0] * world
-        for turn, partner in enumerate(partners(world, network.rank)):
+        for turn, partner in enumerate(turns):
             if partner is not None:
-                out, come = sizes[network.rank][partner], sizes[partner][network.rank]
-                first = (turn + number * world) * (_PINGS + 1)
-                message_s = min(message_s, network.loop.run(_pings(channel, first, partner)))
-                mine[partner] = network.loop.run(_both_ways(channel, first + _PINGS, partner, out, come))
+                out, come = sizes[network.place][partner], sizes[partner][network.place]
+                first, rank = (turn + number * len(turns)) * (_PINGS + 1), network.members[partner]
+                try:
+                    message_s = min(message_s, network.loop.run(_pings(channel, first, rank)))
+                    mine[partner] = network.loop.run(_both_ways(channel, first + _PINGS, rank, out, come))
+                except NetworkError as failed:  # told below, so that all meet as often
+                    error = error or str(failed)
             meet("")  # the next round begins when all links are free
-        said = [json.loads(text) for text in meet(json.dumps([message_s, mine]))]
-        message_s, by_receiver = min(one for one, _ in said), [row for _, row in said]
+        said = [json.loads(text) for text in meet(json.dumps([message_s, mine, error]))]
+        if error := next((one for *_, one in said if one), ""):
+            raise NetworkError(error)
+        message_s, by_receiver = min(one for one, *_ in said), [row for _, row, _ in said]
         rates = [[by_receiver[receiver][sender] for receiver in range(world)] for sender in range(world)]
         sizes = [
             [int(min(_MOST_BYTES, max(_FIRST_BYTES, rate * _ROUND_S))) // BLOCK_BYTES * BLOCK_BYTES for rate in row]
@@ -135,25 +283,46 @@ def partners(world: int, rank: int) -> list[int | None]:
     return found
 
 
-def star_of(rates: Sequence[Sequence[float]]) -> Topology:
-    """The one switch that explains the rates between hosts best: each is as fast as with its fastest partner."""
-    world = len(rates)
-    links = []
-    for rank in range(world):
-        out = max(rates[rank][other] for other in range(world) if other != rank)
-        come = max(rates[other][rank] for other in range(world) if other != rank)
-        links.append(Link(f"h{rank}", "switch", _mbps(out), _mbps(come)))
-    return Topology(tuple(Host(f"h{rank}") for rank in range(world)), tuple(links))
+def star_of(rates: Sequence[Sequence[float]], ranks: Sequence[int]) -> Topology:
+    """The one switch that explains the rates between hosts best: each is as fast as with its fastest partner.
+
+    Args:
+        rates: by sender and receiver.
+        ranks: of the workers.
+    """
+    return _star(_fastest_of(rates, ranks))
+
+
+def _fastest_of(rates: Sequence[Sequence[float]], ranks: Sequence[int]) -> list[HostRate]:
+    columns = zip(*rates, strict=True)
+    return [
+        HostRate(rank, _mbps(max(row)), _mbps(max(column)))
+        for rank, row, column in zip(ranks, rates, columns, strict=True)
+    ]
+
+
+def _star(hosts: Sequence[HostRate]) -> Topology:
+    links = tuple(Link(f"h{one.rank}", "switch", one.out_mbps, one.in_mbps) for one in hosts)
+    return Topology(tuple(Host(f"h{one.rank}") for one in hosts), links)
+
+
+def _host_rates(star: Topology) -> tuple[HostRate, ...]:
+    """The hosts of a network that `_star` made."""
+    rates = {link.a: link.rates_mbps for link in star.links}
+    return tuple(
+        HostRate(int(host.name.removeprefix("h")), *(rate or MAX_RATE_MBPS for rate in rates[host.name]))
+        for host in star.hosts
+    )
 
 
 def unlike(rates: Sequence[Sequence[float]], network: Topology) -> list[tuple[int, int]]:
     """The pairs, sender first, that are much slower than one switch would have it."""
-    arcs = {(arc.source, arc.target): arc.rate_mbps or MAX_RATE_MBPS for arc in network.arcs}
+    links = [link.rates_mbps for link in network.links]
     return [
         (a, b)
         for a, row in enumerate(rates)
         for b, rate in enumerate(row)
-        if a != b and _mbps(rate) < _LIKE * min(arcs[f"h{a}", "switch"], arcs["switch", f"h{b}"])
+        if a != b and _mbps(rate) < _LIKE * min(links[a][0] or MAX_RATE_MBPS, links[b][1] or MAX_RATE_MBPS)
     ]
 
 

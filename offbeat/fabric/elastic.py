@@ -1,7 +1,7 @@
 """All-reduce that goes on without the workers it loses.
 
-A Gloo group is of no use any more once one of its workers is gone. Those that are left then form a new generation (see
-`elastic_group`), connect new Gloo groups, and redo what was under way:
+A Gloo group is of no use any more once one of its workers is gone, nor are paths that lead over it. Those that are left
+then form a new generation (see `elastic_group`), connect anew (`generation`), and redo what was under way:
 
     completed by all            nothing to do
     completed by some           one of these supplies the others with the result, so that all have the same
@@ -26,13 +26,14 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import NetworkError, PlanError
-from offbeat.fabric.fabric import BindContext, Offers
-from offbeat.fabric.process_group import never_destroy
+from offbeat.fabric.fabric import BindContext, FabricSpec, Offers
+from offbeat.fabric.generation import Reconnects
+from offbeat.fabric.process_group import ProcessGroup
 from offbeat.fabric.retryable import (
     ReplayBroadcast,
     RetryableAllGather,
@@ -42,16 +43,17 @@ from offbeat.fabric.retryable import (
     RetryableSumGather,
 )
 from offbeat.fabric.spare_memory import SpareMemory
+from offbeat.fabric.staging import CudaCopies, StagedFabric
 from offbeat.payload import Sum
 from offbeat.protocol.group_progress import GroupProgress
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
-    import torch.distributed as dist
 
     from offbeat.fabric.elastic_group import ElasticGroup
+    from offbeat.fabric.generation import Generation, GroupCollectives, Reconnector
     from offbeat.fabric.retryable import RetryableOp
     from offbeat.payload import Payload, Reply
     from offbeat.pending import Pending
@@ -60,31 +62,56 @@ _AT_ONCE = timedelta(milliseconds=1)
 _OFFERS = Offers(partial=True, elastic=True, reduce_scatter=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Elastic:
-    """All-reduce that goes on without the workers it loses; over Gloo, so on CPUs.
+    """All-reduce that goes on without the workers it loses.
 
-    >>> Elastic()
-    Elastic()
+    Args:
+        over: the fabric that carries it, among those that take part; None for `ProcessGroup()`.
+
+    Raises:
+        PlanError: if that cannot be connected anew.
+
+    >>> Elastic(), Elastic(over=Routed())
+    (Elastic(), Elastic(over=Routed(method=None)))
     """
+
+    over: FabricSpec | None = None
+
+    def __post_init__(self) -> None:
+        if self.over == ProcessGroup():  # one way to say it
+            object.__setattr__(self, "over", None)
+        if self.over is not None and (isinstance(self.over, type) or not isinstance(self.over, Reconnects)):
+            raise PlanError(
+                f"Cannot be elastic over {self.over!r}: its workers cannot be connected anew without one that is lost. "
+                "Use ProcessGroup() or Routed() - at `plan.fabric.over`."
+            )
+
+    def __repr__(self) -> str:
+        return "Elastic()" if self.over is None else f"Elastic(over={self.over!r})"
 
     @property
     def offers(self) -> Offers:
         return _OFFERS
 
-    def bind(self, context: BindContext) -> BoundElastic:
+    @property
+    def companion(self) -> Elastic:
+        """The fabric of questions to the others."""
+        return Elastic()
+
+    def bind(self, context: BindContext) -> BoundElastic | StagedFabric:
         """Make one worker's end of it in the group of the context. Collective: every rank calls it.
 
         Raises:
-            PlanError: if the tensors are not on CPUs.
+            PlanError: if what it is over cannot carry the model's tensors.
         """
-        if context.backend != "gloo":
-            raise PlanError(
-                f"Cannot run {self!r} with a model on a GPU: NCCL's groups cannot be left by a worker. Use "
-                "ProcessGroup(), or ParameterServer() - at `plan.fabric`."
-            )
         assert context.group is not None, "an elastic fabric is bound to the group that its workers form"
-        return BoundElastic(context.group)
+        over = ProcessGroup() if self.over is None else self.over
+        assert isinstance(over, Reconnects), "checked when the plan was made"
+        if context.backend != "gloo" and not isinstance(over, ProcessGroup):
+            staged = self.bind(replace(context, backend="gloo"))
+            return StagedFabric(staged, CudaCopies())
+        return BoundElastic(context.group, over.reconnector(context))
 
 
 class BoundElastic:
@@ -92,16 +119,17 @@ class BoundElastic:
 
     Args:
         group: who takes part; one for all fabrics of a worker.
+        reconnector: connects each generation.
     """
 
-    def __init__(self, group: ElasticGroup) -> None:
-        self._elastic_group, self._members = group, group.members
+    def __init__(self, group: ElasticGroup, reconnector: Reconnector) -> None:
+        self._elastic_group, self._members, self._reconnector = group, group.members, reconnector
         self._lock = threading.RLock()  # a thread that waits for another fabric's exchange may have this one stop
         self.rank, self.world = group.rank, group.world
         self.offers = _OFFERS
-        self._group: dist.ProcessGroup | None = None
-        self._group = group.add_client(self)
-        self._is_issuing = self._group is not None  # between `replay` and `stop`
+        self._collectives: GroupCollectives | None = None
+        self._collectives = group.add_client(self)
+        self._is_issuing = self._collectives is not None  # between `replay` and `stop`
         self._exchanges: deque[ElasticExchange] = deque()  # in order, from the first whose result another may lack
         self._begun = self._most_kept = 0
         self._spare = SpareMemory()
@@ -124,15 +152,22 @@ class BoundElastic:
     def broadcast(self, tensor: torch.Tensor, source: int) -> ElasticExchange:
         return self.begin(RetryableBroadcast(self.world, tensor, source))
 
+    def wants_reroute(self) -> bool:
+        return self._collectives is not None and self._collectives.wants_reroute()
+
+    def reroute(self, meet: Callable[[str], list[str]]) -> str:
+        return self._handle.reroute(meet)
+
     def close(self) -> None:
-        if self._group is not None:
+        if self._collectives is not None:
             self._elastic_group.remove_client(self)
-            self._group = None
+            self._collectives.close()
+            self._collectives = None
 
     def abandon(self) -> None:
-        if self._group is not None:
-            never_destroy(self._group)
-            self._group = None
+        if self._collectives is not None:
+            self._collectives.abandon()
+            self._collectives = None
 
     # -- a client of its group -----------------------------------------------------------------------------------
 
@@ -143,6 +178,9 @@ class BoundElastic:
     def begin_at(self, number: int) -> None:
         self._begun = number
 
+    def connect(self, generation: Generation) -> GroupCollectives:
+        return self._reconnector.connect(generation, self._collectives)
+
     def stop(self) -> GroupProgress:
         with self._lock:
             self._is_issuing = False
@@ -150,14 +188,14 @@ class BoundElastic:
             left = [self._supply, *(exchange.stop() for exchange in self._exchanges)]
             self._left_behind += [one for one in left if one is not None]
             self._supply = None
-            if self._group is not None:
-                never_destroy(self._group)
+            if self._collectives is not None:
+                self._collectives.abandon()
             below = self._begun - len(self._exchanges)
             complete = [exchange.number for exchange in self._exchanges if exchange.is_complete]
             return GroupProgress(below, (*complete, *sorted(self._early)))
 
-    def resume(self, group: dist.ProcessGroup, progress: Mapping[int, GroupProgress]) -> None:
-        self._group, self._progress, self._members = group, progress, tuple(progress)
+    def resume(self, collectives: GroupCollectives, progress: Mapping[int, GroupProgress]) -> None:
+        self._collectives, self._progress, self._members = collectives, progress, tuple(progress)
         first, end = min(one.below for one in progress.values()), max(one.end for one in progress.values())
         self._lacking = [
             number
@@ -209,13 +247,13 @@ class BoundElastic:
         if is_broken:
             group.invalidate(number)
         else:
-            group.poll(exchange.waited_s)
+            group.poll(exchange.waited_s, suspects=self._handle.is_suspicious)
         return False
 
     @property
-    def _handle(self) -> dist.ProcessGroup:
-        assert self._group is not None, "fabric used after close"
-        return self._group
+    def _handle(self) -> GroupCollectives:
+        assert self._collectives is not None, "fabric used after close"
+        return self._collectives
 
     def begin(self, operation: RetryableOp) -> ElasticExchange:
         """Begin the next exchange."""
@@ -295,6 +333,11 @@ class ElasticExchange:
 
     # -- called by the engine ------------------------------------------------------------------------------------
 
+    @property
+    def owed(self) -> str:
+        """The transfer that it waits for; see `TellsOwed`."""
+        return getattr(self._pending, "owed", "")
+
     def wait(self, timeout: timedelta) -> bool:
         self.is_taken = self.is_taken or self._fabric.proceed(self, timeout)
         return self.is_taken
@@ -313,13 +356,14 @@ class ElasticExchange:
         """Seconds that it has been under way."""
         return time.monotonic() - self._since_s
 
-    def issue(self, group: dist.ProcessGroup, rank: int, members: tuple[int, ...]) -> None:
+    def issue(self, collectives: GroupCollectives, rank: int, members: tuple[int, ...]) -> None:
         """Begin a try among these members.
 
         Raises:
-            RuntimeError: if the group is broken.
+            RuntimeError: if a connection is known to be broken.
         """
-        self._pending = self._operation.issue(group, rank, members)
+        self._pending = self._operation.issue(collectives, rank, members)
+        self.sent_bytes = self._pending.sent_bytes or self.sent_bytes
 
     def poll(self, timeout: timedelta) -> bool:
         """Whether it is complete.

@@ -10,6 +10,7 @@ its *generation*, which is numbered from 0; each generation has keys of its own.
     progress/RANK       which exchanges of generation N this worker has completed, and whom it takes in
     members             those that go on, written once, by the lowest of them, when every other is known to be gone
     groups/NUMBER       where generation N + 1 connects, one group of torch for each bound fabric
+    meetings/NUMBER     what its members tell each other meanwhile
 
 A worker that waits looks at `broken` between two waits, so it need not be told by a broken connection: in a ring only
 the neighbours of a lost worker have one. A worker that only takes long is waited for, since it will come; one that is
@@ -41,11 +42,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from offbeat.backoff import Backoff
-from offbeat.errors import NetworkError, PeerError, WorkerLostError
+from offbeat.errors import NetworkError, OffbeatError, PeerError, WorkerLostError
+from offbeat.fabric.generation import Generation, StoreMeeting
 from offbeat.protocol.group_progress import GroupProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from offbeat.fabric.generation import GroupCollectives
 
 _NEVER = timedelta(days=365)
 _POLL_S = 0.02  # at the store, while there is nothing else to do
@@ -103,11 +107,14 @@ class GroupClient(Protocol):
     def begin_at(self, number: int) -> None:
         """Give the first exchange this number: others are as far."""
 
-    def stop(self) -> GroupProgress:
-        """Expect nothing of torch's group any more; returns what has been completed until now."""
+    def connect(self, generation: Generation) -> GroupCollectives:
+        """Connect with the others, on a thread beside; not used yet. Collective; raises as `Reconnector.connect`."""
 
-    def resume(self, group: dist.ProcessGroup, progress: Mapping[int, GroupProgress]) -> None:
-        """Use this group from now on, once `replay` has given what others have completed to those that lack it.
+    def stop(self) -> GroupProgress:
+        """Expect nothing of this generation any more; returns what has been completed until now."""
+
+    def resume(self, collectives: GroupCollectives, progress: Mapping[int, GroupProgress]) -> None:
+        """Use these from now on, once `replay` has given what others have completed to those that lack it.
 
         Args:
             progress: by rank, of all members, in their order.
@@ -154,7 +161,7 @@ class ElasticGroup:
         self._detected_s = self._polled_s = 0.0
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, holds_s=_HOLDS_S, seed=str(rank))
 
-    def add_client(self, client: GroupClient) -> dist.ProcessGroup | None:
+    def add_client(self, client: GroupClient) -> GroupCollectives | None:
         """Connect one more fabric; None for a newcomer, before it is in. Collective: all call it in the same order.
 
         Raises:
@@ -164,19 +171,20 @@ class ElasticGroup:
         if not self.members:
             self._clients.append(client)
             return None
-        connector = _GroupConnector(self, self._number, self.members, range(len(self._clients), len(self._clients) + 1))
+        connector = _GroupConnector(self, self._number, self.members, {len(self._clients): client})
         while not connector.is_done:
             if lost := self.lost_members(self.members):
+                connector.cancel()
                 told = "; ".join(f"rank {rank} {why}" for rank, why in lost.items())
                 raise WorkerLostError(f"Cannot connect all workers: {told}. Start the job again.")
             time.sleep(_POLL_S)
         self._clients.append(client)
-        (group,) = connector.take()
-        return group
+        (collectives,) = connector.take()
+        return collectives
 
     def remove_client(self, client: GroupClient) -> None:
         """Forget a fabric that is closed. Its number is not used again."""
-        self._clients[self._clients.index(client)] = _ClosedClient()
+        self._clients[self._clients.index(client)] = _ClosedClient(client)
 
     @property
     def is_first_generation(self) -> bool:
@@ -283,11 +291,12 @@ class ElasticGroup:
         if self._excluded.keys() & set(self.members):
             self.invalidate()
 
-    def poll(self, waited_s: float) -> None:
+    def poll(self, waited_s: float, *, suspects: bool = False) -> None:
         """See whether others have ended this generation, or a member is gone without a word.
 
         Args:
             waited_s: for how long the exchange at hand has been waited for.
+            suspects: whether there is a sign that one may be gone.
         """
         now_s = time.monotonic()
         with self._lock:
@@ -297,7 +306,8 @@ class ElasticGroup:
                 if any(self._store.check([f"{self._number}/{key}"]) for key in keys):
                     self.invalidate()
             # Seldom: who is killed is noticed by its neighbours, and whoever has many workers has many that wait.
-            if waited_s > _SUSPECT_S and now_s - self._detected_s > _SUSPECT_S and self.lost_members(self.members):
+            is_due = waited_s > _SUSPECT_S and now_s - self._detected_s > _SUSPECT_S
+            if (is_due or suspects) and self.lost_members(self.members):
                 self.invalidate()
 
     def lost_members(self, ranks: Sequence[int]) -> Mapping[int, str]:
@@ -392,6 +402,8 @@ class _Reconfiguration:
     def restart(self) -> _Reconfiguration:
         """Begin anew from generation `number` + 1: one more was lost on the way to it."""
         self._group._store.set(f"{self.number + 1}/broken", "")
+        if self._connector is not None:
+            self._connector.cancel()
         following = _Reconfiguration(self._group, self.number + 1, self._clients)
         following._lost = self._lost
         return following
@@ -413,7 +425,9 @@ class _Reconfiguration:
             if time.monotonic() < self._connects_from_s:
                 self._check_next()
                 return None
-            self._connector = _GroupConnector(self._group, self.number + 1, self.members, range(len(self._clients)))
+            self._connector = _GroupConnector(
+                self._group, self.number + 1, self.members, dict(enumerate(self._clients))
+            )
         self._check_next()
         if not self._connector.is_done:
             return None
@@ -496,14 +510,14 @@ class _Reconfiguration:
         if self._group._store.check([f"{self.number + 1}/broken"]) or self._group.lost_members(self.members):
             raise NetworkError("One more worker is lost.")
 
-    def _hand_over(self, groups: Sequence[dist.ProcessGroup]) -> None:
+    def _hand_over(self, connected: Sequence[GroupCollectives]) -> None:
         progress = {
             rank: _progress_decoder.decode(self._store.get(f"progress/{rank}")).progress for rank in self.members
         }
         if len({len(one) for one in progress.values()}) > 1:
             raise PeerError("Cannot continue: the workers do not use the same number of groups.")
-        for index, (client, group) in enumerate(zip(self._clients, groups, strict=True)):
-            client.resume(group, {rank: one[index] for rank, one in progress.items()})
+        for index, (client, collectives) in enumerate(zip(self._clients, connected, strict=True)):
+            client.resume(collectives, {rank: one[index] for rank, one in progress.items()})
         self._waiting, self._has_groups = list(self._clients), True
 
 
@@ -515,12 +529,19 @@ def _end_of(reports: MemberProgress) -> str:
 
 
 class _GroupConnector:
-    """A thread that makes torch's groups of a generation: it may never come to an end, if one more is lost."""
+    """A thread that connects fabrics in a generation: it may never come to an end, if one more is lost.
 
-    def __init__(self, group: ElasticGroup, number: int, members: Sequence[int], indices: Sequence[int]) -> None:
-        self._group, self._number, self._members, self._indices = group, number, members, indices
-        self._groups: list[dist.ProcessGroup] = []
-        self._error: RuntimeError | None = None
+    Args:
+        clients: by number, the fabrics.
+    """
+
+    def __init__(
+        self, group: ElasticGroup, number: int, members: Sequence[int], clients: Mapping[int, GroupClient]
+    ) -> None:
+        self._group, self._number, self._members, self._clients = group, number, tuple(members), clients
+        self._connected: list[GroupCollectives] = []
+        self._error: RuntimeError | OffbeatError | None = None
+        self._lock, self._is_cancelled = threading.Lock(), False
         self._thread = threading.Thread(target=self._run, name="offbeat-elastic-group", daemon=True)
         self._thread.start()
 
@@ -528,37 +549,79 @@ class _GroupConnector:
     def is_done(self) -> bool:
         return not self._thread.is_alive()
 
-    def take(self) -> Sequence[dist.ProcessGroup]:
-        """Hand out the groups.
+    def take(self) -> Sequence[GroupCollectives]:
+        """Hand out what was connected.
 
         Raises:
-            NetworkError: if they could not be made.
+            NetworkError: if that could not be.
+            PlanError, PeerError: as `Reconnector.connect` does.
         """
+        if isinstance(self._error, OffbeatError):
+            raise self._error
         if self._error is not None:
             raise NetworkError(str(self._error)) from self._error
-        return self._groups
+        return self._connected
+
+    def cancel(self) -> None:
+        """Have it come to an end; nobody will take what it connects."""
+        with self._lock:
+            self._is_cancelled = True
+            connected, self._connected = self._connected, []
+        for one in connected:
+            one.abandon()
 
     def _run(self) -> None:
         try:
-            for index in self._indices:
-                self._groups.append(self._group._connect(self._number, index, self._members))
-        except RuntimeError as error:
+            for index, client in self._clients.items():
+                collectives = client.connect(self._generation(index))
+                with self._lock:
+                    if not self._is_cancelled:
+                        self._connected.append(collectives)
+                        continue
+                collectives.abandon()
+                return
+        except (RuntimeError, OffbeatError) as error:
             self._error = error
+
+    def _generation(self, index: int) -> Generation:
+        group, members = self._group, self._members
+        torch_group = group._connect(self._number, index, members)
+        broken = f"{self._number}/broken"
+        meeting = StoreMeeting(
+            PrefixStore(f"{self._number}/meetings/{index}", group._store),
+            members.index(group.rank),
+            len(members),
+            lambda: self._is_cancelled or group._store.check([broken]),
+        )
+        name = f"{self._number}/{index}"
+        return Generation(self._number, name, group.rank, members, torch_group, meeting)
 
 
 class _ClosedClient:
-    """Stands for a fabric that is closed on all workers."""
+    """Stands for a fabric that is closed here, and soon on all workers.
+
+    Args:
+        client: that it was.
+    """
 
     begun = 0
+
+    def __init__(self, client: GroupClient) -> None:
+        self._client = client
 
     def begin_at(self, number: int) -> None:
         """Ignore it: the fabric is closed."""
 
+    def connect(self, generation: Generation) -> GroupCollectives:
+        """Connect all the same: others may not have closed theirs yet, and wait for it."""
+        return self._client.connect(generation)
+
     def stop(self) -> GroupProgress:
         return GroupProgress(0)
 
-    def resume(self, group: dist.ProcessGroup, progress: Mapping[int, GroupProgress]) -> None:
-        """Ignore it: the fabric is closed."""
+    def resume(self, collectives: GroupCollectives, progress: Mapping[int, GroupProgress]) -> None:
+        """Let go of it: the fabric is closed."""
+        collectives.abandon()
 
     def replay(self, timeout: timedelta) -> bool:
         return True

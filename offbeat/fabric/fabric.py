@@ -21,6 +21,7 @@ from offbeat.errors import PlanError
 from offbeat.payload import Gather, Payload, Reply, Sum
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     import torch
@@ -172,6 +173,27 @@ class SumsSome(Protocol):
         Raises:
             PlanError: if it cannot carry that out.
             NetworkError: if it is gone.
+        """
+
+
+@runtime_checkable
+class Reroutes(Protocol):
+    """A bound fabric whose exchanges can go by other paths when links change."""
+
+    def wants_reroute(self) -> bool:
+        """Whether that seems to be so; asked behind each step."""
+
+    def reroute(self, meet: Callable[[str], list[str]]) -> str:
+        """Find out, and go by other paths if it is. Collective, with no exchange under way.
+
+        Args:
+            meet: tells the others a text, and returns what all say, in the order of ranks.
+
+        Returns:
+            What has changed, for people; "" if nothing has.
+
+        Raises:
+            DisagreementError: if others would go by other paths.
         """
 
 

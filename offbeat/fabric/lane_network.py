@@ -1,7 +1,7 @@
-"""The mesh of a process for lanes, on an event loop of its own; one for all fabrics that use it.
+"""The mesh of a process for lanes, on an event loop of its own.
 
-Workers that know each other already (by a process group) tell each other where they listen. Where no token and no
-certificates were given, the first worker draws a token for all.
+Workers that know each other already (by a process group, or a store) tell each other where they listen. Where no token
+and no certificates were given, the first worker draws a token for all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat.errors import NetworkError, PlanError
+from offbeat.errors import NetworkError
 from offbeat.payload import Gather, Total
 from offbeat.wire.credentials import Certificates, Token
 from offbeat.wire.interfaces import address_for_peers
@@ -26,7 +26,7 @@ from offbeat.wire.mesh import PeerMesh
 from offbeat.wire.session import Limits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from offbeat.fabric.fabric import Fabric
     from offbeat.server.launch import ShardSettings
@@ -45,9 +45,10 @@ class LaneNetwork:
     """The mesh, and the thread that it lives on.
 
     Args:
-        rank, world: of this worker.
+        rank: of this worker.
+        members: the ranks that take part, each at its place.
         job: the name of the group's generation.
-        meet: tells the others what this worker has to say, and returns what all say, in rank order.
+        meet: tells the others what this worker has to say, and returns what all say, by place.
         settings: the credentials; None for a token of the first worker's.
         timeout: for how long the others are waited for.
 
@@ -58,34 +59,43 @@ class LaneNetwork:
     def __init__(
         self,
         rank: int,
-        world: int,
+        members: Sequence[int],
         job: str,
         meet: Callable[[str], list[str]],
         settings: ShardSettings | None,
         timeout: timedelta,
     ) -> None:
-        self.rank, self.world = rank, world
+        self.rank, self.members, self.place, self.world = rank, tuple(members), members.index(rank), len(members)
+        self._mesh: PeerMesh | None = None
         self.loop, self.pool = LoopThread("offbeat-lanes"), StagingPool()
         self._numbers = itertools.count()
         try:
             said = [json.loads(text) for text in meet(json.dumps({"token": secrets.token_hex(32)}))]
             credentials = None if settings is None else settings.credentials()
-            if isinstance(credentials, Certificates):
-                raise PlanError(
-                    "Cannot open links between the workers with certificates: those of workers are good for dialling "
-                    "a server alone. Use a token (OFFBEAT_TOKEN), or another fabric - at `plan.fabric`."
-                )
+            bind = address_for_peers(os.environ)
             if credentials is None:
                 credentials = Token(str(said[0]["token"]).encode())
-            bind = address_for_peers(os.environ)
-            self.mesh = self.loop.run(_made(rank, job, credentials))
-            address = self.loop.run(self.mesh.open(bind))
+            elif isinstance(credentials, Certificates):
+                credentials.check_serves(bind)
+            mesh = self._mesh = self.loop.run(_made(rank, job, credentials))
+            address = self.loop.run(mesh.open(bind))
             told = [json.loads(text) for text in meet(json.dumps({"address": address}))]
-            self.addresses = {other: str(one["address"]) for other, one in enumerate(told)}
-            self.loop.run(self.mesh.meet(self.addresses, timeout))
+            self.addresses = {other: str(one["address"]) for other, one in zip(members, told, strict=True)}
+            self.loop.run(mesh.meet(self.addresses, timeout))
         except BaseException:
             self.abandon()
             raise
+
+    @property
+    def mesh(self) -> PeerMesh:
+        """The links."""
+        assert self._mesh is not None, "it was made"
+        return self._mesh
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether there is no connection with one of the others just now."""
+        return self.mesh.is_broken
 
     def channel(self) -> MeshChannel:
         """A channel for one more user; users come in the same order on all workers."""
@@ -98,22 +108,19 @@ class LaneNetwork:
 
     def close(self) -> None:
         """Say good-bye, once all that was sent has arrived; again does nothing."""
-        mesh = getattr(self, "mesh", None)
-        if mesh is not None:
-            try:
-                self.loop.run(mesh.close())
-            except NetworkError:  # it is closed
-                return
+        try:
+            self.loop.run(self.mesh.close())
+        except NetworkError:  # it is closed
+            return
         self.loop.close()
 
     def abandon(self) -> None:
         """Let go at once."""
-        mesh = getattr(self, "mesh", None)
-        if mesh is not None:
-            try:
-                self.loop.call(mesh.abort)
-            except NetworkError:
-                return
+        try:
+            if self._mesh is not None:
+                self.loop.call(self._mesh.abort)
+        except NetworkError:
+            return
         self.loop.close()
 
 

@@ -27,7 +27,7 @@ from offbeat.collective import (
     WaterFilling,
     cost,
 )
-from offbeat.errors import PlanError
+from offbeat.errors import NetworkError, PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -96,6 +96,7 @@ def plan_paths(
 
     Raises:
         PlanError: if the method cannot be used on this network.
+        NetworkError: if a link is lost meanwhile; on all, behind as many meetings.
     """
     chosen = (
         _fastest(close, measure, meet) if len(close) > 1 and close[0].predicted_s <= _WORTH_S else close[0]
@@ -160,10 +161,16 @@ def _fastest(
     close: Sequence[PricedPaths], measure: Callable[[Algorithm, int], float], meet: Callable[[str], list[str]]
 ) -> PricedPaths:
     """Try each a few times, in turns; the one whose shortest time is the least, at the slowest worker."""
-    took = [[measure(one.algorithm, one.size_bytes) for one in close] for _ in range(_TIMES)]
-    mine = [min(column) for column in zip(*took, strict=True)]
-    all_s = [json.loads(text) for text in meet(json.dumps(mine))]
-    slowest = [max(column) for column in zip(*all_s, strict=True)]
+    mine, error = [0.0] * len(close), ""
+    try:
+        took = [[measure(one.algorithm, one.size_bytes) for one in close] for _ in range(_TIMES)]
+        mine = [min(column) for column in zip(*took, strict=True)]
+    except NetworkError as failed:  # told, so that all meet as often
+        error = str(failed)
+    said = [json.loads(text) for text in meet(json.dumps([mine, error]))]
+    if error := next((one for _, one in said if one), ""):
+        raise NetworkError(error)
+    slowest = [max(column) for column in zip(*(one for one, _ in said), strict=True)]
     best = min(range(len(close)), key=lambda place: slowest[place])
     return close[best]._replace(measured_s=slowest[best])
 

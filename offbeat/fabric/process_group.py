@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from offbeat.errors import NetworkError
+from offbeat.errors import NetworkError, PlanError
 from offbeat.fabric.fabric import BindContext, Offers
 from offbeat.fabric.reduce_scatter import PartSums, sent_bytes_of_round
 from offbeat.fabric.spare_memory import SpareMemory
@@ -29,6 +29,7 @@ from offbeat.payload import GatheredPart, Payload, Reply, Sum, Total
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from offbeat.fabric.generation import Generation, GroupCollectives
     from offbeat.pending import Pending
 
 _NEVER = timedelta(days=365)
@@ -52,6 +53,55 @@ class ProcessGroup:
         group = dist.new_group(timeout=_NEVER, backend=context.backend)
         assert isinstance(group, dist.ProcessGroup)
         return BoundProcessGroup(group)
+
+    def reconnector(self, context: BindContext) -> GlooReconnector:
+        """Make what connects this worker in each generation of an elastic group.
+
+        Raises:
+            PlanError: if the tensors are not on CPUs.
+        """
+        if context.backend != "gloo":
+            raise PlanError(
+                "Cannot run Elastic() with a model on a GPU: NCCL's groups cannot be left by a worker. Use "
+                "ProcessGroup(), Elastic(over=Routed()) or ParameterServer() - at `plan.fabric`."
+            )
+        return GlooReconnector()
+
+
+class GlooReconnector:
+    """Connects nothing but torch's groups. A `Reconnector`."""
+
+    def connect(self, generation: Generation, before: GroupCollectives | None) -> GlooCollectives:
+        return GlooCollectives(generation.group)
+
+
+class GlooCollectives:
+    """A generation's exchanges over torch's group. A `GroupCollectives`."""
+
+    is_suspicious = False  # whoever is killed breaks the exchanges of its neighbours at once
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def all_reduce(self, tensor: torch.Tensor) -> Works:
+        return Works([self.group.allreduce([tensor])], lambda: Total(tensor), 0)
+
+    def broadcast(self, tensor: torch.Tensor, place: int) -> Works:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = place, 0
+        return Works([self.group.broadcast([tensor], options)], lambda: Total(tensor), 0)
+
+    def wants_reroute(self) -> bool:
+        return False
+
+    def reroute(self, meet: Callable[[str], list[str]]) -> str:
+        return ""
+
+    def close(self) -> None:
+        """Let go: torch ends a group with its last user."""
+
+    def abandon(self) -> None:
+        never_destroy(self.group)
 
 
 class BoundProcessGroup:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from offbeat.errors import PeerError
 from offbeat.fabric.process_group import GatherWorks, Works, joined
@@ -24,6 +23,9 @@ from offbeat.tensors import bytes_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch.distributed as dist
+
+    from offbeat.fabric.generation import GroupCollectives
     from offbeat.fabric.spare_memory import SpareMemory
     from offbeat.pending import Pending
 
@@ -58,14 +60,14 @@ class RetryableOp(ABC):
     def sent_bytes(self, rank: int) -> int:
         """Count the bytes that this worker puts on the network for one try, by the algorithm."""
 
-    def issue(self, group: dist.ProcessGroup, rank: int, members: tuple[int, ...]) -> Pending:
+    def issue(self, collectives: GroupCollectives, rank: int, members: tuple[int, ...]) -> Pending:
         """Begin a try among these.
 
         Raises:
-            RuntimeError: if the group is broken.
+            RuntimeError: if a connection is known to be broken.
         """
         self._workers = members
-        return self._issue(group, members.index(rank))
+        return self._issue(collectives, members.index(rank))
 
     @abstractmethod
     def reply(self) -> Reply:
@@ -96,7 +98,7 @@ class RetryableOp(ABC):
         return None
 
     @abstractmethod
-    def _issue(self, group: dist.ProcessGroup, group_rank: int) -> Pending: ...
+    def _issue(self, collectives: GroupCollectives, place: int) -> Pending: ...
 
     @abstractmethod
     def _pack(self) -> tuple[GatherHeader, bytes]: ...
@@ -130,12 +132,12 @@ class RetryableAllReduce(RetryableOp):
             return Total(self._tensor, weight)
         return Total(self._tensor, weight, self._tail.copy_(self._memory[numel:]))
 
-    def _issue(self, group: dist.ProcessGroup, group_rank: int) -> Works:
+    def _issue(self, collectives: GroupCollectives, place: int) -> Pending:
         memory = self._memory = self._spare.take(self._numel, self._tensor.dtype)
         memory[: self._tensor.numel()].copy_(self._tensor)
         if self._tail is not None:
             memory[self._tensor.numel() :].copy_(self._tail)
-        return Works([group.allreduce([memory])], lambda: Total(memory), 0)
+        return collectives.all_reduce(memory)
 
     def _pack(self) -> tuple[GatherHeader, bytes]:
         return GatherHeader(self._workers), bytes(bytes_of(self._memory))
@@ -172,9 +174,9 @@ class RetryableReduceScatter(RetryableOp):
         """The parts of the sum, if they were made in this group: then all of its workers have one."""
         return self._parts if group is self._group else None
 
-    def _issue(self, group: dist.ProcessGroup, group_rank: int) -> Works:
-        parts = self._parts = PartSums(group, self.whole, self.spare)
-        self._group = group
+    def _issue(self, collectives: GroupCollectives, place: int) -> Pending:
+        parts = self._parts = PartSums(collectives.group, self.whole, self.spare)
+        self._group = collectives.group
         return Works([parts.scatter()], lambda: Total(parts.memory), 0)
 
     def _pack(self) -> tuple[GatherHeader, bytes]:
@@ -211,14 +213,14 @@ class RetryableSumGather(RetryableOp):
         tail = None if payload.tail is None else payload.tail.copy_(self._memory[numel:end])
         return Total(payload.tensor, weight, tail)
 
-    def _issue(self, group: dist.ProcessGroup, group_rank: int) -> Works:
-        parts, whole = self._scatter.parts_in(group), self._scatter.whole
+    def _issue(self, collectives: GroupCollectives, place: int) -> Pending:
+        parts, whole = self._scatter.parts_in(collectives.group), self._scatter.whole
         if parts is not None:
             self._memory = parts.memory
             return Works([parts.gather()], lambda: Total(parts.memory), 0)
         memory = self._memory = self._scatter.spare.take(whole.numel(), whole.dtype)
         memory.copy_(whole)
-        return Works([group.allreduce([memory])], lambda: Total(memory), 0)
+        return collectives.all_reduce(memory)
 
     def _pack(self) -> tuple[GatherHeader, bytes]:
         return GatherHeader(self._workers), bytes(bytes_of(self._memory[: self._scatter.whole.numel()]))
@@ -247,18 +249,18 @@ class RetryableAllGather(RetryableOp):
     def reply(self) -> list[GatheredPart]:
         return self._found()
 
-    def _issue(self, group: dist.ProcessGroup, group_rank: int) -> GatherWorks:
+    def _issue(self, collectives: GroupCollectives, place: int) -> GatherWorks:
         def all_gather(into: list[torch.Tensor], tensor: torch.Tensor) -> Any:
-            return group.allgather([into], [tensor])
+            return collectives.group.allgather([into], [tensor])
 
-        self._works = GatherWorks(all_gather, group_rank, len(self._workers), self._tensors)
+        self._works = GatherWorks(all_gather, place, len(self._workers), self._tensors)
         return self._works
 
     def _found(self) -> list[GatheredPart]:
         if self._works is not None:
-            by_group_rank = self._works.result()
+            by_place = self._works.result()
             self._contributions = [
-                GatheredPart(rank, one.tensors) for rank, one in zip(self._workers, by_group_rank, strict=True)
+                GatheredPart(rank, one.tensors) for rank, one in zip(self._workers, by_place, strict=True)
             ]
             self._works = None
         return self._contributions
@@ -306,10 +308,10 @@ class RetryableBroadcast(RetryableOp):
         # As bytes: Gloo has no broadcast for some dtypes, such as int16.
         return self._tensor.as_strided((self._tensor.numel(),), (1,)).view(torch.uint8)
 
-    def _issue(self, group: dist.ProcessGroup, group_rank: int) -> Works:
+    def _issue(self, collectives: GroupCollectives, place: int) -> Pending:
         source = self._workers.index(self._source) if self._source in self._workers else 0
         memory = self._memory = self._bytes.clone()
-        return Works([broadcast(group, memory, source)], lambda: Total(memory), 0)
+        return collectives.broadcast(memory, source)
 
     def _pack(self) -> tuple[GatherHeader, bytes]:
         return GatherHeader(self._workers), bytes(bytes_of(self._memory))
@@ -322,15 +324,15 @@ class ReplayBroadcast:
     """One worker gives another's exchange to those that lack it, as bytes: first how many, then these.
 
     Args:
-        source: the group rank of the worker that gives it.
+        source: the place of the worker that gives it.
         data: what it gives; elsewhere b"".
     """
 
-    def __init__(self, group: dist.ProcessGroup, source: int, data: bytes) -> None:
-        self._group, self._source = group, source
+    def __init__(self, collectives: GroupCollectives, source: int, data: bytes) -> None:
+        self._collectives, self._source = collectives, source
         self._bytes = _tensor_of(memoryview(data), torch.uint8, (len(data),))
         self._size = torch.tensor([len(data)])
-        self._works: Works | None = None
+        self._pending: Pending | None = None
         self._is_sized = False
 
     def wait(self, timeout: Any) -> bool:
@@ -339,27 +341,20 @@ class ReplayBroadcast:
         Raises:
             NetworkError: if a connection broke.
         """
-        if self._works is None:
-            self._works = Works([broadcast(self._group, self._size, self._source)], list, 0)
-        if not self._works.wait(timeout):
+        if self._pending is None:
+            self._pending = self._collectives.broadcast(self._size, self._source)
+        if not self._pending.wait(timeout):
             return False
         if not self._is_sized:
             self._is_sized = True
             if len(self._bytes) != int(self._size):
                 self._bytes = torch.empty(int(self._size), dtype=torch.uint8)
-            self._works = Works([broadcast(self._group, self._bytes, self._source)], list, 0)
-        return self._works.wait(timeout)
+            self._pending = self._collectives.broadcast(self._bytes, self._source)
+        return self._pending.wait(timeout)
 
     @property
     def data(self) -> bytes:
         return bytes(bytes_of(self._bytes))
-
-
-def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, source: int) -> Any:
-    """Begin it; returns torch's handle."""
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = source, 0
-    return group.broadcast([tensor], options)
 
 
 def _tensor_of(elements: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

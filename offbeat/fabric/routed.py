@@ -1,54 +1,46 @@
 """All-reduce along paths of our own choice, over lanes between the workers; a process group beside it for the rest.
 
-What is summed goes by an `Algorithm`, which says what is sent to whom; see `offbeat.collective`. All workers make the
-same one of what they know of the network, and compare digests.
+What is summed goes by an `Algorithm`, which says what is sent to whom; see `offbeat.collective`.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import threading
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from offbeat.collective import CollectiveMethod
-from offbeat.collective.programs import broadcast
-from offbeat.collective.rank_part import part_of
-from offbeat.errors import DisagreementError, NetworkError, PlanError
-from offbeat.fabric.discovery import known_network, measure_network
+from offbeat.errors import PlanError
+from offbeat.fabric.discovery import known_among, known_network, measure_network
 from offbeat.fabric.fabric import BindContext, Offers
 from offbeat.fabric.in_memory import InMemory
-from offbeat.fabric.lane_exchange import LaneExchange
 from offbeat.fabric.lane_network import LaneNetwork, texts_of_all
-from offbeat.fabric.path_planner import plan_paths, timed
-from offbeat.fabric.process_group import ProcessGroup, joined
+from offbeat.fabric.path_collectives import AlgorithmRunner, PathCollectives, check_alike, log_paths
+from offbeat.fabric.path_planner import plan_paths, predict_paths
+from offbeat.fabric.process_group import GlooCollectives, ProcessGroup, joined
 from offbeat.fabric.staging import CudaCopies, StagedFabric
 from offbeat.payload import Sum, Total
-from offbeat.tensors import dtype_name
 from offbeat.topology_spec import NetworkFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from offbeat.collective.algorithm import Algorithm
-    from offbeat.collective.rank_part import RankPart
+    import torch
+    import torch.distributed as dist
+
     from offbeat.fabric.discovery import MeasuredNetwork
     from offbeat.fabric.fabric import Fabric
+    from offbeat.fabric.generation import Generation, GroupCollectives
     from offbeat.fabric.path_planner import PathPlan
-    from offbeat.payload import Payload, Reply
+    from offbeat.payload import Payload
     from offbeat.pending import Pending
     from offbeat.topology import Topology
 
 _log = logging.getLogger("offbeat")
 
 _OFFERS = Offers()
-_TRIAL = timedelta(seconds=20)
-_SMALL_BYTES, _PIECES = 1 << 20, 16  # of broadcasts
 
 
 @dataclass(frozen=True)
@@ -96,172 +88,144 @@ class Routed:
             return StagedFabric(self.bind(replace(context, backend="gloo")), CudaCopies())
         companion = self.companion.bind(context)
         meet = functools.partial(texts_of_all, companion, patience=context.timeout)
-        network = None
         try:
-            network = LaneNetwork(context.rank, context.world, "lanes", meet, context.settings, context.timeout)
-            runner = AlgorithmRunner(network)
-            if context.topology is None:
-                measured = measure_network(network, meet)
-            else:
-                measured = known_network(network, _read(context.topology), meet)
-            plan = plan_paths(measured, self.method, runner.measure, meet)
-            _check_alike(plan, meet, context.rank)
-            if context.rank == 0:
-                _tell(plan, measured)
+            collectives = _connect(self.method, context, range(context.world), "lanes", meet)
         except BaseException:
-            if network is not None:
-                network.abandon()
             companion.abandon()
             raise
-        return BoundRouted(network, companion, plan)
+        return BoundRouted(context.rank, context.world, companion, collectives)
 
-
-def _read(path: Path) -> Topology:
-    try:
-        return NetworkFile.from_toml(path.read_text()).build()
-    except OSError as error:
-        raise PlanError(f"Cannot read the topology in {path}: {error.strerror} (OFFBEAT_TOPOLOGY).") from error
-
-
-def _tell(plan: PathPlan, measured: MeasuredNetwork) -> None:
-    """Log what was chosen, and what the network that was found does not explain."""
-    for one in plan.chosen:
-        took = "not tried" if one.measured_s is None else f"took {one.measured_s * 1e3:.3g} ms"
-        _log.info(
-            "Sums of about %d bytes go by %s: predicted %.3g ms, %s.",
-            *(one.size_bytes, one.algorithm.name, one.predicted_s * 1e3, took),
-        )
-    for a, b in measured.unlike:
-        _log.info(
-            "From rank %d to rank %d comes much less than one switch would carry: say which links there are with "
-            "OFFBEAT_TOPOLOGY.",
-            *(a, b),
-        )
-
-
-def _check_alike(plan: PathPlan, meet: Callable[[str], list[str]], rank: int) -> None:
-    """See that all go by the same paths.
-
-    Raises:
-        DisagreementError: if not.
-    """
-    mine = " ".join(one.algorithm.digest for one in plan.chosen)
-    digests = meet(mine)
-    if (wrong := next((other for other, one in enumerate(digests) if one != mine), None)) is not None:
-        raise DisagreementError(
-            f"Cannot sum along paths that differ: rank {wrong} goes by {digests[wrong]}, and rank {rank} by {mine} "
-            f"({', '.join(one.algorithm.name for one in plan.chosen)}). Run the same offbeat and the same plan."
-        )
-
-
-class AlgorithmRunner:
-    """A channel on which algorithms are carried out on vectors.
-
-    Args:
-        network: the links.
-    """
-
-    def __init__(self, network: LaneNetwork) -> None:
-        self._network, self._channel = network, network.channel()
-        self._issued, self._order = 0, threading.Lock()
-
-    def start(self, algorithm: Algorithm, part: RankPart, whole: torch.Tensor) -> LaneExchange:
-        """Begin to sum a vector [D], contiguous and on the CPU, which the sum is written to."""
-        terms = f"a sum of {whole.numel()} {dtype_name(whole.dtype)} ({algorithm.digest[:8]})"
-        bytes_of_all = memoryview(whole.detach().view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
-        size = whole.element_size()
-        places = [
-            bytes_of_all[size * place.start : size * place.stop]
-            for place in (chunk.place(whole.numel()) for chunk in algorithm.chunks)
-        ]
-        add, pool = functools.partial(_add, whole.dtype), self._network.pool
-        with self._order:
-            exchange = LaneExchange(self._channel, self._issued, part, terms, places, add, pool)
-            self._issued += 1
-            self._network.loop.call(exchange.begin)
-        return exchange
-
-    def measure(self, algorithm: Algorithm, size_bytes: int) -> float:
-        """Try an algorithm on a vector of so many bytes; how long it took, in seconds."""
-        part, whole = part_of(algorithm, self._network.rank), torch.zeros(size_bytes // 4)
-        return timed(lambda: self._until_over(self.start(algorithm, part, whole)))
-
-    def _until_over(self, exchange: LaneExchange) -> None:
-        if not exchange.wait(_TRIAL):
-            raise NetworkError(f"Cannot choose paths: a trial did not end within {_TRIAL.total_seconds():g} s.")
+    def reconnector(self, context: BindContext) -> PathReconnector:
+        """Make what connects this worker in each generation of an elastic group."""
+        return PathReconnector(self.method, context)
 
 
 class BoundRouted:
     """One worker's end. A `Fabric`."""
 
-    def __init__(self, network: LaneNetwork, companion: Fabric, plan: PathPlan) -> None:
-        self._network, self._companion, self.plan = network, companion, plan
-        self._runner = AlgorithmRunner(network)
-        self._broadcasts: dict[tuple[int, int], tuple[Algorithm, RankPart]] = {}  # by source and pieces
-        self._parts = [part_of(one.algorithm, network.rank) for one in plan.chosen]
-        self.rank, self.world, self.offers = network.rank, network.world, _OFFERS
+    def __init__(self, rank: int, world: int, companion: Fabric, collectives: PathCollectives) -> None:
+        self._companion, self._collectives = companion, collectives
+        self.rank, self.world, self.offers = rank, world, _OFFERS
+
+    @property
+    def plan(self) -> PathPlan:
+        """The paths."""
+        return self._collectives.plan
 
     def start(self, payload: Payload) -> Pending:
         if not isinstance(payload, Sum):
             return self._companion.start(payload)
         whole = joined(payload)
-        place = self.plan.for_size(whole.numel() * whole.element_size())
-        exchange = self._runner.start(self.plan.chosen[place].algorithm, self._parts[place], whole)
-        return RoutedPending(exchange, payload, whole, self._network.silence_of)
+        return self._collectives.all_reduce(whole, functools.partial(_total, payload, whole))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Pending:
-        whole = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        key = source, _PIECES if whole.numel() > _SMALL_BYTES else 1
-        if key not in self._broadcasts:
-            algorithm = broadcast(self.plan.network, source, pieces=key[1])
-            self._broadcasts[key] = algorithm, part_of(algorithm, self.rank)
-        exchange = self._runner.start(*self._broadcasts[key], whole)
-        return RoutedPending(exchange, Sum(tensor), tensor, self._network.silence_of)
+        flat = tensor.as_strided((tensor.numel(),), (1,))
+        return self._collectives.broadcast(flat, source, lambda: Total(tensor))
+
+    def wants_reroute(self) -> bool:
+        return self._collectives.wants_reroute()
+
+    def reroute(self, meet: Callable[[str], list[str]]) -> str:
+        return self._collectives.reroute(meet)
 
     def close(self) -> None:
-        self._network.close()
+        self._collectives.close()
         self._companion.close()
 
     def abandon(self) -> None:
-        self._network.abandon()
+        self._collectives.abandon()
         self._companion.abandon()
 
 
-class RoutedPending:
-    """A sum under way. A `Pending`."""
+class PathReconnector:
+    """Opens links in each generation, and plans paths among those that take part. A `Reconnector`.
 
-    def __init__(
-        self, exchange: LaneExchange, payload: Sum, whole: torch.Tensor, silence_of: Callable[[int], str]
-    ) -> None:
-        self._exchange, self._payload, self._whole, self._silence_of = exchange, payload, whole, silence_of
-        self.sent_bytes = exchange.sent_bytes
+    Args:
+        method: how the paths are found; None for what suits the network best.
+        context: of this worker.
+    """
 
-    @property
-    def owed(self) -> str:
-        """The transfer that it waits for; see `TellsOwed`."""
-        owed = self._exchange.owed()
-        if not owed:
-            return ""
-        first = owed[0]
-        return (
-            f"chunk {first.chunk} from rank {first.rank}: {first.have_bytes} of {first.size_bytes} bytes are here, "
-            f"the last {first.silent_s:.1f} s ago{self._silence_of(first.rank)}"
+    def __init__(self, method: CollectiveMethod | None, context: BindContext) -> None:
+        self._method, self._context = method, context
+
+    def connect(self, generation: Generation, before: GroupCollectives | None) -> GroupCollectives:
+        if len(generation.members) == 1:
+            return GlooCollectives(generation.group)
+        known = before.measured if isinstance(before, PathCollectives) else None
+        return _connect(
+            self._method, self._context, generation.members, f"lanes/{generation.name}", generation.meet,
+            Before(known) if generation.number else None, generation.group,
+        )  # fmt: skip
+
+
+def _total(payload: Sum, whole: torch.Tensor) -> Total:
+    """The reply to a sum that was made in a vector."""
+    if payload.tail is None or whole.data_ptr() == payload.tensor.data_ptr():
+        return Total(payload.tensor, tail=payload.tail)
+    return Total(whole[: payload.tensor.numel()], tail=whole[payload.tensor.numel() :])
+
+
+class Before(NamedTuple):
+    """The knowledge of the generation before; None if this worker was not in it."""
+
+    measured: MeasuredNetwork | None
+
+
+def _connect(
+    method: CollectiveMethod | None,
+    context: BindContext,
+    members: Sequence[int],
+    name: str,
+    meet: Callable[[str], list[str]],
+    before: Before | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> PathCollectives:
+    """Open links between workers, and plan paths. Collective among them.
+
+    Args:
+        before: None if this is the first generation.
+
+    Raises:
+        NetworkError, PeerError: if there is no link with one of the others.
+        DisagreementError: if others have other paths.
+        PlanError: if the topology that is named does not fit, or the method does not suit the network.
+    """
+    given = None if context.topology is None else _read(context.topology, context.world)
+    network = LaneNetwork(context.rank, members, name, meet, context.settings, context.timeout)
+    try:
+        measured = None if before is None else known_among(network, before.measured, given, meet)
+        if measured is not None:
+            plan = _replanned(measured, method)
+        else:
+            if given is None or max(members) >= context.world:
+                measured = measure_network(network, meet)
+            else:
+                among = given.among([given.hosts[rank].name for rank in members])
+                measured = known_network(network, among, meet)
+            plan = plan_paths(measured, method, AlgorithmRunner(network).measure, meet)
+        check_alike(plan, meet, network)
+        log_paths(plan, measured, network)
+        return PathCollectives(network, measured, plan, method, group)
+    except BaseException:
+        network.abandon()
+        raise
+
+
+def _replanned(measured: MeasuredNetwork, method: CollectiveMethod | None) -> PathPlan:
+    """Plan for others than at the beginning, by what is predicted; by any method if the one does not suit them."""
+    if method is not None:
+        try:
+            return predict_paths(measured, method)
+        except PlanError as error:
+            _log.info("Paths are chosen freely until more workers come: %s", error)
+    return predict_paths(measured, None)
+
+
+def _read(path: Path, world: int) -> Topology:
+    topology = NetworkFile.read(path, "OFFBEAT_TOPOLOGY").build()
+    if len(topology.hosts) != world:
+        raise PlanError(
+            f"Cannot plan paths: the topology has {len(topology.hosts)} hosts, and there are {world} workers. Name the "
+            "file that describes this network with OFFBEAT_TOPOLOGY, or none."
         )
-
-    def wait(self, timeout: timedelta) -> bool:
-        return self._exchange.wait(timeout)
-
-    def done(self) -> bool:
-        return self._exchange.done()
-
-    def result(self) -> Reply:
-        payload, whole = self._payload, self._whole
-        if payload.tail is None or whole.data_ptr() == payload.tensor.data_ptr():
-            return Total(payload.tensor, tail=payload.tail)
-        return Total(whole[: payload.tensor.numel()], tail=whole[payload.tensor.numel() :])
-
-
-def _add(dtype: torch.dtype, out: memoryview, own: memoryview, received: bytearray) -> None:
-    """Add two parts of a vector."""
-    mine, theirs = torch.frombuffer(own, dtype=dtype), torch.frombuffer(received, dtype=dtype)
-    torch.add(mine, theirs, out=torch.frombuffer(out, dtype=dtype))
+    return topology

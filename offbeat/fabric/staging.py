@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from offbeat.fabric.fabric import Reroutes
 from offbeat.payload import GatheredPart, Sum, Total
 
 if TYPE_CHECKING:
@@ -114,6 +115,12 @@ class StagedFabric:
         hosts, event = self._copies.take((tensor,))
         sent_bytes = tensor.numel() * tensor.element_size() if self.rank == source and self.world > 1 else 0
         return self._begin((tensor,), hosts, event, lambda: self._fabric.broadcast(hosts[0], source), sent_bytes)
+
+    def wants_reroute(self) -> bool:
+        return isinstance(self._fabric, Reroutes) and self._fabric.wants_reroute()
+
+    def reroute(self, meet: Callable[[str], list[str]]) -> str:
+        return self._fabric.reroute(meet) if isinstance(self._fabric, Reroutes) else ""
 
     def close(self) -> None:
         self._fabric.close()

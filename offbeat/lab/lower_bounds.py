@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from offbeat.collective.bounds import bound
-from offbeat.scenario import without_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,7 +85,7 @@ def _limit(job: RowJob, scenario: Scenario, raw: Sequence[RawRun]) -> tuple[floa
             overlaps=demand.overlaps,
         )
     staying_names = {hosts[rank].name for rank in staying}
-    workers = without_hosts(scenario.workers, {host.name for host in hosts} - staying_names)
+    workers = scenario.workers.among([host.name for host in scenario.workers.hosts if host.name in staying_names])
     if job.switched:
         return max(compute_s, workers.switch_bound_s(size_bytes)), IN_NETWORK
     return allreduce(workers, compute_s=compute_s, size_bytes=size_bytes)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def predictions(scenario: Scenario, folder: Path, known: Known, *, steps: int | None = None) -> list[Prediction]:
-    """Simulate every row that can be; none where hosts do not hang on one switch.
+    """Simulate every row that can be; without one switch for all, those whose workers sum up among themselves.
 
     Args:
         folder: where the scenario's file lies.
@@ -28,15 +28,15 @@ def predictions(scenario: Scenario, folder: Path, known: Known, *, steps: int | 
         ScenarioError: if a plan cannot be used, or a fault cannot be played.
     """
     from offbeat.plan import Plan
-    from offbeat.sim import is_modelled, predict
+    from offbeat.sim import fits_network, is_modelled, predict
 
-    if not scenario.topology.is_star:
-        return []
     rows = [(job, Plan.from_toml(job.toml) if job.toml else None) for job in jobs(scenario, folder)]
     return [
         predict(scenario, job.row, plan, known, steps=steps, faults=job.faults)
         for job, plan in rows
-        if is_modelled(job.row, scenario.workload, plan) and not job.given_up
+        if is_modelled(job.row, scenario.workload, plan)
+        and not job.given_up
+        and fits_network(scenario, plan, job.faults)
     ]
 
 

@@ -12,6 +12,7 @@
 * `plan_manager` - which plan holds, and how another one comes to hold while training
 * `fabric_migration` - from all-reduce to a parameter server and back while training
 * `elastic_join` - workers that join a job without a server while it trains
+* `rerouting` - other paths while training, when links have changed
 * `uneven_inputs` - `with model.join()`: inputs that end on one worker sooner than on others
 * `checkpoints` - checkpoints of a job as files; `background_writer` - the thread that writes them
 """

@@ -49,6 +49,7 @@ from offbeat.run.elastic_join import ElasticJoin
 from offbeat.run.fabric_binding import FabricBinding
 from offbeat.run.plan_manager import PlanManager
 from offbeat.run.rendezvous import ended, join, leave_store, stay, store_of_job
+from offbeat.run.rerouting import Rerouting
 from offbeat.run.status import RunStatus
 from offbeat.run.step_check import StepCheck
 from offbeat.run.uneven_inputs import UnevenInputs
@@ -261,6 +262,7 @@ class WorkerSession:
         context = self.context
         self.data = LoaderManager(plan, context, self.models)
         self.uneven = UnevenInputs(context, self.models)
+        self.rerouting = Rerouting(context, self.models)
         self.factory = SynchronizerFactory(context)
         self.plans = PlanManager(plan, context, self.models, self.data, self.factory)
         self.status = RunStatus(

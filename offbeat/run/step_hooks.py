@@ -154,6 +154,8 @@ class StepHooks:
         if session.membership is not None:
             session.membership.stepped(model)
             wanted |= session.membership.wants_vote(session.plan, looks=looks)
+        if not model:
+            wanted |= session.rerouting.wants_vote()
         synchronizer.accounting.requests_vote = wanted or synchronizer.wants_vote
         if result is not None and result.vote_requested:
             self._hold_vote()
@@ -166,6 +168,7 @@ class StepHooks:
         session.plans.hold_vote()
         if session.membership is not None:
             session.membership.agree_on_newcomers()
+        session.rerouting.hold_vote()
         for one in session.models.synchronizers:
             one.accounting.requests_vote = False
 

@@ -18,6 +18,7 @@ objects that decide are those of the parameter server and of the workers, not co
 * `allreduce` - workers that all hold the parameters; `routed_sums` - how long sums take along planned paths;
   `controller_driver` - which policy decides there;
   `cross_iteration` - the same where gradients travel behind the next forward pass, too
+* `interconnect` - MultiTree's evaluation: all-reduce in cycles, by the variants of network interfaces
 * `result` - what became of a row
 * `predict` - a row's prediction, as it stands beside the measurement
 
@@ -25,6 +26,6 @@ What is not modelled: the cores that the lab's processes share, and TCP beyond h
 milliseconds, on many workers of one machine, it is these that decide.
 """
 
-from offbeat.sim.predict import Known, Prediction, is_modelled, predict
+from offbeat.sim.predict import Known, Prediction, fits_network, is_modelled, predict
 
-__all__ = ["Known", "Prediction", "is_modelled", "predict"]
+__all__ = ["Known", "Prediction", "fits_network", "is_modelled", "predict"]

@@ -41,8 +41,18 @@ class Links:
 
     @classmethod
     def of(cls, scenario: Scenario) -> Links:
-        """The links of a scenario; its servers' may be those beside rank 0 if it has none of its own."""
+        """The links of a scenario; its servers' may be those beside rank 0 if it has none of its own.
+
+        Where hosts do not hang on one switch, a worker's is the slowest of those that it has.
+        """
         topology = scenario.topology
+        if not topology.is_star:
+            workers = [host.name for host in scenario.workers.hosts]
+            slowest = {
+                name: min(_bytes_per_s(arc.rate_mbps) for arc in topology.arcs if arc.source == name)
+                for name in workers
+            }
+            return cls(tuple(slowest.values()), math.inf, 1, 0.0)
         rates = {host.name: _bytes_per_s(topology.uplink(host.name).rate_mbps) for host in topology.hosts}
         servers = [rates[name] for name in scenario.servers]
         # Each holds an equal part, so the slowest of them decides.

@@ -218,17 +218,34 @@ def _played(
 
 def _sum_time(scenario: Scenario, plan: Plan | None, links: Links) -> allreduce.SumTime:
     """The time of a sum over the fabric of a plan; None for a peer, which sums around a ring."""
-    if plan is None or len(scenario.workers.hosts) == 1:
+    if len(scenario.workers.hosts) == 1:
         return allreduce.ring_s
-    if plan.fabric.offers.holds == "switch":
+    if plan is not None and plan.fabric.offers.holds == "switch":
         return allreduce.switch_s
-    from offbeat.fabric import Routed
+    from offbeat.fabric import Elastic, Routed
 
-    if isinstance(plan.fabric, Routed):
+    fabric = None if plan is None else plan.fabric
+    carrier = fabric.over if isinstance(fabric, Elastic) else fabric
+    if isinstance(carrier, Routed):
         from offbeat.sim.routed_sums import RoutedSums
 
-        return RoutedSums(scenario.workers, plan.fabric.method, links.slowest)
+        return RoutedSums(scenario.workers, carrier.method, links.slowest)
+    if not scenario.workers.is_star:
+        from offbeat.sim.routed_sums import ring_on
+
+        return ring_on(scenario.workers, links.slowest)
     return allreduce.ring_s
+
+
+def fits_network(scenario: Scenario, plan: Plan | None, faults: Sequence[Fault]) -> bool:
+    """Whether a row can be simulated on the scenario's network.
+
+    Where hosts do not hang on one switch, that is so if workers sum up among themselves, and nothing goes wrong.
+    """
+    if scenario.topology.is_star:
+        return True
+    sums = plan is None or (plan.fabric.offers.holds == "workers" and plan.scheduling is None)
+    return sums and not (faults or scenario.servers or scenario.impair)
 
 
 def _early_parts(scenario: Scenario, plan: Plan, links: Links, struck: Sequence[Fault]) -> EarlyParts:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING
 
+from offbeat.collective import Ring
 from offbeat.fabric.discovery import MeasuredNetwork
 from offbeat.fabric.path_planner import predict_paths, predicted
 from offbeat.sim.links import GOODPUT, LATENCY_S
@@ -40,6 +41,11 @@ class RoutedSums:
     def _priced(self, size_bytes: int) -> float:
         algorithm = self._paths.chosen[self._paths.for_size(size_bytes)].algorithm
         return predicted(algorithm, self._measured, size_bytes)
+
+
+def ring_on(network: Topology, slowest: float) -> RoutedSums:
+    """The time of sums around a ring of all ranks in their order, as Gloo makes them, whose ways may cross."""
+    return RoutedSums(network, Ring(), slowest)
 
 
 def _behind_headers(link: Link) -> Link:

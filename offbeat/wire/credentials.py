@@ -86,6 +86,31 @@ class Certificates:
         """
         return self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
 
+    def check_serves(self, host: str) -> None:
+        """See that others who dial this address would take this certificate for it, and this process theirs.
+
+        Raises:
+            NetworkError: if not; a worker's, which is good for dialling a server, is not.
+        """
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        sides = [
+            self.client_context().wrap_bio(incoming, outgoing, server_hostname=host),
+            self.server_context().wrap_bio(outgoing, incoming, server_side=True),
+        ]
+        try:
+            while sides:
+                side = sides.pop(0)
+                try:
+                    side.do_handshake()
+                except ssl.SSLWantReadError:
+                    sides.append(side)
+        except ssl.SSLError as error:
+            reason = getattr(error, "verify_message", "") or error.reason or str(error)
+            raise NetworkError(
+                f"Cannot have other workers dial {host} with {self.certificate}: {reason}. Make a certificate for that "
+                f"with `offbeat certs FOLDER --peer {host}`."
+            ) from error
+
     def _load(self, context: ssl.SSLContext) -> ssl.SSLContext:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.verify_mode = ssl.CERT_REQUIRED
@@ -155,7 +180,7 @@ class CertifiedRole:
 _MAY_CLAIM: dict[str, tuple[Role, ...]] = {
     "worker": ("worker", "onlooker", "operator"),
     "validator": ("validator", "onlooker", "operator"),
-    "peer": ("peer",),
+    "peer": ("peer", "worker", "onlooker", "operator"),
 }
 
 

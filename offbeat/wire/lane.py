@@ -175,6 +175,30 @@ class RateEstimate:
             self.began(now_s)
 
 
+class BusyTime:
+    """How much a process sends over all its links, and for how long any of them had something to do."""
+
+    def __init__(self) -> None:
+        self._busy, self._since_s, self._total_s = 0, 0.0, 0.0
+        self.sent_bytes = 0
+
+    def began(self, now_s: float) -> None:
+        """One more link has something to do."""
+        if not self._busy:
+            self._since_s = now_s
+        self._busy += 1
+
+    def ended(self, now_s: float) -> None:
+        """One link less has."""
+        self._busy -= 1
+        if not self._busy:
+            self._total_s += now_s - self._since_s
+
+    def busy_s(self, now_s: float) -> float:
+        """Seconds in which any had, so far; on any thread, where it may be off by a moment."""
+        return self._total_s + (now_s - self._since_s if self._busy else 0.0)
+
+
 class LaneScheduler:
     """All lanes to one peer: which block goes next. It keeps at most a window on its way, so that a lane whose turn is
     first has to wait for no more than that.
@@ -187,10 +211,13 @@ class LaneScheduler:
     Args:
         link: to the peer.
         clock_s: the time, in seconds.
+        busy: notes what all links do.
     """
 
-    def __init__(self, link: PeerLink, clock_s: Callable[[], float] = time.monotonic) -> None:
-        self._link, self._clock_s = link, clock_s
+    def __init__(
+        self, link: PeerLink, clock_s: Callable[[], float] = time.monotonic, busy: BusyTime | None = None
+    ) -> None:
+        self._link, self._clock_s, self._busy = link, clock_s, busy or BusyTime()
         self._ready: list[tuple[tuple[int, ...], int, int, OutgoingLane]] = []
         self._added = self._on_way_bytes = 0
         self._block_bytes, self._window_bytes = BLOCK_BYTES, WINDOW_BYTES
@@ -231,14 +258,20 @@ class LaneScheduler:
         body = lane.source.memory[begin : lane.at]
         is_copied = len(lane.source.memory) <= _COPIED_BYTES
         if not self._on_way_bytes:
-            self.rate.began(self._clock_s())
+            now_s = self._clock_s()
+            self.rate.began(now_s)
+            self._busy.began(now_s)
         self._on_way_bytes += size
         self.sent_bytes += size
         lane.unacknowledged += not is_copied
 
         def arrived() -> None:
             self._on_way_bytes -= size
-            self.rate.arrived(size, self._clock_s())
+            now_s = self._clock_s()
+            self.rate.arrived(size, now_s)
+            self._busy.sent_bytes += size
+            if not self._on_way_bytes:
+                self._busy.ended(now_s)
             self._suit_rate()
             if not is_copied:
                 lane.unacknowledged -= 1

@@ -28,7 +28,7 @@ import msgspec
 
 from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PeerError
 from offbeat.wire import tcp
-from offbeat.wire.lane import ChannelNumber, LaneBlock, LaneKey, LaneScheduler
+from offbeat.wire.lane import BusyTime, ChannelNumber, LaneBlock, LaneKey, LaneScheduler
 from offbeat.wire.messages import Number
 
 if TYPE_CHECKING:
@@ -68,6 +68,10 @@ class PeerMesh:
         job: the name of the group's generation.
         credentials, limits: as of `tcp.listen`.
         on_lost: called with the rank and the error when a link is lost for good.
+
+    Attributes:
+        busy: what all links do.
+        lost: by rank, why there is no link any more.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class PeerMesh:
         self._changed = asyncio.Event()
         self._listener: Listener | None = None
         self._is_closed = False
+        self.busy = BusyTime()
         self.lost: dict[int, OffbeatError] = {}
 
     async def open(self, bind: str, port: int = 0) -> str:
@@ -140,6 +145,11 @@ class PeerMesh:
         if (found := self._peers.get(rank)) is None:
             raise self.lost.get(rank) or NetworkError(f"Cannot send to rank {rank}: there is no link with it.")
         return found
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether there is no connection with one of the others just now, on any thread."""
+        return bool(self.lost) or any(not peer.link.connected for peer in list(self._peers.values()))
 
     def silent_s(self, rank: int) -> float:
         """Seconds since a rank was last heard, on any thread; 0 if it is lost."""
@@ -218,7 +228,7 @@ class MeshPeer:
 
     def __init__(self, mesh: PeerMesh, rank: int, link: PeerLink) -> None:
         self._mesh, self.rank, self.link = mesh, rank, link
-        self.scheduler = LaneScheduler(link)
+        self.scheduler = LaneScheduler(link, busy=mesh.busy)
         self.eager_bytes = 0  # sent to it before it has begun what they belong to
         self.early_bytes = 0  # that came from it before this process has begun what they belong to
         self._sink: tuple[Sink | None, LaneKey, int] | None = None  # where the body goes that is being received

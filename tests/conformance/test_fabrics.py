@@ -54,15 +54,16 @@ def test_process_group(world: int) -> None:
     run_workers(world, check_process_group)
 
 
-def check_elastic() -> None:
+def check_elastic(over: Routed | None) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     group = ElasticGroup(FileStore(os.environ["OFFBEAT_STORE"], world), rank, world)
-    check_fabric(Elastic().bind(BindContext(rank, world, group=group)))
+    check_fabric(Elastic(over).bind(BindContext(rank, world, group=group)))
 
 
+@pytest.mark.parametrize("over", [None, Routed()])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_elastic(world: int) -> None:
-    run_workers(world, check_elastic)
+def test_elastic(world: int, over: Routed | None) -> None:
+    run_workers(world, check_elastic, over)
 
 
 def check_routed() -> None:

@@ -15,12 +15,15 @@ import torch
 from torch._C._distributed_c10d import FileStore, HashStore
 
 from offbeat.fabric import BindContext, Elastic, ElasticGroup
+from offbeat.fabric.process_group import GlooCollectives
 from offbeat.payload import Sum
 from offbeat.protocol.group_progress import GroupProgress
 from tests.workers import run_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from offbeat.fabric.generation import Generation, GroupCollectives
 
     Turn = Callable[[], bool]
 
@@ -39,7 +42,10 @@ class NoFabric:
     def stop(self) -> GroupProgress:
         return GroupProgress(0)
 
-    def resume(self, group: object, progress: Mapping[int, GroupProgress]) -> None:
+    def connect(self, generation: Generation) -> GlooCollectives:
+        return GlooCollectives(generation.group)
+
+    def resume(self, collectives: GroupCollectives, progress: Mapping[int, GroupProgress]) -> None:
         pass
 
     def replay(self, timeout: timedelta) -> bool:

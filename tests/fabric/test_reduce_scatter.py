@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from offbeat.fabric import BindContext, Elastic, ElasticGroup, Fabric, ProcessGroup, ReduceScatters, Scattered
+from offbeat.fabric.elastic import BoundElastic
 from offbeat.fabric.spare_memory import SpareMemory
 from offbeat.payload import Reply, Sum, Total
 from tests.workers import run_workers
@@ -41,6 +42,7 @@ def sums_when(kind: str) -> tuple[set[float], float, tuple[int, ...], int]:
     group = ElasticGroup(FileStore(os.environ["OFFBEAT_STORE"], 3), rank, 3, timedelta(seconds=1))
     group.gone = lambda: gone
     fabric = Elastic().bind(BindContext(rank, 3, group=group))
+    assert isinstance(fabric, BoundElastic)
     waited_for(fabric.start(Sum(torch.ones(1))))  # all are there
     if rank == LOST and kind == "before":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -9,6 +9,7 @@ import torch
 from torch._C._distributed_c10d import FileStore
 
 from offbeat.fabric import BindContext, Elastic, ElasticGroup
+from offbeat.fabric.elastic import BoundElastic
 from offbeat.fabric.retryable import RetryableAllReduce
 from offbeat.fabric.spare_memory import SpareMemory
 from offbeat.payload import Sum
@@ -54,6 +55,7 @@ def many_exchanges() -> tuple[bool, int]:
     rank, right = int(os.environ["RANK"]), True
     group = ElasticGroup(FileStore(os.environ["OFFBEAT_STORE"], 2), rank, 2)
     fabric = Elastic().bind(BindContext(rank, 2, group=group))
+    assert isinstance(fabric, BoundElastic)
     watched = fabric._spare = Watched()
     for step in range(20):
         mine = torch.full((100_000,), float(step + rank))

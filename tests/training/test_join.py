@@ -82,18 +82,20 @@ def train(
     sync: Policy | None,
     scheduling: Scheduler | None = None,
     in_flight: bool = False,
+    over: offbeat.Routed | None = None,
 ) -> Trained:
     """Train to the end of the epochs; behind each step all ask each other for more, and evaluate now and then.
 
     Args:
         starts: at which step of the first worker each newcomer starts.
         kills: at which step each of these is killed; it writes down before which samples it has used.
+        over: what carries the sums; None for torch's groups.
         in_flight: some of that step's blocks are on their way for ever, so that it is in no step; nobody waits for it.
     """
     said, here = listen(), Path(folder)
     if rank_here() in starts:
         wait_for(here / f"step-{starts[rank_here()]}")
-    plan = offbeat.Plan(sync=sync or offbeat.BSP(), fabric=offbeat.Elastic(), keeps=keeps, scheduling=scheduling)
+    plan = offbeat.Plan(sync=sync or offbeat.BSP(), fabric=offbeat.Elastic(over), keeps=keeps, scheduling=scheduling)
     run = offbeat.init(plan, timeout=TIMEOUT)
     torch.manual_seed(run.rank)
     model = nn.Sequential(nn.Linear(1, 20), nn.BatchNorm1d(20), nn.Linear(20, 1))
@@ -218,12 +220,11 @@ def test_who_is_killed_is_left_out_and_what_is_in_no_step_of_it_is_computed_by_o
     assert max(results[0].digests) > 40
 
 
-@pytest.mark.slow
-def test_two_at_once_and_one_that_is_killed_later(tmp_path: Path) -> None:
+@pytest.mark.parametrize("over", [pytest.param(None, marks=pytest.mark.slow), offbeat.Routed()])
+def test_two_at_once_and_one_that_is_killed_later(over: offbeat.Routed | None, tmp_path: Path) -> None:
     kills = {1: 20, 4: 60}
-    results = run_workers(
-        3, train, str(tmp_path), {3: 2, 4: 2}, kills, "local_batch", 0, None, newcomers=2, faulty=set(kills)
-    )
+    arguments = str(tmp_path), {3: 2, 4: 2}, kills, "local_batch", 0, None, None, False, over
+    results = run_workers(3, train, *arguments, newcomers=2, faulty=set(kills))
     check(results, tmp_path, kills)
     assert min(results[3].digests) < 60
 

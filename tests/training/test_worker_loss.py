@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
+from offbeat.collective import HalvingDoubling
 from tests.training.server_jobs import serve, told
 from tests.workers import listen, run_workers
 
@@ -33,10 +34,12 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def count(lost: int, at: int, steps: int) -> tuple[list[float], float, list[str]]:
+def count(
+    lost: int, at: int, steps: int, fabric: offbeat.Elastic | None = None
+) -> tuple[list[float], float, list[str]]:
     """Each gradient is 1 + rank: the mean tells who took part. Returns all moves, the longest step, what was said."""
     said = listen()
-    run = offbeat.init(offbeat.Plan(fabric=offbeat.Elastic()), timeout=timedelta(seconds=3))
+    run = offbeat.init(offbeat.Plan(fabric=fabric or offbeat.Elastic()), timeout=timedelta(seconds=3))
     model = nn.Linear(300, 300, bias=False)
     nn.init.zeros_(model.weight)
     prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -96,9 +99,18 @@ def test_what_a_lost_worker_had_not_sent_is_said(
     assert float(found[1]) > 0
 
 
-@pytest.mark.parametrize("lost", [0, 2])
-def test_a_worker_that_is_killed_is_left_out_of_the_mean(lost: int) -> None:
-    results = run_workers(WORLD, count, lost, 3, 8, faulty=lost)
+@pytest.mark.parametrize(
+    ("lost", "fabric"),
+    [
+        (0, offbeat.Elastic()),
+        (2, offbeat.Elastic()),
+        (0, offbeat.Elastic(over=offbeat.Routed(HalvingDoubling()))),
+        (2, offbeat.Elastic(over=offbeat.Routed())),
+    ],
+    ids=repr,
+)
+def test_a_worker_that_is_killed_is_left_out_of_the_mean(lost: int, fabric: offbeat.Elastic) -> None:
+    results = run_workers(WORLD, count, lost, 3, 8, fabric, faulty=lost)
     left = [rank for rank in range(WORLD) if rank != lost]
     before, after = sum(1.0 + rank for rank in range(WORLD)) / WORLD, sum(1.0 + rank for rank in left) / len(left)
     for rank in left:

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from offbeat.errors import ScenarioError
 from offbeat.fault_spec import AGE, ASKED, FAULTS, LOG, PASSING, Fault, Fired, Link, Process, Stranger, read_fired
 from offbeat.testing.faults import in_process, processes, unauthorized_peers
-from offbeat.testing.faults.links import Proxies
+from offbeat.testing.faults.links import PeerProxies, Proxies
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,8 +66,9 @@ class FaultInjector:
         self._gradients = in_process.Gradients(AGE)
         self._servers = os.environ.get("OFFBEAT_SERVERS", "").split(",")
         self._proxies = None
-        if any(fault.kind in (PASSING if asked else get_args(Link)) for fault in faults) and self._servers[0]:
-            self._proxies = Proxies(log.with_suffix(".links"), rank)
+        if any(fault.kind in (PASSING if asked else get_args(Link)) for fault in faults):
+            kind = Proxies if self._servers[0] else PeerProxies
+            self._proxies = kind(log.with_suffix(".links"), rank)
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -107,7 +108,7 @@ class FaultInjector:
         elif fault.kind in get_args(Link) and fault.kind not in PASSING and self._asked is not None:
             _append(self._asked, Fired(number=number, fault=fault, time_s=time.time()))
         elif fault.kind in get_args(Link):
-            assert self._proxies is not None, "only where there is a server"
+            assert self._proxies is not None, "made for it"
             self._proxies.strike(fault, note)
         elif fault.kind in get_args(Stranger):
             unauthorized_peers.dial(fault.kind, self._server_of(fault), self._rank, note)

@@ -1,0 +1,264 @@
+"""Sums and broadcasts along planned paths, over one mesh of links.
+
+All workers make the same paths of what they know of the network, and compare digests before the first sum.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat.collective.programs import broadcast
+from offbeat.collective.rank_part import part_of
+from offbeat.errors import DisagreementError, NetworkError
+from offbeat.fabric.discovery import can_measure_again, measure_again
+from offbeat.fabric.lane_exchange import LaneExchange
+from offbeat.fabric.path_planner import plan_paths, timed
+from offbeat.fabric.process_group import never_destroy
+from offbeat.fabric.throughput_watch import ThroughputWatch
+from offbeat.payload import Total
+from offbeat.tensors import dtype_name
+from offbeat.topology import MAX_RATE_MBPS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch.distributed as dist
+
+    from offbeat.collective import CollectiveMethod
+    from offbeat.collective.algorithm import Algorithm
+    from offbeat.collective.rank_part import RankPart
+    from offbeat.fabric.discovery import MeasuredNetwork
+    from offbeat.fabric.lane_network import LaneNetwork
+    from offbeat.fabric.path_planner import PathPlan
+    from offbeat.payload import Reply
+    from offbeat.topology import Link, Topology
+
+_log = logging.getLogger("offbeat")
+
+_TRIAL = timedelta(seconds=20)
+_SMALL_BYTES, _PIECES = 1 << 20, 16  # of broadcasts
+
+
+class AlgorithmRunner:
+    """A channel on which algorithms are carried out on vectors.
+
+    Args:
+        network: the links.
+    """
+
+    def __init__(self, network: LaneNetwork) -> None:
+        self._network, self._channel = network, network.channel()
+        self._issued, self._order = 0, threading.Lock()
+
+    def part_of(self, algorithm: Algorithm) -> RankPart:
+        """This worker's part of an algorithm, whose ranks are places."""
+        return part_of(algorithm, self._network.place, self._network.members)
+
+    def start(self, algorithm: Algorithm, part: RankPart, whole: torch.Tensor) -> LaneExchange:
+        """Begin to sum a vector [D], contiguous and on the CPU, which the sum is written to."""
+        terms = f"a sum of {whole.numel()} {dtype_name(whole.dtype)} ({algorithm.digest[:8]})"
+        bytes_of_all = memoryview(whole.detach().view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
+        size = whole.element_size()
+        places = [
+            bytes_of_all[size * place.start : size * place.stop]
+            for place in (chunk.place(whole.numel()) for chunk in algorithm.chunks)
+        ]
+        add, pool = functools.partial(_add, whole.dtype), self._network.pool
+        with self._order:
+            exchange = LaneExchange(self._channel, self._issued, part, terms, places, add, pool)
+            self._issued += 1
+            self._network.loop.call(exchange.begin)
+        return exchange
+
+    def measure(self, algorithm: Algorithm, size_bytes: int) -> float:
+        """Try an algorithm on a vector of so many bytes; how long it took, in seconds."""
+        part, whole = self.part_of(algorithm), torch.zeros(size_bytes // 4)
+        return timed(lambda: self._until_over(self.start(algorithm, part, whole)))
+
+    def _until_over(self, exchange: LaneExchange) -> None:
+        if not exchange.wait(_TRIAL):
+            raise NetworkError(f"Cannot choose paths: a trial did not end within {_TRIAL.total_seconds():g} s.")
+
+
+class PathCollectives:
+    """Sums and broadcasts by a plan, begun in the same order on all. A `GroupCollectives`.
+
+    Args:
+        network: the links.
+        measured: what the plan was made of.
+        plan: the paths.
+        method: how they were found; None for any.
+        group: torch's, of the same workers, for exchanges of other kinds; None if nobody asks for it.
+    """
+
+    def __init__(
+        self,
+        network: LaneNetwork,
+        measured: MeasuredNetwork,
+        plan: PathPlan,
+        method: CollectiveMethod | None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._network, self._method, self._group = network, method, group
+        self._runner, self._watch = AlgorithmRunner(network), ThroughputWatch()
+        self._go_by(measured, plan)
+
+    def _go_by(self, measured: MeasuredNetwork, plan: PathPlan) -> None:
+        self.measured, self.plan = measured, plan
+        self._broadcasts: dict[tuple[int, int], tuple[Algorithm, RankPart]] = {}  # by place and pieces
+        self._parts = [self._runner.part_of(one.algorithm) for one in plan.chosen]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        assert self._group is not None, "made for a generation"
+        return self._group
+
+    @property
+    def is_suspicious(self) -> bool:
+        return self._network.is_broken
+
+    def all_reduce(self, tensor: torch.Tensor, reply: Callable[[], Reply] | None = None) -> PathPending:
+        place = self.plan.for_size(tensor.numel() * tensor.element_size())
+        exchange = self._runner.start(self.plan.chosen[place].algorithm, self._parts[place], tensor)
+        return PathPending(exchange, reply or (lambda: Total(tensor)), self._network.silence_of)
+
+    def broadcast(self, tensor: torch.Tensor, place: int, reply: Callable[[], Reply] | None = None) -> PathPending:
+        data = tensor.view(torch.uint8)
+        key = place, _PIECES if data.numel() > _SMALL_BYTES else 1
+        if key not in self._broadcasts:
+            algorithm = broadcast(self.plan.network, place, pieces=key[1])
+            self._broadcasts[key] = algorithm, self._runner.part_of(algorithm)
+        exchange = self._runner.start(*self._broadcasts[key], data)
+        return PathPending(exchange, reply or (lambda: Total(tensor)), self._network.silence_of)
+
+    def wants_reroute(self) -> bool:
+        """See `Reroutes`: what the links carry has changed, as far as this worker can tell."""
+        now_s, busy = time.monotonic(), self._network.mesh.busy
+        self._watch.sample(busy.sent_bytes, busy.busy_s(now_s))
+        return self._watch.is_alarming(now_s) and can_measure_again(self.measured.network)
+
+    def reroute(self, meet: Callable[[str], list[str]]) -> str:
+        """See `Reroutes`."""
+        try:
+            measured = measure_again(self._network, self.measured, meet)
+            if measured is None:
+                self._watch.was_false(time.monotonic())
+                return ""
+            plan = plan_paths(measured, self._method, self._runner.measure, meet)
+        except NetworkError as error:  # on all: whoever is lost is found out by the next exchange
+            _log.debug("Paths stay as they are: %s", error)
+            return ""
+        check_alike(plan, meet, self._network)
+        before, self._watch = self.measured, ThroughputWatch()
+        self._go_by(measured, plan)
+        large = plan.chosen[-1]
+        return (
+            f"Paths are planned anew, since {_changes(before.network, measured.network)}: large sums go by "
+            f"{large.algorithm.name}."
+        )
+
+    def close(self) -> None:
+        self._network.close()
+
+    def abandon(self) -> None:
+        self._network.abandon()
+        if self._group is not None:
+            never_destroy(self._group)
+
+
+class PathPending:
+    """An exchange along paths that is under way. A `Pending`.
+
+    Args:
+        exchange: it.
+        reply: makes the reply, once it is over.
+        silence_of: says of a rank that it is silent.
+    """
+
+    def __init__(self, exchange: LaneExchange, reply: Callable[[], Reply], silence_of: Callable[[int], str]) -> None:
+        self._exchange, self._reply, self._silence_of = exchange, reply, silence_of
+        self.sent_bytes = exchange.sent_bytes
+
+    @property
+    def owed(self) -> str:
+        """The transfer that it waits for; see `TellsOwed`."""
+        owed = self._exchange.owed()
+        if not owed:
+            return ""
+        first = owed[0]
+        return (
+            f"chunk {first.chunk} from rank {first.rank}: {first.have_bytes} of {first.size_bytes} bytes are here, "
+            f"the last {first.silent_s:.1f} s ago{self._silence_of(first.rank)}"
+        )
+
+    def wait(self, timeout: timedelta) -> bool:
+        return self._exchange.wait(timeout)
+
+    def done(self) -> bool:
+        return self._exchange.done()
+
+    def result(self) -> Reply:
+        return self._reply()
+
+
+def _changes(before: Topology, after: Topology) -> str:
+    """Say which link has changed most."""
+    found = [
+        (max(was, now) / min(was, now), one.a, one.b, was, now)
+        for one, other in zip(before.links, after.links, strict=True)
+        for was, now in zip(_numbers(one), _numbers(other), strict=True)
+    ]
+    _, a, b, was, now = max(found)
+    return f"the link between {a} and {b} carries {now:.3g} Mbit/s instead of {was:.3g}"
+
+
+def _numbers(link: Link) -> tuple[float, float]:
+    there, back = link.rates_mbps
+    return there or MAX_RATE_MBPS, back or MAX_RATE_MBPS
+
+
+def check_alike(plan: PathPlan, meet: Callable[[str], list[str]], network: LaneNetwork) -> None:
+    """See that all go by the same paths.
+
+    Raises:
+        DisagreementError: if not.
+    """
+    mine = " ".join(one.algorithm.digest for one in plan.chosen)
+    digests = meet(mine)
+    if (wrong := next((place for place, one in enumerate(digests) if one != mine), None)) is not None:
+        raise DisagreementError(
+            f"Cannot sum along paths that differ: rank {network.members[wrong]} goes by {digests[wrong]}, and rank "
+            f"{network.rank} by {mine} ({', '.join(one.algorithm.name for one in plan.chosen)}). Run the same offbeat "
+            "and the same plan."
+        )
+
+
+def log_paths(plan: PathPlan, measured: MeasuredNetwork, network: LaneNetwork) -> None:
+    """Log what was chosen, and what the network that was found does not explain; on the first of the workers."""
+    if network.place:
+        return
+    for one in plan.chosen:
+        took = "not tried" if one.measured_s is None else f"took {one.measured_s * 1e3:.3g} ms"
+        _log.info(
+            "Sums of about %d bytes go by %s: predicted %.3g ms, %s.",
+            *(one.size_bytes, one.algorithm.name, one.predicted_s * 1e3, took),
+        )
+    for a, b in measured.unlike:
+        _log.info(
+            "From rank %d to rank %d comes much less than one switch would carry: say which links there are with "
+            "OFFBEAT_TOPOLOGY.",
+            *(network.members[a], network.members[b]),
+        )
+
+
+def _add(dtype: torch.dtype, out: memoryview, own: memoryview, received: bytearray) -> None:
+    """Add two parts of a vector."""
+    mine, theirs = torch.frombuffer(own, dtype=dtype), torch.frombuffer(received, dtype=dtype)
+    torch.add(mine, theirs, out=torch.frombuffer(out, dtype=dtype))
