@@ -51,12 +51,14 @@ class MeasuredNetwork:
         message_s: what a message costs by itself, in seconds.
         block_bytes: the size of blocks that suits the links.
         unlike: pairs, sender first, that are much slower than the network would have it.
+        group_ratios: of the plan that was made first (`PathPlan`).
     """
 
     network: Topology
     message_s: float
     block_bytes: int
     unlike: tuple[tuple[int, int], ...] = ()
+    group_ratios: tuple[float, ...] = ()
 
 
 _Rate = Annotated[float, msgspec.Meta(ge=MIN_RATE_MBPS, le=MAX_RATE_MBPS)]
@@ -76,10 +78,12 @@ class NetworkReport(msgspec.Struct, frozen=True):
     Args:
         hosts: of the one switch; none where people have said which links there are.
         message_s: what a message costs by itself, in seconds.
+        group_ratios: of the plan (`PathPlan`).
     """
 
     hosts: Annotated[tuple[HostRate, ...], msgspec.Meta(max_length=4096)]
     message_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
+    group_ratios: Annotated[tuple[Annotated[float, msgspec.Meta(ge=0, le=1e6)], ...], msgspec.Meta(max_length=8)] = ()
 
 
 _reports = msgspec.json.Decoder(NetworkReport | None)
@@ -110,7 +114,8 @@ def known_among(
     """
     mine = None
     if before is not None:
-        mine = NetworkReport(() if given is not None else _host_rates(before.network), before.message_s)
+        known = () if given is not None else _host_rates(before.network)
+        mine = NetworkReport(known, before.message_s, before.group_ratios)
     told = meet(msgspec.json.encode(mine).decode())[0]  # the one that has been there longest knows for all
     try:
         report = _reports.decode(told)
@@ -120,11 +125,12 @@ def known_among(
         return None
     if given is not None and max(network.members) < len(given.hosts):
         names = [given.hosts[rank].name for rank in network.members]
-        return _measured(given.among(names), report.message_s)
+        return _measured(given.among(names), report.message_s, group_ratios=report.group_ratios)
     hosts = {host.rank: host for host in report.hosts}
     there = [rank for rank in network.members if rank in hosts]
     if len(there) == len(network.members):
-        return _measured(_star([hosts[rank] for rank in network.members]), report.message_s)
+        star = _star([hosts[rank] for rank in network.members])
+        return _measured(star, report.message_s, group_ratios=report.group_ratios)
     if not there:
         return None
     came = [rank for rank in network.members if rank not in hosts]
@@ -136,7 +142,8 @@ def known_among(
         turns.append(None if partner is None else network.members.index(partner))
     rates, message_s = measure_rates(network, meet, turns)
     hosts |= {host.rank: host for host in _fastest_of(rates, network.members) if host.rank in came}
-    return _measured(_star([hosts[rank] for rank in network.members]), min(message_s, report.message_s))
+    star = _star([hosts[rank] for rank in network.members])
+    return _measured(star, min(message_s, report.message_s), group_ratios=report.group_ratios)
 
 
 def measure_again(
@@ -167,7 +174,8 @@ def measure_again(
         links.append(replace(link, rate_mbps=there, back_mbps=None if back == there else back))
     if tuple(links) == known.network.links:
         return None
-    return _measured(replace(known.network, links=tuple(links)), min(message_s, known.message_s))
+    network_now = replace(known.network, links=tuple(links))
+    return _measured(network_now, min(message_s, known.message_s), group_ratios=known.group_ratios)
 
 
 def can_measure_again(network: Topology) -> bool:
@@ -200,11 +208,16 @@ def _turns_of_links(network: Topology, place: int) -> list[int | None]:
     return [one.get(place) for one in rounds]
 
 
-def _measured(network: Topology, message_s: float, unlike: tuple[tuple[int, int], ...] = ()) -> MeasuredNetwork:
+def _measured(
+    network: Topology,
+    message_s: float,
+    unlike: tuple[tuple[int, int], ...] = (),
+    group_ratios: tuple[float, ...] = (),
+) -> MeasuredNetwork:
     slowest_mbps = min((arc.rate_mbps for arc in network.arcs if arc.rate_mbps is not None), default=MAX_RATE_MBPS)
     # Through one switch a host's link is shared by what goes to and comes from all others.
     shares = max(1, len(network.hosts) - 1) if network.is_fan else 1
-    return MeasuredNetwork(network, message_s, block_bytes_for(slowest_mbps * 1e6 / 8 / shares), unlike)
+    return MeasuredNetwork(network, message_s, block_bytes_for(slowest_mbps * 1e6 / 8 / shares), unlike, group_ratios)
 
 
 def known_network(network: LaneNetwork, topology: Topology, meet: Callable[[str], list[str]]) -> MeasuredNetwork:

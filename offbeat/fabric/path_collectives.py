@@ -9,8 +9,9 @@ import functools
 import logging
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -19,7 +20,7 @@ from offbeat.collective.rank_part import part_of
 from offbeat.errors import DisagreementError, NetworkError
 from offbeat.fabric.discovery import can_measure_again, measure_again
 from offbeat.fabric.lane_exchange import LaneExchange
-from offbeat.fabric.path_planner import plan_paths, timed
+from offbeat.fabric.path_planner import replan_paths, timed
 from offbeat.fabric.process_group import never_destroy
 from offbeat.fabric.throughput_watch import ThroughputWatch
 from offbeat.payload import Total
@@ -36,11 +37,15 @@ if TYPE_CHECKING:
     from offbeat.collective.rank_part import RankPart
     from offbeat.fabric.discovery import MeasuredNetwork
     from offbeat.fabric.lane_network import LaneNetwork
-    from offbeat.fabric.path_planner import PathPlan
+    from offbeat.fabric.path_planner import PathPlan, PricedPaths
     from offbeat.payload import Reply
+    from offbeat.pending import Pending
     from offbeat.topology import Link, Topology
 
 _log = logging.getLogger("offbeat")
+
+GroupSum: TypeAlias = "Callable[[torch.Tensor], Pending]"
+"""Begins to sum a tensor [D] in place by torch's group."""
 
 _TRIAL = timedelta(seconds=20)
 _SMALL_BYTES, _PIECES = 1 << 20, 16  # of broadcasts
@@ -77,14 +82,33 @@ class AlgorithmRunner:
             self._network.loop.call(exchange.begin)
         return exchange
 
-    def measure(self, algorithm: Algorithm, size_bytes: int) -> float:
-        """Try an algorithm on a vector of so many bytes; how long it took, in seconds."""
-        part, whole = self.part_of(algorithm), torch.zeros(size_bytes // 4)
-        return timed(lambda: self._until_over(self.start(algorithm, part, whole)))
 
-    def _until_over(self, exchange: LaneExchange) -> None:
-        if not exchange.wait(_TRIAL):
-            raise NetworkError(f"Cannot choose paths: a trial did not end within {_TRIAL.total_seconds():g} s.")
+class PathTrials:
+    """Trials of paths, on a channel of their own.
+
+    Args:
+        network: the links.
+        group: sums up by torch's group.
+    """
+
+    def __init__(self, network: LaneNetwork, group: GroupSum) -> None:
+        self._runner, self._group = AlgorithmRunner(network), group
+
+    def measure(self, paths: PricedPaths) -> float:
+        """Sum up a vector; how long it took, in seconds.
+
+        Raises:
+            NetworkError: if it does not come to an end.
+        """
+        part, whole = self._runner.part_of(paths.algorithm), torch.zeros(paths.size_bytes // 4)
+        if paths.by_group:
+            return timed(lambda: _until_over(self._group(whole)))
+        return timed(lambda: _until_over(self._runner.start(paths.algorithm, part, whole)))
+
+
+def _until_over(exchange: LaneExchange | Pending) -> None:
+    if not exchange.wait(_TRIAL):
+        raise NetworkError(f"Cannot choose paths: a trial did not end within {_TRIAL.total_seconds():g} s.")
 
 
 class PathCollectives:
@@ -95,7 +119,8 @@ class PathCollectives:
         measured: what the plan was made of.
         plan: the paths.
         method: how they were found; None for any.
-        group: torch's, of the same workers, for exchanges of other kinds; None if nobody asks for it.
+        group_sum: sums up by torch's group.
+        group: that, for exchanges of other kinds; None if nobody asks for it.
     """
 
     def __init__(
@@ -104,14 +129,15 @@ class PathCollectives:
         measured: MeasuredNetwork,
         plan: PathPlan,
         method: CollectiveMethod | None,
+        group_sum: GroupSum,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._network, self._method, self._group = network, method, group
+        self._network, self._method, self._group_sum, self._group = network, method, group_sum, group
         self._runner, self._watch = AlgorithmRunner(network), ThroughputWatch()
         self._go_by(measured, plan)
 
     def _go_by(self, measured: MeasuredNetwork, plan: PathPlan) -> None:
-        self.measured, self.plan = measured, plan
+        self.measured, self.plan = replace(measured, group_ratios=plan.group_ratios), plan
         self._broadcasts: dict[tuple[int, int], tuple[Algorithm, RankPart]] = {}  # by place and pieces
         self._parts = [self._runner.part_of(one.algorithm) for one in plan.chosen]
 
@@ -124,8 +150,10 @@ class PathCollectives:
     def is_suspicious(self) -> bool:
         return self._network.is_broken
 
-    def all_reduce(self, tensor: torch.Tensor, reply: Callable[[], Reply] | None = None) -> PathPending:
+    def all_reduce(self, tensor: torch.Tensor, reply: Callable[[], Reply] | None = None) -> Pending:
         place = self.plan.for_size(tensor.numel() * tensor.element_size())
+        if self.plan.chosen[place].by_group:
+            return GroupPending(self._group_sum(tensor), reply or (lambda: Total(tensor)))
         exchange = self._runner.start(self.plan.chosen[place].algorithm, self._parts[place], tensor)
         return PathPending(exchange, reply or (lambda: Total(tensor)), self._network.silence_of)
 
@@ -151,17 +179,17 @@ class PathCollectives:
             if measured is None:
                 self._watch.was_false(time.monotonic())
                 return ""
-            plan = plan_paths(measured, self._method, self._runner.measure, meet)
         except NetworkError as error:  # on all: whoever is lost is found out by the next exchange
             _log.debug("Paths stay as they are: %s", error)
             return ""
+        plan = replan_paths(measured, self._method)
         check_alike(plan, meet, self._network)
         before, self._watch = self.measured, ThroughputWatch()
         self._go_by(measured, plan)
         large = plan.chosen[-1]
         return (
             f"Paths are planned anew, since {_changes(before.network, measured.network)}: large sums go by "
-            f"{large.algorithm.name}."
+            f"{large.name}."
         )
 
     def close(self) -> None:
@@ -171,6 +199,28 @@ class PathCollectives:
         self._network.abandon()
         if self._group is not None:
             never_destroy(self._group)
+
+
+class GroupPending:
+    """A sum that torch's group makes. A `Pending`.
+
+    Args:
+        pending: it.
+        reply: makes the reply, once it is over.
+    """
+
+    def __init__(self, pending: Pending, reply: Callable[[], Reply]) -> None:
+        self._pending, self._reply = pending, reply
+        self.sent_bytes = pending.sent_bytes
+
+    def wait(self, timeout: timedelta) -> bool:
+        return self._pending.wait(timeout)
+
+    def done(self) -> bool:
+        return self._pending.done()
+
+    def result(self) -> Reply:
+        return self._reply()
 
 
 class PathPending:
@@ -230,12 +280,12 @@ def check_alike(plan: PathPlan, meet: Callable[[str], list[str]], network: LaneN
     Raises:
         DisagreementError: if not.
     """
-    mine = " ".join(one.algorithm.digest for one in plan.chosen)
+    mine = " ".join(one.digest for one in plan.chosen)
     digests = meet(mine)
     if (wrong := next((place for place, one in enumerate(digests) if one != mine), None)) is not None:
         raise DisagreementError(
             f"Cannot sum along paths that differ: rank {network.members[wrong]} goes by {digests[wrong]}, and rank "
-            f"{network.rank} by {mine} ({', '.join(one.algorithm.name for one in plan.chosen)}). Run the same offbeat "
+            f"{network.rank} by {mine} ({', '.join(one.name for one in plan.chosen)}). Run the same offbeat "
             "and the same plan."
         )
 
@@ -248,7 +298,7 @@ def log_paths(plan: PathPlan, measured: MeasuredNetwork, network: LaneNetwork) -
         took = "not tried" if one.measured_s is None else f"took {one.measured_s * 1e3:.3g} ms"
         _log.info(
             "Sums of about %d bytes go by %s: predicted %.3g ms, %s.",
-            *(one.size_bytes, one.algorithm.name, one.predicted_s * 1e3, took),
+            *(one.size_bytes, one.name, one.predicted_s * 1e3, took),
         )
     for a, b in measured.unlike:
         _log.info(

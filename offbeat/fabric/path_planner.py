@@ -3,6 +3,8 @@
 What a message costs by itself decides where little is sent, and what links carry where much is; so the choice is made
 for classes of sizes. All workers come to the same one: they price what they have told each other, and go by the slowest
 worker's time.
+
+Torch's group, which is there beside the links, is tried too: it sums around a ring at less cost per message.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import itertools
 import json
 import math
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,6 +44,8 @@ SIZES = (16 << 10, 256 << 10, 4 << 20)
 _TRIED = 3
 _CLOSE = 1.25  # what is predicted to take longer than that many times the best is not tried
 _TIMES = 2
+_SMALL_WORTH, _LARGE_WORTH = 1.25, 1.05
+_QUICK_S, _QUICK_TIMES = 0.05, 5
 _WORTH_S = 2.0  # on links so slow that trials would take longer, what was predicted has to do
 
 
@@ -52,12 +57,24 @@ class PricedPaths(NamedTuple):
         size_bytes: of the vector.
         predicted_s: seconds.
         measured_s: the slowest worker's; None if it was not tried.
+        by_group: whether torch's group makes the sums, around that ring.
     """
 
     algorithm: Algorithm
     size_bytes: int
     predicted_s: float
     measured_s: float | None = None
+    by_group: bool = False
+
+    @property
+    def name(self) -> str:
+        """Whose they are, for people."""
+        return "torch's group" if self.by_group else self.algorithm.name
+
+    @property
+    def digest(self) -> str:
+        """The same for those that can sum up together."""
+        return "group" if self.by_group else self.algorithm.digest
 
 
 @dataclass(frozen=True)
@@ -67,10 +84,12 @@ class PathPlan:
     Args:
         network: for which they were.
         chosen: one for each class.
+        group_ratios: of each class, how many times as long as predicted torch's group took; empty if it was not tried.
     """
 
     network: Topology
     chosen: tuple[PricedPaths, ...]
+    group_ratios: tuple[float, ...] = ()
 
     def for_size(self, size_bytes: int) -> int:
         """The place among those chosen of the one for a vector of so many bytes: of the class nearest by ratio."""
@@ -83,7 +102,7 @@ class PathPlan:
 def plan_paths(
     measured: MeasuredNetwork,
     method: CollectiveMethod | None,
-    measure: Callable[[Algorithm, int], float],
+    measure: Callable[[PricedPaths], float],
     meet: Callable[[str], list[str]],
 ) -> PathPlan:
     """Choose paths. Collective.
@@ -91,23 +110,55 @@ def plan_paths(
     Args:
         measured: what is known of the network.
         method: the only one that may be used; None for any.
-        measure: tries an algorithm on a vector of so many bytes: how long it took here.
+        measure: tries some: how long it took here.
         meet: tells the others a text, and returns what all say, in rank order.
 
     Raises:
         PlanError: if the method cannot be used on this network.
         NetworkError: if a link is lost meanwhile; on all, behind as many meetings.
     """
-    chosen = (
-        _fastest(close, measure, meet) if len(close) > 1 and close[0].predicted_s <= _WORTH_S else close[0]
-        for close in priced_paths(measured, method)
-    )
-    return PathPlan(measured.network, tuple(chosen))
+    chosen, ratios = [], []
+    for close in priced_paths(measured, method):
+        if method is not None or close[0].predicted_s > _WORTH_S:
+            chosen.append(close[0])
+            continue
+        ring = _by_group(measured, close[0].size_bytes)
+        tried = _tried((*close, ring), measure, meet)
+        chosen.append(_best(tried, lambda one: one.measured_s or 0.0))
+        ratios.append((tried[-1].measured_s or 0.0) / ring.predicted_s)
+    return PathPlan(measured.network, tuple(chosen), tuple(ratios) if len(ratios) == len(SIZES) else ())
 
 
 def predict_paths(measured: MeasuredNetwork, method: CollectiveMethod | None) -> PathPlan:
     """Choose paths by what is predicted alone; raises as `plan_paths`."""
     return PathPlan(measured.network, tuple(close[0] for close in priced_paths(measured, method)))
+
+
+def replan_paths(measured: MeasuredNetwork, method: CollectiveMethod | None) -> PathPlan:
+    """Choose paths while training, for other links or workers: by what is predicted, since trials would take long, and
+    freely where the method that was named does not suit them.
+    """
+    if method is not None:
+        with suppress(PlanError):
+            return predict_paths(measured, method)
+    chosen = list(predict_paths(measured, None).chosen)
+    for place, ratio in enumerate(measured.group_ratios[: len(chosen)]):
+        ring = _by_group(measured, chosen[place].size_bytes)
+        ring = ring._replace(predicted_s=ring.predicted_s * ratio)
+        chosen[place] = _best((chosen[place], ring), lambda one: one.predicted_s)
+    return PathPlan(measured.network, tuple(chosen), measured.group_ratios)
+
+
+def _best(close: Sequence[PricedPaths], took_s: Callable[[PricedPaths], float]) -> PricedPaths:
+    """The fastest; torch's group, which costs the machine less, if the others are hardly faster."""
+    size_bytes = close[0].size_bytes
+    worth = _LARGE_WORTH if size_bytes >= SIZES[-1] else _SMALL_WORTH
+    return min(close, key=lambda one: took_s(one) / (worth if one.by_group else 1.0))
+
+
+def _by_group(measured: MeasuredNetwork, size_bytes: int) -> PricedPaths:
+    ring = Ring().plan(measured.network)
+    return PricedPaths(ring, size_bytes, predicted(ring, measured, size_bytes), by_group=True)
 
 
 def priced_paths(measured: MeasuredNetwork, method: CollectiveMethod | None) -> list[list[PricedPaths]]:
@@ -157,13 +208,14 @@ def _algorithms(measured: MeasuredNetwork) -> list[Algorithm]:
     return list(found.values())
 
 
-def _fastest(
-    close: Sequence[PricedPaths], measure: Callable[[Algorithm, int], float], meet: Callable[[str], list[str]]
-) -> PricedPaths:
-    """Try each a few times, in turns; the one whose shortest time is the least, at the slowest worker."""
+def _tried(
+    close: Sequence[PricedPaths], measure: Callable[[PricedPaths], float], meet: Callable[[str], list[str]]
+) -> list[PricedPaths]:
+    """Try each a few times, in turns; each with its shortest time, at the slowest worker."""
     mine, error = [0.0] * len(close), ""
     try:
-        took = [[measure(one.algorithm, one.size_bytes) for one in close] for _ in range(_TIMES)]
+        times = _TIMES if close[0].predicted_s > _QUICK_S else _QUICK_TIMES
+        took = [[measure(one) for one in close] for _ in range(times)]
         mine = [min(column) for column in zip(*took, strict=True)]
     except NetworkError as failed:  # told, so that all meet as often
         error = str(failed)
@@ -171,8 +223,7 @@ def _fastest(
     if error := next((one for _, one in said if one), ""):
         raise NetworkError(error)
     slowest = [max(column) for column in zip(*(one for one, _ in said), strict=True)]
-    best = min(range(len(close)), key=lambda place: slowest[place])
-    return close[best]._replace(measured_s=slowest[best])
+    return [one._replace(measured_s=took_s) for one, took_s in zip(close, slowest, strict=True)]
 
 
 def timed(run: Callable[[], object]) -> float:

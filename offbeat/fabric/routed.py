@@ -6,7 +6,6 @@ What is summed goes by an `Algorithm`, which says what is sent to whom; see `off
 from __future__ import annotations
 
 import functools
-import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,8 +15,8 @@ from offbeat.fabric.discovery import known_among, known_network, measure_network
 from offbeat.fabric.fabric import BindContext, Offers
 from offbeat.fabric.in_memory import InMemory
 from offbeat.fabric.lane_network import LaneNetwork, texts_of_all
-from offbeat.fabric.path_collectives import AlgorithmRunner, PathCollectives, check_alike, log_paths
-from offbeat.fabric.path_planner import plan_paths, predict_paths
+from offbeat.fabric.path_collectives import PathCollectives, PathTrials, check_alike, log_paths
+from offbeat.fabric.path_planner import plan_paths, replan_paths
 from offbeat.fabric.process_group import GlooCollectives, ProcessGroup, joined
 from offbeat.fabric.staging import CudaCopies, StagedFabric
 from offbeat.payload import Sum, Total
@@ -33,12 +32,11 @@ if TYPE_CHECKING:
     from offbeat.fabric.discovery import MeasuredNetwork
     from offbeat.fabric.fabric import Fabric
     from offbeat.fabric.generation import Generation, GroupCollectives
+    from offbeat.fabric.path_collectives import GroupSum
     from offbeat.fabric.path_planner import PathPlan
     from offbeat.payload import Payload
     from offbeat.pending import Pending
     from offbeat.topology import Topology
-
-_log = logging.getLogger("offbeat")
 
 _OFFERS = Offers()
 
@@ -89,7 +87,8 @@ class Routed:
         companion = self.companion.bind(context)
         meet = functools.partial(texts_of_all, companion, patience=context.timeout)
         try:
-            collectives = _connect(self.method, context, range(context.world), "lanes", meet)
+            group_sum = lambda tensor: companion.start(Sum(tensor))  # noqa: E731
+            collectives = _connect(self.method, context, range(context.world), "lanes", meet, group_sum)
         except BaseException:
             companion.abandon()
             raise
@@ -154,7 +153,8 @@ class PathReconnector:
         known = before.measured if isinstance(before, PathCollectives) else None
         return _connect(
             self._method, self._context, generation.members, f"lanes/{generation.name}", generation.meet,
-            Before(known) if generation.number else None, generation.group,
+            GlooCollectives(generation.group).all_reduce, Before(known) if generation.number else None,
+            generation.group,
         )  # fmt: skip
 
 
@@ -177,12 +177,14 @@ def _connect(
     members: Sequence[int],
     name: str,
     meet: Callable[[str], list[str]],
+    group_sum: GroupSum,
     before: Before | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> PathCollectives:
     """Open links between workers, and plan paths. Collective among them.
 
     Args:
+        group_sum: sums up by torch's group.
         before: None if this is the first generation.
 
     Raises:
@@ -195,30 +197,20 @@ def _connect(
     try:
         measured = None if before is None else known_among(network, before.measured, given, meet)
         if measured is not None:
-            plan = _replanned(measured, method)
+            plan = replan_paths(measured, method)
         else:
             if given is None or max(members) >= context.world:
                 measured = measure_network(network, meet)
             else:
                 among = given.among([given.hosts[rank].name for rank in members])
                 measured = known_network(network, among, meet)
-            plan = plan_paths(measured, method, AlgorithmRunner(network).measure, meet)
+            plan = plan_paths(measured, method, PathTrials(network, group_sum).measure, meet)
         check_alike(plan, meet, network)
         log_paths(plan, measured, network)
-        return PathCollectives(network, measured, plan, method, group)
+        return PathCollectives(network, measured, plan, method, group_sum, group)
     except BaseException:
         network.abandon()
         raise
-
-
-def _replanned(measured: MeasuredNetwork, method: CollectiveMethod | None) -> PathPlan:
-    """Plan for others than at the beginning, by what is predicted; by any method if the one does not suit them."""
-    if method is not None:
-        try:
-            return predict_paths(measured, method)
-        except PlanError as error:
-            _log.info("Paths are chosen freely until more workers come: %s", error)
-    return predict_paths(measured, None)
 
 
 def _read(path: Path, world: int) -> Topology:

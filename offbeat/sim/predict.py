@@ -30,6 +30,7 @@ from offbeat.sync import BSP
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from offbeat.fabric import Routed
     from offbeat.fault_spec import Fault
     from offbeat.plan import Plan
     from offbeat.scenario import Row, Scenario, TrainingScript
@@ -222,19 +223,23 @@ def _sum_time(scenario: Scenario, plan: Plan | None, links: Links) -> allreduce.
         return allreduce.ring_s
     if plan is not None and plan.fabric.offers.holds == "switch":
         return allreduce.switch_s
-    from offbeat.fabric import Elastic, Routed
-
-    fabric = None if plan is None else plan.fabric
-    carrier = fabric.over if isinstance(fabric, Elastic) else fabric
-    if isinstance(carrier, Routed):
+    if plan is not None and (paths := _paths_of(plan)) is not None:
         from offbeat.sim.routed_sums import RoutedSums
 
-        return RoutedSums(scenario.workers, carrier.method, links.slowest)
+        return RoutedSums(scenario.workers, paths.method, links.slowest)
     if not scenario.workers.is_star:
         from offbeat.sim.routed_sums import ring_on
 
         return ring_on(scenario.workers, links.slowest)
     return allreduce.ring_s
+
+
+def _paths_of(plan: Plan) -> Routed | None:
+    """The fabric that plans paths, if sums go along such."""
+    from offbeat.fabric import Elastic, Routed
+
+    carrier = plan.fabric.over if isinstance(plan.fabric, Elastic) else plan.fabric
+    return carrier if isinstance(carrier, Routed) else None
 
 
 def fits_network(scenario: Scenario, plan: Plan | None, faults: Sequence[Fault]) -> bool:
@@ -243,7 +248,8 @@ def fits_network(scenario: Scenario, plan: Plan | None, faults: Sequence[Fault])
     Where hosts do not hang on one switch, that is so if workers sum up among themselves, and nothing goes wrong.
     """
     if scenario.topology.is_star:
-        return True
+        is_routed = plan is not None and _paths_of(plan) is not None
+        return not (is_routed and any(fault.stays for fault in faults))  # sums go by other paths then
     sums = plan is None or (plan.fabric.offers.holds == "workers" and plan.scheduling is None)
     return sums and not (faults or scenario.servers or scenario.impair)
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from offbeat.collective import Ring
 from offbeat.fabric.discovery import MeasuredNetwork
-from offbeat.fabric.path_planner import SIZES, plan_paths, predict_paths
+from offbeat.fabric.path_planner import SIZES, plan_paths, predict_paths, replan_paths
 from offbeat.topology import Host, Link, Topology
 
 if TYPE_CHECKING:
-    from offbeat.collective import Algorithm
+    from offbeat.fabric.path_planner import PricedPaths
 
 
 def measured(*rates_mbps: float) -> MeasuredNetwork:
@@ -28,9 +29,9 @@ class Trials:
     def __init__(self, fastest: str = "") -> None:
         self.fastest, self.sizes = fastest, list[int]()
 
-    def measure(self, algorithm: Algorithm, size_bytes: int) -> float:
-        self.sizes.append(size_bytes)
-        return 0.1 if algorithm.name == self.fastest else 1.0
+    def measure(self, paths: PricedPaths) -> float:
+        self.sizes.append(paths.size_bytes)
+        return 0.1 if paths.name == self.fastest else 1.0
 
     def meet(self, text: str) -> list[str]:
         took, error = json.loads(text)
@@ -39,12 +40,24 @@ class Trials:
 
 def test_the_fastest_of_those_that_come_close_is_taken() -> None:
     network, first = measured(200, 200, 200, 50), predict_paths(measured(200, 200, 200, 50), None).chosen[-1]
-    for fastest in ("DoubleBinaryTree()", "FlatTree()"):
+    for fastest in ("DoubleBinaryTree()", "FlatTree()", "torch's group"):
         trials = Trials(fastest)
-        chosen = plan_paths(network, None, trials.measure, trials.meet).chosen[-1]
-        assert chosen.algorithm.name in (fastest, first.algorithm.name)
-        assert chosen.measured_s == (0.2 if chosen.algorithm.name == fastest else 2.0)
+        plan = plan_paths(network, None, trials.measure, trials.meet)
+        chosen = plan.chosen[-1]
+        assert chosen.name in (fastest, first.name)
+        assert chosen.measured_s == (0.2 if chosen.name == fastest else 2.0)
         assert set(trials.sizes) == set(SIZES)
+        assert len(plan.group_ratios) == len(SIZES)
+
+
+def test_when_links_change_the_group_is_taken_where_it_was_better_than_predicted() -> None:
+    before, trials = measured(200, 200, 200), Trials("torch's group")
+    plan = plan_paths(before, None, trials.measure, trials.meet)
+    assert {one.name for one in plan.chosen} == {"torch's group"}
+    known = replace(before, group_ratios=(0.1, 0.1, 10.0))
+    small, middling, large = replan_paths(known, None).chosen
+    assert small.name == middling.name == "torch's group"
+    assert large.name != "torch's group"
 
 
 def test_on_very_slow_links_nothing_large_is_tried() -> None:
