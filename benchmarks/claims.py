@@ -414,6 +414,10 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     "slow_nic": (Claim(TIME, "routed", "ddp", at_most=1 / 1.5), Claim(OF_LIMIT, "routed", at_least=0.9)),
     "slow_nic_eight": (Claim(TIME, "routed", "ddp", at_most=1 / 1.6),),
     "equal_nics": (Claim(TIME, "routed", "ddp", at_most=1.05),),
+    "small": (Claim(TIME, "routed", "ddp", at_most=1.1),),
+    "reroute": (Claim(FOLLOWED, "routed", at_least=0.9), Claim(TIME, "routed", "ddp", at_most=1.0)),
+    "routes_kill": (Claim(COST, "elastic, routed", at_most=0.5), Claim(COST, "elastic", at_most=0.5)),
+    "torus_slow_link": (Claim(TIME, "routed", "multitree", at_most=1 / 1.8), Claim(OF_LIMIT, "routed", at_least=0.9)),
     "torus": (Claim(TIME, "multitree", "ddp", at_most=1 / 2.5), Claim(OF_LIMIT, "multitree", at_least=0.85)),
     "mesh": (Claim(TIME, "multitree", "ddp", at_most=1 / 2.5), Claim(OF_LIMIT, "multitree", at_least=0.85)),
 }

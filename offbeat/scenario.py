@@ -300,6 +300,8 @@ class Scenario(_Table, frozen=True, kw_only=True):
     @property
     def mtu(self) -> int:
         """Bytes that a frame carries at most."""
+        if self.topology_spec is not None:
+            return self.topology_spec.mtu
         return 1500 if self.hosts is None else self.hosts.mtu
 
     @property

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import tomli_w
@@ -86,6 +86,7 @@ class TopologySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             of switches.
         rate_mbps: of each link, in 10^6 bit/s per direction.
         latency_ms: of each link.
+        mtu: bytes that a frame carries, IP header included, in the lab.
         ranks: all hosts, in order of rank; as the topology has them if it is empty.
     """
 
@@ -93,6 +94,7 @@ class TopologySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dims: list[int] = []
     rate_mbps: float | None = None
     latency_ms: float = 0.0
+    mtu: Annotated[int, msgspec.Meta(ge=1280, le=9000)] = 1500
     ranks: list[str] = []
 
     def build(self, links: Sequence[LinkSpec], switches: Sequence[SwitchSpec]) -> Topology:

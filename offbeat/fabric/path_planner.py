@@ -43,6 +43,7 @@ SIZES = (16 << 10, 256 << 10, 4 << 20)
 """Bytes of a vector, one of each class."""
 _TRIED = 3
 _CLOSE = 1.25  # what is predicted to take longer than that many times the best is not tried
+_GROUP_CLOSE = 4.0  # its messages cost less
 _TIMES = 2
 _SMALL_WORTH, _LARGE_WORTH = 1.25, 1.05
 _QUICK_S, _QUICK_TIMES = 0.05, 5
@@ -123,9 +124,11 @@ def plan_paths(
             chosen.append(close[0])
             continue
         ring = _by_group(measured, close[0].size_bytes)
-        tried = _tried((*close, ring), measure, meet)
+        is_tried = ring.predicted_s <= min(_WORTH_S, _GROUP_CLOSE * close[0].predicted_s)
+        tried = _tried((*close, ring) if is_tried else close, measure, meet)
         chosen.append(_best(tried, lambda one: one.measured_s or 0.0))
-        ratios.append((tried[-1].measured_s or 0.0) / ring.predicted_s)
+        if is_tried:
+            ratios.append((tried[-1].measured_s or 0.0) / ring.predicted_s)
     return PathPlan(measured.network, tuple(chosen), tuple(ratios) if len(ratios) == len(SIZES) else ())
 
 
