@@ -26,6 +26,18 @@ class WholeNumbers:
 
 
 @dataclass(frozen=True)
+class TruthValues:
+    """True and False, and no number that is equal to one of them.
+
+    >>> [value in TruthValues() for value in (True, False, 1, "yes")]
+    [True, True, False, False]
+    """
+
+    def __contains__(self, value: object) -> bool:
+        return type(value) is bool
+
+
+@dataclass(frozen=True)
 class RealNumbers:
     """The numbers between bounds, each of which is in the range (`least`, `most`) or not (`above`, `below`).
 

@@ -269,16 +269,15 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ScenarioError(f"Cannot read the topology: {error}. See docs/lab.md for the keys.") from error
 
     @classmethod
-    def read(cls, path: Path, named_by: str = "") -> NetworkFile:
+    def read(cls, path: Path, where: str = "") -> NetworkFile:
         """Read it from a file.
 
         Args:
-            named_by: where people named the file, for the error.
+            where: people named the file, for the end of the error.
 
         Raises:
             ScenarioError: if there is no such file.
         """
-        where = f" ({named_by})" if named_by else ""
         try:
             text = path.read_text()
         except OSError as error:

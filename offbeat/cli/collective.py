@@ -31,6 +31,9 @@ def show(
     rate_mbps: Annotated[float, typer.Option(help="Of their links, in 10^6 bit/s.")] = 1000.0,
     size: Annotated[float, typer.Option(min=0, help="Bytes of the vector.")] = 8e6,
     chunk: Annotated[list[int] | None, typer.Option(help="Chunks whose trees are shown; 0 if left out.")] = None,
+    table: Annotated[
+        list[int] | None, typer.Option(help="Ranks whose schedule tables are shown, as an interface would hold them.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="File for the algorithm itself.", show_default=False)] = None,
     trees: Annotated[Path | None, typer.Option(help="File for a picture of the trees.", show_default=False)] = None,
     time_line: Annotated[
@@ -41,6 +44,7 @@ def show(
     from offbeat.cli.part_syntax import read_part
     from offbeat.collective import bound, cost
     from offbeat.collective.draw import draw_time_line, draw_trees
+    from offbeat.collective.schedule_table import table_lines
     from offbeat.collective.show import show as text_of
 
     links = _network(network, hosts, rate_mbps)
@@ -48,6 +52,8 @@ def show(
     algorithm.verify()
     chunks = chunk or [0]
     typer.echo(text_of(algorithm, chunks))
+    for rank in table or ():
+        typer.echo(f"\n{table_lines(algorithm, rank)}")
     typer.echo(f"\ndigest {algorithm.digest}")
     if len(links.hosts) > 1:
         least, took_s = bound(links, size), cost(algorithm, links, size, block_bytes=max(1.0, size / 256))

@@ -28,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offbeat.diagnosis.finding import Finding
-from offbeat.wire.interfaces import interface_addresses, is_loopback, resolve_hostname
+from offbeat.wire.interfaces import interface_addresses, is_loopback, nominal_mbps, resolve_hostname
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -99,9 +99,17 @@ def check_torch() -> Iterator[Finding]:
         yield Finding("nccl", "missing", "note", "gradients of GPUs need NCCL", "install a CUDA build of torch")
 
 
-def check_interfaces(addresses: Mapping[str, str]) -> Finding:
-    """List the networks of this machine."""
-    shown = ", ".join(f"{name} {address}" for name, address in addresses.items() if address)
+def check_interfaces(addresses: Mapping[str, str], nominal_mbps: Callable[[str], int | None] = nominal_mbps) -> Finding:
+    """List the networks of this machine, with the rates that they say they have.
+
+    What they carry shows only with others: `Routed()` measures it, and logs it beside these.
+    """
+    rates = {name: nominal_mbps(name) for name in addresses}
+    shown = ", ".join(
+        f"{name} {address}" + (f" ({rates[name]:,} Mbit/s)" if rates[name] else "")
+        for name, address in addresses.items()
+        if address
+    )
     if not shown:
         return Finding("interfaces", "none", "bad", "no interface has an address", "ip link set lo up")
     return Finding("interfaces", shown)

@@ -5,7 +5,8 @@
 * `trees` - algorithms from spanning trees
 * `paths` - a network, as methods see it; `tour` - the shortest way through all ranks; `rarest_first` - a swarm
 * `cost_model` - how long an algorithm takes; `bounds` - how long any takes at least; `slots` - the check of time slots
-* `show`, `draw` - an algorithm as text, and as pictures
+* `number_check` - what a method may be made with
+* `show`, `draw` - an algorithm as text, and as pictures; `schedule_table` - as a rank's network interface holds it
 
 For one switch, or where links do not matter:
 

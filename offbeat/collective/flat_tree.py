@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from offbeat.collective.number_check import check_number
 from offbeat.collective.paths import Paths
 from offbeat.collective.trees import Edge, SpanningTree, all_reduce
 from offbeat.errors import PlanError
+from offbeat.number_range import WholeNumbers
 from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ class FlatTree:
     """
 
     root: int = 0
+
+    def __post_init__(self) -> None:
+        check_number(self, "root", WholeNumbers(0), "a rank, a whole number from 0")
 
     def plan(self, network: Topology) -> Algorithm:
         """Make it for the hosts of a network, which are ranks in their order."""

@@ -11,10 +11,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from offbeat.collective.number_check import check_number
 from offbeat.collective.paths import Paths
 from offbeat.collective.rarest_first import spread_times, trees_of
 from offbeat.collective.trees import SpanningTree, all_reduce
-from offbeat.errors import PlanError
+from offbeat.number_range import RealNumbers, WholeNumbers
 from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
@@ -45,9 +46,10 @@ class Greedy:
     size_bytes: float = 64e6
 
     def __post_init__(self) -> None:
-        for name, value in (("split", self.split), ("seeds", self.seeds), ("size_bytes", self.size_bytes)):
-            if value is not None and not 1 <= value < math.inf:
-                raise PlanError(f"Cannot plan Greedy with {name}={value}: it is at least 1.")
+        if self.split is not None:
+            check_number(self, "split", WholeNumbers(1), "a whole number from 1, or None")
+        check_number(self, "seeds", WholeNumbers(1), "a whole number from 1")
+        check_number(self, "size_bytes", RealNumbers(least=1), "a number from 1")
 
     def plan(self, network: Topology) -> Algorithm:
         """Make it for the hosts of a network, which are ranks in their order."""

@@ -17,9 +17,11 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from offbeat.collective.number_check import check_number
 from offbeat.collective.paths import Paths
 from offbeat.collective.trees import Edge, SpanningTree, all_reduce
 from offbeat.errors import PlanError
+from offbeat.number_range import WholeNumbers
 from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
@@ -54,11 +56,8 @@ class MultiTree:
 
     def __post_init__(self) -> None:
         for name, value in (("split", self.split), ("interfaces", self.interfaces)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise PlanError(
-                    f"Cannot plan MultiTree with {name}={value!r}: choose a whole number from 1, or None - at "
-                    f"`plan.collective.{name}`."
-                )
+            if value is not None:
+                check_number(self, name, WholeNumbers(1), "a whole number from 1, or None")
         if self.released and self.split not in (None, 1):
             raise PlanError(
                 f"Cannot plan MultiTree as released with split={self.split}: that has one tree per root. Use split=1 - "

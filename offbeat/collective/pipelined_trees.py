@@ -19,9 +19,10 @@ import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from offbeat.collective.number_check import check_number
 from offbeat.collective.paths import Paths
 from offbeat.collective.trees import Edge, SpanningTree, all_reduce
-from offbeat.errors import PlanError
+from offbeat.number_range import WholeNumbers
 from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
@@ -53,8 +54,8 @@ class PipelinedTrees:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise PlanError(f"Cannot plan PipelinedTrees with count={self.count}: it is at least 1.")
+        check_number(self, "count", WholeNumbers(1), "a whole number from 1")
+        check_number(self, "seed", WholeNumbers(0), "a whole number from 0")
 
     def plan(self, network: Topology) -> Algorithm:
         """Make it for the hosts of a network, which are ranks in their order."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from offbeat.collective.number_check import check_number
 from offbeat.collective.paths import Paths
 from offbeat.collective.tour import shortest_tour
 from offbeat.collective.trees import Edge, SpanningTree, all_reduce
+from offbeat.number_range import TruthValues
 from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
@@ -31,6 +33,9 @@ class Ring:
 
     by_links: bool = False
 
+    def __post_init__(self) -> None:
+        check_number(self, "by_links", TruthValues(), "True or False")
+
     def plan(self, network: Topology) -> Algorithm:
         """Make it for the hosts of a network, which are ranks in their order."""
         tour = order(network, by_links=self.by_links)
@@ -47,6 +52,9 @@ class BidirectionalRing:
     """
 
     by_links: bool = False
+
+    def __post_init__(self) -> None:
+        check_number(self, "by_links", TruthValues(), "True or False")
 
     def plan(self, network: Topology) -> Algorithm:
         """Make it for the hosts of a network, which are ranks in their order."""

@@ -11,9 +11,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from offbeat.collective.number_check import check_number
 from offbeat.collective.paths import Paths
 from offbeat.collective.trees import Edge, SpanningTree, all_reduce
 from offbeat.errors import PlanError
+from offbeat.number_range import WholeNumbers
 from offbeat.routing import DimensionOrder
 from offbeat.short_name import short_name
 
@@ -38,8 +40,8 @@ class Ring2D:
     rows: int | None = None
 
     def __post_init__(self) -> None:
-        if self.rows is not None and self.rows < 1:
-            raise PlanError(f"Cannot plan Ring2D with rows={self.rows}: it is at least 1.")
+        if self.rows is not None:
+            check_number(self, "rows", WholeNumbers(1), "a whole number from 1, or None")
 
     def plan(self, network: Topology) -> Algorithm:
         """Make it for the hosts of a network, which are ranks in their order."""

@@ -19,8 +19,10 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from offbeat.collective.algorithm import Algorithm, Chunk, Op
+from offbeat.collective.number_check import check_number
 from offbeat.collective.paths import Paths
 from offbeat.errors import PlanError
+from offbeat.number_range import WholeNumbers
 from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
@@ -47,11 +49,7 @@ class WaterFilling:
     pieces: int = 32
 
     def __post_init__(self) -> None:
-        if type(self.pieces) is not int or self.pieces < 1:
-            raise PlanError(
-                f"Cannot cut the vector into pieces={self.pieces!r}: choose a whole number from 1 - at "
-                "`plan.collective.pieces`."
-            )
+        check_number(self, "pieces", WholeNumbers(1), "a whole number from 1")
 
     def plan(self, network: Topology) -> Algorithm:
         """Make it for the hosts of a network, which are ranks in their order.

@@ -31,8 +31,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import NetworkError, PlanError
-from offbeat.fabric.fabric import BindContext, FabricSpec, Offers
-from offbeat.fabric.generation import Reconnects
+from offbeat.fabric.fabric import BindContext, FabricSpec, Offers, Reconnects
 from offbeat.fabric.process_group import ProcessGroup
 from offbeat.fabric.retryable import (
     ReplayBroadcast,
@@ -72,6 +71,7 @@ class Elastic:
     Raises:
         PlanError: if that cannot be connected anew.
 
+    >>> from offbeat.fabric import Routed
     >>> Elastic(), Elastic(over=Routed())
     (Elastic(), Elastic(over=Routed(method=None)))
     """

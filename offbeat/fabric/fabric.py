@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat.fabric.elastic_group import ElasticGroup
+    from offbeat.fabric.generation import Reconnector
     from offbeat.fabric.switch_table import SwitchTable
     from offbeat.pending import Pending
     from offbeat.protocol.switch_control import Strategy
@@ -194,6 +195,18 @@ class Reroutes(Protocol):
 
         Raises:
             DisagreementError: if others would go by other paths.
+        """
+
+
+@runtime_checkable
+class Reconnects(Protocol):
+    """The Protocol of a fabric in a plan that an elastic one may stand on."""
+
+    def reconnector(self, context: BindContext) -> Reconnector:
+        """Make what connects this worker in each generation.
+
+        Raises:
+            PlanError: if it cannot carry what this process has.
         """
 
 

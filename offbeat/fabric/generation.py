@@ -1,7 +1,7 @@
 """One generation of an elastic group, and what its exchanges are carried by; the next one has its own.
 
-A fabric that can be connected anew among other workers `Reconnects`: its `Reconnector` makes a worker's
-`GroupCollectives` for each generation. A rank is a worker's for as long as it lives; its *place* is where it is among
+A fabric that can be connected anew among other workers has a `Reconnector`, which makes a worker's `GroupCollectives`
+for each generation. A rank is a worker's for as long as it lives; its *place* is where it is among
 the members of a generation, from 0 on.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from offbeat.errors import NetworkError
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch._C._distributed_c10d import Store
 
-    from offbeat.fabric.fabric import BindContext
     from offbeat.pending import Pending
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
@@ -94,18 +93,6 @@ class Reconnector(Protocol):
 
         Raises:
             NetworkError: if one of them cannot be reached.
-        """
-
-
-@runtime_checkable
-class Reconnects(Protocol):
-    """The Protocol of a fabric in a plan that an elastic one may stand on."""
-
-    def reconnector(self, context: BindContext) -> Reconnector:
-        """Make what connects this worker in each generation.
-
-        Raises:
-            PlanError: if it cannot carry what this process has.
         """
 
 

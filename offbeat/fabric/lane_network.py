@@ -19,7 +19,7 @@ import torch
 from offbeat.errors import NetworkError
 from offbeat.payload import Gather, Total
 from offbeat.wire.credentials import Certificates, Token
-from offbeat.wire.interfaces import address_for_peers
+from offbeat.wire.interfaces import address_for_peers, interface_of, nominal_mbps
 from offbeat.wire.lane import StagingPool
 from offbeat.wire.loop_thread import LoopThread
 from offbeat.wire.mesh import PeerMesh
@@ -52,6 +52,9 @@ class LaneNetwork:
         settings: the credentials; None for a token of the first worker's.
         timeout: for how long the others are waited for.
 
+    Attributes:
+        interfaces: by place, over which each has its links, for people.
+
     Raises:
         NetworkError, PeerError: if there is no link with one of them.
     """
@@ -79,8 +82,9 @@ class LaneNetwork:
                 credentials.check_serves(bind)
             mesh = self._mesh = self.loop.run(_made(rank, job, credentials))
             address = self.loop.run(mesh.open(bind))
-            told = [json.loads(text) for text in meet(json.dumps({"address": address}))]
+            told = [json.loads(text) for text in meet(json.dumps({"address": address, "interface": _interface(bind)}))]
             self.addresses = {other: str(one["address"]) for other, one in zip(members, told, strict=True)}
+            self.interfaces = [str(one["interface"]) for one in told]
             self.loop.run(mesh.meet(self.addresses, timeout))
         except BaseException:
             self.abandon()
@@ -122,6 +126,13 @@ class LaneNetwork:
         except NetworkError:
             return
         self.loop.close()
+
+
+def _interface(address: str) -> str:
+    """The interface with an address, and what it says it carries, for people."""
+    name = interface_of(address)
+    rate_mbps = nominal_mbps(name) if name else None
+    return name + (f", which says it has {rate_mbps:,}" if rate_mbps else "")
 
 
 async def _made(rank: int, job: str, credentials: Credentials) -> PeerMesh:

@@ -20,12 +20,13 @@ from offbeat.collective.rank_part import part_of
 from offbeat.errors import DisagreementError, NetworkError
 from offbeat.fabric.discovery import can_measure_again, measure_again
 from offbeat.fabric.lane_exchange import LaneExchange
-from offbeat.fabric.path_planner import replan_paths, timed
+from offbeat.fabric.path_planner import plan_paths, timed
 from offbeat.fabric.process_group import never_destroy
 from offbeat.fabric.throughput_watch import ThroughputWatch
 from offbeat.payload import Total
 from offbeat.tensors import dtype_name
 from offbeat.topology import MAX_RATE_MBPS
+from offbeat.wire.lane import BusyTime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +64,7 @@ class AlgorithmRunner:
         self._issued, self._order = 0, threading.Lock()
 
     def part_of(self, algorithm: Algorithm) -> RankPart:
-        """This worker's part of an algorithm, whose ranks are places."""
+        """The worker's part of an algorithm, whose ranks are places."""
         return part_of(algorithm, self._network.place, self._network.members)
 
     def start(self, algorithm: Algorithm, part: RankPart, whole: torch.Tensor) -> LaneExchange:
@@ -84,15 +85,15 @@ class AlgorithmRunner:
 
 
 class PathTrials:
-    """Trials of paths, on a channel of their own.
+    """Trials of paths.
 
     Args:
-        network: the links.
+        runner: carries them out.
         group: sums up by torch's group.
     """
 
-    def __init__(self, network: LaneNetwork, group: GroupSum) -> None:
-        self._runner, self._group = AlgorithmRunner(network), group
+    def __init__(self, runner: AlgorithmRunner, group: GroupSum) -> None:
+        self._runner, self._group = runner, group
 
     def measure(self, paths: PricedPaths) -> float:
         """Sum up a vector; how long it took, in seconds.
@@ -133,7 +134,7 @@ class PathCollectives:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._network, self._method, self._group_sum, self._group = network, method, group_sum, group
-        self._runner, self._watch = AlgorithmRunner(network), ThroughputWatch()
+        self._runner, self._watch, self._group_busy = AlgorithmRunner(network), ThroughputWatch(), BusyTime()
         self._go_by(measured, plan)
 
     def _go_by(self, measured: MeasuredNetwork, plan: PathPlan) -> None:
@@ -153,7 +154,8 @@ class PathCollectives:
     def all_reduce(self, tensor: torch.Tensor, reply: Callable[[], Reply] | None = None) -> Pending:
         place = self.plan.for_size(tensor.numel() * tensor.element_size())
         if self.plan.chosen[place].by_group:
-            return GroupPending(self._group_sum(tensor), reply or (lambda: Total(tensor)))
+            pending = self._group_sum(tensor)
+            return GroupPending(pending, reply or (lambda: Total(tensor)), self._group_busy)
         exchange = self._runner.start(self.plan.chosen[place].algorithm, self._parts[place], tensor)
         return PathPending(exchange, reply or (lambda: Total(tensor)), self._network.silence_of)
 
@@ -168,8 +170,8 @@ class PathCollectives:
 
     def wants_reroute(self) -> bool:
         """See `Reroutes`: what the links carry has changed, as far as this worker can tell."""
-        now_s, busy = time.monotonic(), self._network.mesh.busy
-        self._watch.sample(busy.sent_bytes, busy.busy_s(now_s))
+        now_s, busy, group = time.monotonic(), self._network.mesh.busy, self._group_busy
+        self._watch.sample(busy.sent_bytes + group.sent_bytes, busy.busy_s(now_s) + group.busy_s(now_s))
         return self._watch.is_alarming(now_s) and can_measure_again(self.measured.network)
 
     def reroute(self, meet: Callable[[str], list[str]]) -> str:
@@ -179,10 +181,11 @@ class PathCollectives:
             if measured is None:
                 self._watch.was_false(time.monotonic())
                 return ""
+            trials = PathTrials(self._runner, self._group_sum)
+            plan = plan_paths(measured, self._method, trials.measure, meet)
         except NetworkError as error:  # on all: whoever is lost is found out by the next exchange
             _log.debug("Paths stay as they are: %s", error)
             return ""
-        plan = replan_paths(measured, self._method)
         check_alike(plan, meet, self._network)
         before, self._watch = self.measured, ThroughputWatch()
         self._go_by(measured, plan)
@@ -207,14 +210,20 @@ class GroupPending:
     Args:
         pending: it.
         reply: makes the reply, once it is over.
+        busy: notes what it sent, and how long it was waited for.
     """
 
-    def __init__(self, pending: Pending, reply: Callable[[], Reply]) -> None:
-        self._pending, self._reply = pending, reply
-        self.sent_bytes = pending.sent_bytes
+    def __init__(self, pending: Pending, reply: Callable[[], Reply], busy: BusyTime) -> None:
+        self._pending, self._reply, self._busy = pending, reply, busy
+        self.sent_bytes, self._is_over = pending.sent_bytes, False
+        busy.began(time.monotonic())
 
     def wait(self, timeout: timedelta) -> bool:
-        return self._pending.wait(timeout)
+        if self._pending.wait(timeout) and not self._is_over:
+            self._is_over = True
+            self._busy.sent_bytes += self.sent_bytes
+            self._busy.ended(time.monotonic())
+        return self._is_over
 
     def done(self) -> bool:
         return self._pending.done()
@@ -294,6 +303,9 @@ def log_paths(plan: PathPlan, measured: MeasuredNetwork, network: LaneNetwork) -
     """Log what was chosen, and what the network that was found does not explain; on the first of the workers."""
     if network.place:
         return
+    if measured.network.is_fan:
+        for rank, interface, link in zip(network.members, network.interfaces, measured.network.links, strict=True):
+            _log.info("Rank %d sends %.3g and receives %.3g Mbit/s over %s.", rank, *_numbers(link), interface)
     for one in plan.chosen:
         took = "not tried" if one.measured_s is None else f"took {one.measured_s * 1e3:.3g} ms"
         _log.info(

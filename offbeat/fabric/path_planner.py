@@ -69,7 +69,7 @@ class PricedPaths(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Whose they are, for people."""
+        """The name of who made them, for people."""
         return "torch's group" if self.by_group else self.algorithm.name
 
     @property
@@ -109,7 +109,7 @@ def plan_paths(
     """Choose paths. Collective.
 
     Args:
-        measured: what is known of the network.
+        measured: what is known of the network; with what was learnt of torch's group before, trials are few.
         method: the only one that may be used; None for any.
         measure: tries some: how long it took here.
         meet: tells the others a text, and returns what all say, in rank order.
@@ -118,18 +118,20 @@ def plan_paths(
         PlanError: if the method cannot be used on this network.
         NetworkError: if a link is lost meanwhile; on all, behind as many meetings.
     """
-    chosen, ratios = [], []
-    for close in priced_paths(measured, method):
+    chosen, ratios, known = [], [], measured.group_ratios
+    for place, close in enumerate(priced_paths(measured, method)):
         if method is not None or close[0].predicted_s > _WORTH_S:
             chosen.append(close[0])
             continue
         ring = _by_group(measured, close[0].size_bytes)
-        is_tried = ring.predicted_s <= min(_WORTH_S, _GROUP_CLOSE * close[0].predicted_s)
-        tried = _tried((*close, ring) if is_tried else close, measure, meet)
+        # Of its own messages nothing is known the first time, but that they cost less.
+        likely_s = ring.predicted_s * known[place] / _CLOSE if known else ring.predicted_s / _GROUP_CLOSE
+        is_tried = likely_s <= close[0].predicted_s and ring.predicted_s <= _WORTH_S
+        tried = _tried((*close, ring) if is_tried else close, measure, meet, once=bool(known))
         chosen.append(_best(tried, lambda one: one.measured_s or 0.0))
         if is_tried:
             ratios.append((tried[-1].measured_s or 0.0) / ring.predicted_s)
-    return PathPlan(measured.network, tuple(chosen), tuple(ratios) if len(ratios) == len(SIZES) else ())
+    return PathPlan(measured.network, tuple(chosen), tuple(ratios) if len(ratios) == len(SIZES) else known)
 
 
 def predict_paths(measured: MeasuredNetwork, method: CollectiveMethod | None) -> PathPlan:
@@ -138,8 +140,8 @@ def predict_paths(measured: MeasuredNetwork, method: CollectiveMethod | None) ->
 
 
 def replan_paths(measured: MeasuredNetwork, method: CollectiveMethod | None) -> PathPlan:
-    """Choose paths while training, for other links or workers: by what is predicted, since trials would take long, and
-    freely where the method that was named does not suit them.
+    """Choose paths for other workers: by what is predicted, since trials would take long, and freely where the method
+    that was named does not suit them.
     """
     if method is not None:
         with suppress(PlanError):
@@ -212,12 +214,16 @@ def _algorithms(measured: MeasuredNetwork) -> list[Algorithm]:
 
 
 def _tried(
-    close: Sequence[PricedPaths], measure: Callable[[PricedPaths], float], meet: Callable[[str], list[str]]
+    close: Sequence[PricedPaths],
+    measure: Callable[[PricedPaths], float],
+    meet: Callable[[str], list[str]],
+    *,
+    once: bool,
 ) -> list[PricedPaths]:
     """Try each a few times, in turns; each with its shortest time, at the slowest worker."""
     mine, error = [0.0] * len(close), ""
     try:
-        times = _TIMES if close[0].predicted_s > _QUICK_S else _QUICK_TIMES
+        times = _QUICK_TIMES if close[0].predicted_s <= _QUICK_S else 1 if once else _TIMES
         took = [[measure(one) for one in close] for _ in range(times)]
         mine = [min(column) for column in zip(*took, strict=True)]
     except NetworkError as failed:  # told, so that all meet as often

@@ -15,7 +15,7 @@ from offbeat.fabric.discovery import known_among, known_network, measure_network
 from offbeat.fabric.fabric import BindContext, Offers
 from offbeat.fabric.in_memory import InMemory
 from offbeat.fabric.lane_network import LaneNetwork, texts_of_all
-from offbeat.fabric.path_collectives import PathCollectives, PathTrials, check_alike, log_paths
+from offbeat.fabric.path_collectives import AlgorithmRunner, PathCollectives, PathTrials, check_alike, log_paths
 from offbeat.fabric.path_planner import plan_paths, replan_paths
 from offbeat.fabric.process_group import GlooCollectives, ProcessGroup, joined
 from offbeat.fabric.staging import CudaCopies, StagedFabric
@@ -204,7 +204,7 @@ def _connect(
             else:
                 among = given.among([given.hosts[rank].name for rank in members])
                 measured = known_network(network, among, meet)
-            plan = plan_paths(measured, method, PathTrials(network, group_sum).measure, meet)
+            plan = plan_paths(measured, method, PathTrials(AlgorithmRunner(network), group_sum).measure, meet)
         check_alike(plan, meet, network)
         log_paths(plan, measured, network)
         return PathCollectives(network, measured, plan, method, group_sum, group)
@@ -214,7 +214,7 @@ def _connect(
 
 
 def _read(path: Path, world: int) -> Topology:
-    topology = NetworkFile.read(path, "OFFBEAT_TOPOLOGY").build()
+    topology = NetworkFile.read(path, " (OFFBEAT_TOPOLOGY)").build()
     if len(topology.hosts) != world:
         raise PlanError(
             f"Cannot plan paths: the topology has {len(topology.hosts)} hosts, and there are {world} workers. Name the "

@@ -58,6 +58,11 @@ def known_of(scenario: Scenario, measured: ResultFile | None) -> Known:
             f"{'another workload' if theirs.workload != scenario.workload else 'another number of workers'}. Name a "
             "result of this scenario, or of one that differs in links, luck and rows only (workload)."
         )
+    if not all(any(raw.rank == rank for raw in measured.raw) for rank in range(world)):
+        raise ScenarioError(
+            f"Cannot learn from the result of {measured.name} how long steps compute: not every worker of it has come "
+            "to an end. Measure it again (workload)."
+        )
     computing_s = [
         statistics.median(raw.compute_s for raw in measured.raw if raw.rank == rank) for rank in range(world)
     ]

@@ -42,6 +42,7 @@ SIZES = tuple(1 << bits for bits in range(15, 27))
 STRONG_BYTES = 32 << 20
 WEAK_BYTES = 2 << 20
 """Of each host, where the vector is as large as there are hosts."""
+MODELS_ON = "torus 8x8"
 MODELS = ("resnet50", "vgg16", "transformer-small")
 
 
@@ -126,7 +127,7 @@ def methods_for_study(network: Topology, variant: Variant) -> list[CollectiveMet
     """The methods that are compared on a network: a ring along its links first."""
     multitree = [MultiTree(split=1, interfaces=variant.interfaces), MultiTree(interfaces=variant.interfaces)]
     if not network.switches:
-        return [Ring(by_links=True), BidirectionalRing(), DoubleBinaryTree(), Ring2D(), *multitree]
+        return [Ring(by_links=True), BidirectionalRing(by_links=True), DoubleBinaryTree(), Ring2D(), *multitree]
     return [Ring(), DoubleBinaryTree(), HDRM(), *multitree[:1]]
 
 
@@ -159,8 +160,8 @@ def study(networks: Sequence[str] = NETWORKS, scaling: Sequence[str] = SCALING) 
         yield from _rows("strong", name, (STRONG_BYTES,), ("beta", "delta"))
         hosts = len(network_of(name).hosts)
         yield from _rows("weak", name, (WEAK_BYTES * hosts,), ("beta", "delta"))
-    for model in MODELS:
-        yield from _steps_of(model, "torus 8x8")
+    for model in MODELS if MODELS_ON in networks else ():
+        yield from _steps_of(model, MODELS_ON)
 
 
 def _rows(

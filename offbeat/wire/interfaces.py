@@ -11,6 +11,7 @@ import fcntl
 import ipaddress
 import socket
 import struct
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat.errors import NetworkError
@@ -34,6 +35,20 @@ def interface_address(interface: str) -> str:
         except OSError:
             return ""
     return socket.inet_ntoa(packed[20:24])
+
+
+def nominal_mbps(interface: str, root: Path = Path("/sys/class/net")) -> int | None:
+    """The rate that an interface says it has, in 10^6 bit/s; None if it says none, as loopback does."""
+    try:
+        rate_mbps = int((root / interface / "speed").read_text())
+    except (OSError, ValueError):
+        return None
+    return rate_mbps if rate_mbps > 0 else None
+
+
+def interface_of(address: str) -> str:
+    """The interface that has an IPv4 address; "" if none has."""
+    return next((name for name, other in interface_addresses().items() if other == address), "")
 
 
 def resolve_hostname() -> str:

@@ -176,7 +176,7 @@ class RateEstimate:
 
 
 class BusyTime:
-    """How much a process sends over all its links, and for how long any of them had something to do."""
+    """The bytes that a process sends over all its links, and the time in which any of them had something to do."""
 
     def __init__(self) -> None:
         self._busy, self._since_s, self._total_s = 0, 0.0, 0.0

@@ -11,6 +11,7 @@ import pytest
 
 from offbeat.cli.certs import make
 from offbeat.errors import NetworkError
+from offbeat.wire.credentials import Certificates
 from tests.cli.commands import offbeat
 
 if TYPE_CHECKING:
@@ -95,3 +96,28 @@ def test_those_of_a_validator_and_of_single_workers_are_added(tmp_path: Path) ->
     code, output = offbeat("certs", ".", "--validator", folder=tmp_path)
     assert code == 2
     assert "it is there, and workers may rely on it" in output
+
+
+def test_peers_have_certificates_for_their_addresses_that_others_can_dial(tmp_path: Path) -> None:
+    code, output = offbeat("certs", "made", "--peer", "10.1.2.3", folder=tmp_path)
+    assert code == 0, output
+    code, output = offbeat("certs", "made", "--peer", "127.0.0.1", folder=tmp_path)
+    assert code == 0, output
+    assert output.split() == ["made/peer-127.0.0.1.pem", "made/peer-127.0.0.1.key"]
+    made = tmp_path / "made"
+
+    def certificates(name: str) -> Certificates:
+        return Certificates(made / f"{name}.pem", made / f"{name}.key", made / "authority.pem")
+
+    certificates("peer-10.1.2.3").check_serves("10.1.2.3")
+    certificates("peer-127.0.0.1").check_serves("127.0.0.1")
+    with pytest.raises(NetworkError, match=r"127\.0\.0\.1 with .*peer-10.*offbeat certs FOLDER --peer 127\.0\.0\.1"):
+        certificates("peer-10.1.2.3").check_serves("127.0.0.1")
+    with pytest.raises(NetworkError, match="unsuitable certificate purpose"):
+        certificates("worker").check_serves("127.0.0.1")
+
+
+def test_a_peer_whose_address_nobody_knows(tmp_path: Path) -> None:
+    code, output = offbeat("certs", "made", "--peer", "nowhere.invalid", folder=tmp_path)
+    assert code != 0
+    assert "Cannot make a certificate for 'nowhere.invalid': its address is not known here" in " ".join(output.split())

@@ -55,6 +55,15 @@ def test_no_network_at_all() -> None:
     assert doctor.check_gloo({}, {"lo": "127.0.0.1"}, lambda: "127.0.0.1").level == "ok"
 
 
+def test_interfaces_are_listed_with_the_rates_that_they_say_they_have(tmp_path: Path) -> None:
+    for name, speed in (("eth0", "25000"), ("wlan0", "-1")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "speed").write_text(speed + "\n")
+    addresses = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "wlan0": "10.0.1.1"}
+    found = doctor.check_interfaces(addresses, lambda name: interfaces.nominal_mbps(name, tmp_path))
+    assert found.value == "lo 127.0.0.1, eth0 10.0.0.1 (25,000 Mbit/s), wlan0 10.0.1.1"
+
+
 def test_loopback_that_is_slow_or_broken() -> None:
     def broken() -> float:
         raise OSError("Network is unreachable")

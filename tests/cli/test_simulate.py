@@ -66,7 +66,6 @@ def test_what_cannot_be_is_one_sentence(tmp_path: Path) -> None:
         ((SCRIPT, "--like", RESULT, "--write", "--steps", 3), "another number of them was asked for"),
         ((ROOT / "benchmarks/scenarios/slow_worker.toml", "--workers", 4), "the scenario has a table for each"),
         ((SCENARIO, "--json", "nowhere/out.json"), "there is no folder nowhere"),
-        ((ROOT / "benchmarks/scenarios/torus.toml",), "Cannot simulate torus: its hosts do not hang on one switch"),
         (("powersgd.toml",), "Cannot simulate two: none of its rows is modelled"),
         (("missing.toml",), "Cannot read the scenario missing.toml"),
     ):

@@ -8,8 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from offbeat.collective import Algorithm, Chunk, MultiTree, Op, PipelinedTrees, RecursiveDoubling, Ring, WaterFilling
+from offbeat.collective import (
+    Algorithm,
+    Chunk,
+    CollectiveMethod,
+    DoubleBinaryTree,
+    MultiTree,
+    Op,
+    PipelinedTrees,
+    RecursiveDoubling,
+    Ring,
+    WaterFilling,
+)
 from offbeat.collective.draw import draw_time_line, draw_trees, node_places
+from offbeat.collective.schedule_table import schedule_table
 from offbeat.collective.show import chunk_trees, difference, show, step_table, summary
 from offbeat.errors import PlanError
 from offbeat.topology import Topology
@@ -137,3 +149,24 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         draw_trees(made, TORUS, tmp_path / "none.png")
     with pytest.raises(PlanError, match=r"Cannot draw an algorithm: .*pip install 'offbeat\[plot\]'"):
         draw_time_line(made, TORUS, 1e6, tmp_path / "none.png")
+
+
+@pytest.mark.parametrize("method", [MultiTree(), Ring(), DoubleBinaryTree()], ids=repr)
+def test_schedule_tables_hold_all_that_is_sent(method: CollectiveMethod) -> None:
+    algorithm = method.plan(Topology.torus(3, 3))
+    tables = [schedule_table(algorithm, rank) for rank in range(algorithm.nodes)]
+    sent = {
+        (row.step, rank, end, row.flow)
+        for rank, rows in enumerate(tables)
+        for row in rows
+        for end in ((row.parent,) if row.op == "Reduce" else row.children if row.op == "Gather" else ())
+    }
+    assert sent == {(op.step, op.source, op.destination, op.chunk) for op in algorithm.ops}
+    for rows in tables:
+        assert {row.step for row in rows} == set(range(algorithm.steps)), "a step without a transfer is a NOP"
+        assert all(row.children or row.parent is not None for row in rows if row.op != "NOP")
+
+
+def test_a_table_of_no_rank() -> None:
+    with pytest.raises(PlanError, match="table of rank 3: there are ranks 0 to 2"):
+        schedule_table(Ring().plan(Topology.star("abc")), 3)

@@ -115,12 +115,14 @@ COMMANDS = {
         "--rate-mbps",
         "--size",
         "--chunk",
+        "--table",
         "--out",
         "--trees",
         "--time-line",
     ],
     "collective verify": ["PATH", "--network"],
-    "certs": ["FOLDER", "--host", "--validator", "--worker"],
+    "collective evaluate": ["--network", "--json", "--png"],
+    "certs": ["FOLDER", "--host", "--validator", "--peer", "--worker"],
     "privacy": ["--noise", "--contributions", "--delta", "--max-norm", "--model-size", "--workers"],
 }
 

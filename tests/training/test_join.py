@@ -229,6 +229,14 @@ def test_two_at_once_and_one_that_is_killed_later(over: offbeat.Routed | None, t
     assert min(results[3].digests) < 60
 
 
+def test_one_joins_after_another_was_killed_where_sums_go_by_planned_paths(tmp_path: Path) -> None:
+    kills = {1: 5}
+    arguments = str(tmp_path), {3: 10}, kills, "local_batch", 0, None, None, False, offbeat.Routed()
+    results = run_workers(3, train, *arguments, newcomers=1, faulty=1)
+    check(results, tmp_path, kills)
+    assert 10 < min(results[3].digests) < max(results[3].digests) - 15
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_whoever_comes_and_goes_each_sample_is_used_once(seed: int, tmp_path: Path) -> None:
