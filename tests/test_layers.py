@@ -20,7 +20,7 @@ LINES = [
     {"testing"},
     {"cli"},
     {"lab"},
-    {"report", "audit"},
+    {"report", "audit", "c10d"},
     {"run"},
     {"loading", "sim"},
     {"engine"},

@@ -97,7 +97,8 @@ class LaneExchange:
     ) -> None:
         self._channel, self.number, self._part, self._terms = channel, number, part, terms
         self._places, self._add, self._pool = places, add, pool
-        self._over = threading.Event()
+        self._over, self._ending = threading.Event(), threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
         self._error: OffbeatError | None = None
         self._left = 0
         self._held = _HeldLanes(None, [])
@@ -135,6 +136,14 @@ class LaneExchange:
     def done(self) -> bool:
         """Whether it is over."""
         return self._over.is_set()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Have something called when it is over, well or not: on the event loop, or at once."""
+        with self._ending:
+            if not self._over.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
 
     def owed(self) -> list[Owed]:
         """List the transfers that have not come, on any thread; those that miss most come first."""
@@ -192,9 +201,16 @@ class LaneExchange:
                 if buffer.memory is not self._places[chunk]:
                     self._places[chunk][:] = buffer.memory
             self._channel.end(self.number)
-            self._over.set()
+            self._end()
 
     def _fail(self, error: OffbeatError) -> None:
         if not self._over.is_set():
             self._error = error
+            self._end()
+
+    def _end(self) -> None:
+        with self._ending:
             self._over.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()

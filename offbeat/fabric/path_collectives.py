@@ -151,6 +151,16 @@ class PathCollectives:
     def is_suspicious(self) -> bool:
         return self._network.is_broken
 
+    def goes_by_group(self, size_bytes: int) -> bool:
+        """Whether torch's group makes sums of so many bytes."""
+        return self.plan.chosen[self.plan.for_size(size_bytes)].by_group
+
+    def sum_along_paths(self, tensor: torch.Tensor) -> PathPending:
+        """Begin to sum a tensor [D] in place, though not by torch's group."""
+        place = self.plan.for_size(tensor.numel() * tensor.element_size())
+        exchange = self._runner.start(self.plan.chosen[place].algorithm, self._parts[place], tensor)
+        return PathPending(exchange, lambda: Total(tensor), self._network.silence_of)
+
     def all_reduce(self, tensor: torch.Tensor, reply: Callable[[], Reply] | None = None) -> Pending:
         place = self.plan.for_size(tensor.numel() * tensor.element_size())
         if self.plan.chosen[place].by_group:
@@ -262,6 +272,10 @@ class PathPending:
 
     def done(self) -> bool:
         return self._exchange.done()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """See `LaneExchange.add_done_callback`."""
+        self._exchange.add_done_callback(callback)
 
     def result(self) -> Reply:
         return self._reply()

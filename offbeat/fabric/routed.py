@@ -195,22 +195,89 @@ def _connect(
     given = None if context.topology is None else _read(context.topology, context.world)
     network = LaneNetwork(context.rank, members, name, meet, context.settings, context.timeout)
     try:
-        measured = None if before is None else known_among(network, before.measured, given, meet)
-        if measured is not None:
-            plan = replan_paths(measured, method)
-        else:
-            if given is None or max(members) >= context.world:
-                measured = measure_network(network, meet)
-            else:
-                among = given.among([given.hosts[rank].name for rank in members])
-                measured = known_network(network, among, meet)
-            plan = plan_paths(measured, method, PathTrials(AlgorithmRunner(network), group_sum).measure, meet)
-        check_alike(plan, meet, network)
-        log_paths(plan, measured, network)
-        return PathCollectives(network, measured, plan, method, group_sum, group)
+        return _planned(method, context, network, given, meet, group_sum, before, group)
     except BaseException:
         network.abandon()
         raise
+
+
+def _planned(
+    method: CollectiveMethod | None,
+    context: BindContext,
+    network: LaneNetwork,
+    given: Topology | None,
+    meet: Callable[[str], list[str]],
+    group_sum: GroupSum,
+    before: Before | None,
+    group: dist.ProcessGroup | None,
+) -> PathCollectives:
+    """Plan paths over links that are there; see `_connect`."""
+    measured = None if before is None else known_among(network, before.measured, given, meet)
+    if measured is not None:
+        plan = replan_paths(measured, method)
+    else:
+        if given is None or max(network.members) >= context.world:
+            measured = measure_network(network, meet)
+        else:
+            among = given.among([given.hosts[rank].name for rank in network.members])
+            measured = known_network(network, among, meet)
+        plan = plan_paths(measured, method, PathTrials(AlgorithmRunner(network), group_sum).measure, meet)
+    check_alike(plan, meet, network)
+    log_paths(plan, measured, network)
+    return PathCollectives(network, measured, plan, method, group_sum, group)
+
+
+class LinkedGroup:
+    """Links between workers whose paths are planned when they are first asked for.
+
+    Args:
+        spec: how paths are found.
+        context: of this worker.
+        members: ranks that take part, each at its place.
+        name: of the group, which no other has.
+        meet: tells the others a text while links are opened, and returns what all say, by place.
+        meet_later: the same while paths are planned.
+        group_sum: sums up by torch's group.
+
+    Raises:
+        NetworkError, PeerError: if there is no link with one of the others.
+    """
+
+    def __init__(
+        self,
+        spec: Routed,
+        context: BindContext,
+        members: Sequence[int],
+        name: str,
+        meet: Callable[[str], list[str]],
+        meet_later: Callable[[str], list[str]],
+        group_sum: GroupSum,
+    ) -> None:
+        self._spec, self._context, self._meet, self._group_sum = spec, context, meet_later, group_sum
+        self._given = None if context.topology is None else _read(context.topology, context.world)
+        self._network = LaneNetwork(context.rank, members, name, meet, context.settings, context.timeout)
+        self._collectives: PathCollectives | None = None
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """Who is lost, by rank, and why."""
+        return {rank: str(error) for rank, error in list(self._network.mesh.lost.items())}
+
+    def collectives(self) -> PathCollectives:
+        """Plan paths, the first time. Collective then; raises as `Routed.bind`."""
+        if self._collectives is None:
+            self._collectives = _planned(
+                self._spec.method, self._context, self._network, self._given, self._meet, self._group_sum, None, None
+            )
+        return self._collectives
+
+    def close(self) -> None:
+        """Say good-bye, once all that was sent has arrived."""
+        self._network.close()
+
+    def abandon(self) -> None:
+        """Let go at once."""
+        self._network.abandon()
 
 
 def _read(path: Path, world: int) -> Topology:

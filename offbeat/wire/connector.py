@@ -40,17 +40,27 @@ class Connector:
     Args:
         address: "host:port", of IPv6 "[host]:port".
         claim: who it is for.
+        is_restarted: whether who listened may do so again at the same address, as a server that is started anew.
 
     Raises:
         NetworkError: if it is no address, or a certificate cannot be used.
     """
 
-    def __init__(self, address: str, claim: HandshakeClaim, credentials: Credentials | None, limits: Limits) -> None:
+    def __init__(
+        self,
+        address: str,
+        claim: HandshakeClaim,
+        credentials: Credentials | None,
+        limits: Limits,
+        *,
+        is_restarted: bool = True,
+    ) -> None:
         self._address, self._host, self._port = address, *_parse(address)
         self._claim, self._limits = claim, limits
         self._token, self._validator_token = token_of(credentials), validator_token_of(credentials)
         self._context = credentials.client_context() if isinstance(credentials, Certificates) else None
         self._task: asyncio.Task[None] | None = None
+        self._is_restarted = is_restarted
         longest_s = min(_LONGEST_PAUSE_S, limits.grace.total_seconds() / _ATTEMPTS_PER_GRACE)
         self._backoff = Backoff(_FIRST_PAUSE_S, longest_s, seed=claim.session.hex())
         self._heard_bytes = 0
@@ -116,6 +126,8 @@ class Connector:
                 link.fail(PeerError(str(error)))
             except (OSError, PeerError) as error:
                 link.trouble = _why(error)
+                if isinstance(error, ConnectionRefusedError) and not self._is_restarted:
+                    link.note_refused()
             if link.connected:
                 return
 

@@ -154,6 +154,11 @@ class PeerLink:
         """Whether the other side closed its connection and is not back, as the kernel does for a killed process."""
         return self._session.has_hung_up
 
+    def note_refused(self) -> None:
+        """Nobody listens any more where the other side did, which is not started again: as if it had hung up."""
+        if self._stream is None and not self._session.has_hung_up:
+            self._session.hung_up()
+
     @property
     def is_open(self) -> bool:
         """Whether something can be sent."""

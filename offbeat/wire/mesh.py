@@ -15,7 +15,8 @@ memory of a bounded size.
     channel.begin(0, "sum of 10 float32", sinks, lanes, failed)
 
 Loss is told to whoever has an exchange under way with the lost peer. How soon it is noticed is a matter of the links'
-limits: a peer that hung up is lost after a fifth of the timeout, one that is silent after all of it.
+limits: a peer that hung up, or where nobody listens any more, is lost after a fifth of the timeout, one that is silent
+after all of it.
 """
 
 from __future__ import annotations

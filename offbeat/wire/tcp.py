@@ -120,7 +120,7 @@ async def connect(
         PeerError: if the other side refused, or could not prove who it is.
     """
     claim = HandshakeClaim(rank=rank, role=role, job=job, session=secrets.token_bytes(16))
-    dialler = Connector(address, claim, credentials, limits)
+    dialler = Connector(address, claim, credentials, limits, is_restarted=role != "peer")
     link = PeerLink(limits, peer=address, rank=rank, role=role)
     try:
         link.begin(accept(link))

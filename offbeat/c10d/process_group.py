@@ -1,0 +1,339 @@
+"""A process group of torch whose sums go along planned paths; what is no sum is Gloo's.
+
+    torch.distributed.init_process_group("offbeat")
+
+and DistributedDataParallel, or whatever stands on torch.distributed, sums over links between the workers. Those are
+opened with the group; what they carry is measured before the first sum of `LEAST_BYTES` or more, in which all workers
+of a group take part. Small sums, other reductions, and all other collectives go over a group of Gloo's. So all that
+Gloo carries is carried, with its semantics; tensors on a GPU go as Gloo has them, by way of the host.
+
+Who is lost is noticed by the links, also while Gloo waits, and each call that is under way ends with an error that
+names who and where.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from offbeat.c10d.calls import CallBoard, CallWork
+from offbeat.errors import NetworkError, OffbeatError, PlanError
+from offbeat.fabric.fabric import BindContext
+from offbeat.fabric.generation import StoreMeeting
+from offbeat.fabric.process_group import GlooCollectives, never_destroy
+from offbeat.fabric.routed import LinkedGroup, Routed
+from offbeat.run.environment import Environment
+from offbeat.tensors import dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from offbeat.c10d.calls import Call
+    from offbeat.fabric.path_collectives import PathPending
+
+LEAST_BYTES = 64 << 10
+"""Sums of less go over Gloo, where a message costs less."""
+_PATIENCE, _MOMENT = timedelta(seconds=60), timedelta(seconds=1.4)
+_POLL_S = 0.02
+_OPERATIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+# What is delegated as it is: the name on `dist.ProcessGroup`, and what it is called in errors.
+_OTHERS = {
+    "_allgather_base": "all_gather_into_tensor",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "all_gather_single": "all_gather_single",
+    "all_gather_single_coalesced": "all_gather_single_coalesced",
+    "all_to_all_single": "all_to_all_single",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather_coalesced",
+    "allgather_into_tensor_coalesced": "all_gather_into_tensor_coalesced",
+    "allreduce_coalesced": "all_reduce_coalesced",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
+    "barrier": "barrier",
+    "broadcast": "broadcast",
+    "gather": "gather",
+    "reduce": "reduce",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter_single",
+    "reduce_scatter_single_coalesced": "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced",
+    "scatter": "scatter",
+}
+_ALIKE = ("all_reduce_coalesced", "broadcast", "reduce")
+_POINT_TO_POINT = ("send", "recv", "recv_anysource", "monitored_barrier")
+
+
+def make_group(options: Any, spec: Any = None) -> OffbeatGroup:
+    """Make the group that torch asks for. Collective among its members.
+
+    Args:
+        options: `_DistributedBackendOptions` of torch.
+        spec: a `Routed(...)`, as `pg_options` of `init_process_group`; None for `Routed()`.
+
+    Raises:
+        PlanError: if it is something else.
+        NetworkError, PeerError: if there is no link with one of the members.
+    """
+    if spec is not None and not isinstance(spec, Routed):
+        raise PlanError(
+            f"Cannot make a group with pg_options={spec!r}: give offbeat.Routed(...), which says along which paths "
+            "sums go, or nothing."
+        )
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    return OffbeatGroup(options.store, options.group_rank, ranks, options.timeout, options.group_id, spec or Routed())
+
+
+class OffbeatGroup(dist.ProcessGroup):
+    """One worker's end of the group.
+
+    Args:
+        store: of the group.
+        place: of this worker in it.
+        ranks: the members' in the job, by place.
+        timeout: of calls.
+        name: of the group, which no other has.
+        spec: along which paths sums go.
+    """
+
+    def __init__(
+        self, store: Any, place: int, ranks: Sequence[int], timeout: timedelta, name: str, spec: Routed
+    ) -> None:
+        super().__init__(place, len(ranks))  # type: ignore[call-arg]
+        self._place, self._ranks, self._group_name, self._spec = place, tuple(ranks), name, spec
+        self._gloo = _gloo(PrefixStore("gloo", store), place, len(ranks), timeout)
+        self._hosts: dict[int, str] = {}
+        self._board = CallBoard(PrefixStore("calls", store), self._ranks, place, timeout, self._lost)
+        self._opening, self._waiters = threading.Lock(), ThreadPoolExecutor(4, thread_name_prefix="offbeat-c10d")
+        self._is_closed = False
+        self._links = None if len(ranks) == 1 else self._open(PrefixStore("links", store), min(timeout, _PATIENCE))
+
+    def _open(self, store: Any, patience: timedelta) -> LinkedGroup:
+        """Open links with the others."""
+        launcher = Environment().launcher(patience)
+        context = BindContext(
+            self._ranks[self._place], len(self._ranks), settings=launcher.settings, timeout=patience,
+            topology=launcher.topology,
+        )  # fmt: skip
+        deadline = _Deadline(patience)
+        meet = StoreMeeting(store, self._place, len(self._ranks), deadline.has_passed)
+        hosts = meet(json.dumps(f"{socket.gethostname()}, pid {os.getpid()}"))
+        self._hosts = {rank: str(json.loads(text)) for rank, text in zip(self._ranks, hosts, strict=True)}
+        meet_later = StoreMeeting(PrefixStore("later", store), self._place, len(self._ranks), self._is_over)
+        group_sum = GlooCollectives(self._gloo).all_reduce
+        return LinkedGroup(self._spec, context, self._ranks, f"c10d/{self._group_name}", meet, meet_later, group_sum)
+
+    def _lost(self) -> dict[int, str]:
+        """Who is lost, and why, by rank."""
+        lost = {} if self._links is None else self._links.lost
+        return {rank: f"rank {rank} ({self._hosts.get(rank, '?')}) is lost: {error}" for rank, error in lost.items()}
+
+    def _is_over(self) -> bool:
+        return self._is_closed or bool(self._lost())
+
+    # -- sums ----------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Sum tensors up, in place, or reduce them by another operation."""
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if not isinstance(opts, dist.AllreduceOptions):  # torch calls it in two ways
+            operation, opts = opts, dist.AllreduceOptions()
+            if operation is not None:
+                opts.reduceOp = operation
+            if timeout is not None:
+                opts.timeout = timeout
+        call = self._board.begin(_words("all_reduce", tensors, _operation(opts.reduceOp)))
+        if not self._goes_along_paths(tensors, opts):
+            return self._delegated(call, lambda: self._gloo.allreduce(tensors, opts), tensors)
+        (tensor,) = tensors
+        whole = tensor.detach().reshape(-1)  # a copy, if it is not contiguous
+
+        def end() -> None:
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(whole.view(tensor.shape))
+
+        try:
+            assert self._links is not None, "there are others"
+            with self._opening:
+                collectives = self._links.collectives()
+            if collectives.goes_by_group(whole.numel() * whole.element_size()):
+                return self._delegated(call, lambda: self._gloo.allreduce(tensors, opts), tensors)
+            pending = collectives.sum_along_paths(whole)
+        except (OffbeatError, RuntimeError) as error:
+            call.fail(error)
+            return CallWork(call)
+        return self._watched(call, pending, end, tensors)
+
+    def _goes_along_paths(self, tensors: Sequence[torch.Tensor], opts: Any) -> bool:
+        if self._links is None or len(tensors) != 1 or opts.reduceOp != dist.ReduceOp.SUM:
+            return False
+        (tensor,) = tensors
+        is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
+        is_number = tensor.dtype != torch.bool and not tensor.dtype.is_complex
+        return is_dense and is_number and tensor.numel() * tensor.element_size() >= LEAST_BYTES
+
+    def _watched(self, call: Call, pending: PathPending, end: Callable[[], None], tensors: list[torch.Tensor]) -> Any:
+        """A work of torch's for an exchange."""
+
+        def over() -> None:
+            try:
+                while not pending.wait(timedelta(seconds=1)):
+                    pass
+                end()
+            except (OffbeatError, RuntimeError) as error:
+                call.fail(self._named(error))
+                return
+            call.succeed(tensors)
+
+        pending.add_done_callback(over)
+        return CallWork(call)
+
+    def _named(self, error: Exception) -> Exception:
+        """The error, with who is lost; the links know that a moment later than Gloo does."""
+        deadline = _Deadline(_MOMENT)
+        while isinstance(error, NetworkError) and not deadline.has_passed() and not self._is_closed:
+            if lost := self._lost():
+                return NetworkError("; ".join(lost.values()))
+            time.sleep(_POLL_S)
+        return error
+
+    # -- what Gloo does ------------------------------------------------------------------------------------------
+
+    def _delegated(self, call: Call, begin: Callable[[], Any], value: Any = None) -> Any:
+        """Have Gloo do it; returns a work that ends with it, or when somebody is lost."""
+        if lost := self._lost():
+            call.fail(NetworkError(f"Cannot begin {call.what}: {'; '.join(lost.values())}"))
+            return CallWork(call)
+        try:
+            work = begin()
+        except Exception as error:
+            call.fail(error if isinstance(error, RuntimeError) else RuntimeError(str(error)))
+            raise
+
+        def over(ended: Callable[[], Any]) -> None:
+            try:
+                found = ended()
+            except Exception as error:
+                why = NetworkError(f"Cannot end {call.what}: {str(error).splitlines()[0]}")
+                self._waiters.submit(lambda: call.fail(self._named(why)))
+                return
+            call.succeed(found if value is None else value)
+
+        try:
+            work.get_future().add_done_callback(lambda done: over(done.value))
+        except RuntimeError:  # some of Gloo's works have none
+            self._waiters.submit(over, work.wait)
+        return CallWork(call)
+
+    def rank(self) -> int:
+        return self._place
+
+    def size(self) -> int:
+        return len(self._ranks)
+
+    def getBackendName(self) -> str:
+        return "offbeat"
+
+    def get_group_store(self) -> Any:
+        return self._gloo.get_group_store()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._board.set_timeout(timeout)
+        self._gloo.set_timeout(timeout)
+
+    def shutdown(self) -> None:
+        """Let go, once nothing is under way."""
+        self._end("the group was destroyed")
+        if self._links is not None:
+            self._links.close()
+
+    def abort(self) -> None:
+        """Let go at once; what is under way fails."""
+        self._end("the group was aborted")
+        if self._links is not None:
+            self._links.abandon()
+        never_destroy(self._gloo)
+
+    def _end(self, why: str) -> None:
+        self._is_closed = True
+        self._waiters.shutdown(wait=False)
+        self._board.close(why)
+
+
+def _delegates(name: str, what: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(dist.ProcessGroup, name))
+    def call(self: OffbeatGroup, *arguments: Any, **options: Any) -> Any:
+        begin = functools.partial(getattr(self._gloo, name), *arguments, **options)
+        # Of what is given to one and taken from another workers do not bring the same.
+        tensors = _tensors(arguments) if what in _ALIKE else []
+        return self._delegated(self._board.begin(_words(what, tensors)), begin)
+
+    return call
+
+
+def _passes_on(name: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(dist.ProcessGroup, name))
+    def call(self: OffbeatGroup, *arguments: Any, **options: Any) -> Any:
+        return getattr(self._gloo, name)(*arguments, **options)
+
+    return call
+
+
+for _name, _what in _OTHERS.items():
+    if hasattr(dist.ProcessGroup, _name):  # torch renames some of them
+        setattr(OffbeatGroup, _name, _delegates(_name, _what))
+for _name in _POINT_TO_POINT:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(OffbeatGroup, _name, _passes_on(_name))
+
+
+def _gloo(store: Any, place: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """A group of Gloo's, for tensors of all devices that it takes."""
+    group = dist.ProcessGroup(store, place, size)
+    backend = dist.ProcessGroupGloo(store, place, size, timeout)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    for device in ("cpu", "cuda"):
+        group._register_backend(torch.device(device), kind, backend)
+    group._set_default_backend(kind)
+    backend._set_sequence_number_for_group()
+    return group
+
+
+def _tensors(arguments: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors of the first argument that has some."""
+    for one in arguments:
+        if isinstance(one, torch.Tensor):
+            return [one]
+        if isinstance(one, (list, tuple)) and one:
+            found = _tensors(one)
+            if found:
+                return found
+    return []
+
+
+def _operation(operation: Any) -> str:
+    return next((name for name in _OPERATIONS if operation == getattr(dist.ReduceOp, name)), "")
+
+
+def _words(what: str, tensors: Sequence[torch.Tensor], operation: str = "") -> str:
+    """A call in words that are the same on all workers."""
+    sizes = ", ".join(f"{tensor.numel()} {dtype_name(tensor.dtype)}" for tensor in tensors)
+    return what + (f" ({operation})" if operation else "") + (f" of {sizes}" if sizes else "")
+
+
+class _Deadline:
+    def __init__(self, patience: timedelta) -> None:
+        self._end_s = time.monotonic() + patience.total_seconds()
+
+    def has_passed(self) -> bool:
+        return time.monotonic() > self._end_s

@@ -1,0 +1,259 @@
+"""A backend of torch: unmodified DDP, all collectives, and what people see when something goes wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import offbeat
+from offbeat.collective import Ring, WaterFilling
+from offbeat.errors import PlanError
+from tests.workers import run_workers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PATHS = offbeat.Routed(WaterFilling(2))
+
+
+def begin(backend: str, spec: offbeat.Routed | None = None, timeout_s: float = 20.0) -> tuple[int, int]:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    init = f"file://{os.environ['OFFBEAT_STORE']}"
+    options: Any = spec
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, init_method=init, rank=rank, world_size=world, pg_options=options, timeout=timeout)
+    return rank, world
+
+
+def train(backend: str, spec: offbeat.Routed | None) -> list[torch.Tensor]:
+    rank, _ = begin(backend, spec)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(100, 400), nn.BatchNorm1d(400), nn.ReLU(), nn.Linear(400, 10))
+    replica = DistributedDataParallel(model, bucket_cap_mb=0.1)
+    optimizer = torch.optim.SGD(replica.parameters(), lr=0.05, momentum=0.9)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(6):
+        x, y = torch.randn(8, 100, generator=generator), torch.randint(0, 10, (8,), generator=generator)
+        if step % 3 == 2:
+            with replica.no_sync():
+                nn.functional.cross_entropy(replica(x), y).backward()
+        nn.functional.cross_entropy(replica(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = [tensor.clone() for tensor in model.state_dict().values()]
+    if backend == "offbeat":  # now and then Gloo's own does not come to an end where DDP still holds it
+        dist.destroy_process_group()
+    return state
+
+
+@pytest.mark.parametrize("spec", [PATHS, None], ids=repr)
+def test_unmodified_ddp_has_the_bits_of_gloo_with_two_workers(spec: offbeat.Routed | None) -> None:
+    expected = run_workers(2, train, "gloo", None)
+    for state, theirs in zip(run_workers(2, train, "offbeat", spec), expected, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(state, theirs, strict=True))
+
+
+def test_three_workers_agree_along_paths() -> None:
+    first, *others = run_workers(3, train, "offbeat", PATHS)
+    expected = run_workers(3, train, "gloo", None)[0]
+    trained = slice(0, 2)  # running statistics are each worker's own in DDP, but for those of the last forward pass
+    for other in others:
+        assert all(torch.equal(one, two) for one, two in zip(first[trained], other[trained], strict=True))
+    for one, two in zip(first[trained], expected[trained], strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+
+
+def collectives() -> list[str]:
+    """All of them, beside Gloo's; which differ."""
+    rank, world = begin("offbeat", PATHS)
+    gloo = dist.new_group(backend="gloo")
+    wrong = []
+
+    def both(name: str, run: Callable[[Any], Any]) -> None:
+        mine, theirs = run(None), run(gloo)
+        same = [torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)]
+        if not all(same):
+            wrong.append(name)
+
+    def filled(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return (torch.arange(int(torch.Size(shape).numel())).reshape(shape) % 7 + rank).to(dtype)
+
+    def reduced(op: Any, size: int, dtype: torch.dtype) -> Callable[[Any], Any]:
+        def run(group: Any) -> list[torch.Tensor]:
+            tensor = filled(size, dtype=dtype)
+            dist.all_reduce(tensor, op=op, group=group)
+            return [tensor]
+
+        return run
+
+    sizes, ops = (1, 100_000), (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT)
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8):
+        for op in ops:
+            for size in sizes:
+                both(f"all_reduce {dtype} {op} {size}", reduced(op, size, dtype))
+
+    def gathered(group: Any) -> list[torch.Tensor]:
+        found = [torch.zeros(5) for _ in range(world)]
+        dist.all_gather(found, filled(5), group=group)
+        return found
+
+    def gathered_at_one(group: Any) -> list[torch.Tensor]:
+        found = [torch.zeros(5) for _ in range(world)] if rank == 1 else None
+        dist.gather(filled(5), found, dst=1, group=group)
+        return found or []
+
+    def scattered(group: Any) -> list[torch.Tensor]:
+        out, parts = torch.zeros(4), [filled(4) + i for i in range(world)] if rank == 0 else None
+        dist.scatter(out, parts, src=0, group=group)
+        return [out]
+
+    def broadcast(group: Any) -> list[torch.Tensor]:
+        tensor = filled(200_000)
+        dist.broadcast(tensor, 1, group=group)
+        return [tensor]
+
+    def reduced_at_one(group: Any) -> list[torch.Tensor]:
+        tensor = filled(10)
+        dist.reduce(tensor, 0, group=group)
+        return [tensor] if rank == 0 else []
+
+    def reduce_scattered(group: Any) -> list[torch.Tensor]:
+        out = torch.zeros(6)
+        dist.reduce_scatter(out, [filled(6) for _ in range(world)], group=group)
+        return [out]
+
+    def exchanged(group: Any) -> list[torch.Tensor]:
+        out = torch.zeros(world)
+        dist.all_to_all_single(out, filled(world), group=group)
+        return [out]
+
+    def sent(group: Any) -> list[torch.Tensor]:
+        tensor = torch.zeros(3)
+        ahead, behind = (rank + 1) % world, (rank - 1) % world
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, filled(3), ahead, group), dist.P2POp(dist.irecv, tensor, behind, group)]
+        )
+        for work in works:
+            work.wait()
+        return [tensor]
+
+    def texts(group: Any) -> list[torch.Tensor]:
+        found: list[Any] = [None] * world
+        dist.all_gather_object(found, {"rank": rank}, group=group)
+        return [torch.tensor([one["rank"] for one in found])]
+
+    for run in (
+        gathered, gathered_at_one, scattered, broadcast, reduced_at_one, reduce_scattered, exchanged, sent, texts,
+    ):  # fmt: skip
+        both(run.__name__, run)
+    dist.barrier()
+    work = dist.all_reduce(torch.ones(100_000), async_op=True)
+    assert work is not None
+    work.wait()
+    assert work.is_completed()
+    assert float(work.get_future().value()[0][0]) == world
+    turned = filled(300, 200).t()
+    dist.all_reduce(turned)
+    plain = filled(300, 200)
+    dist.all_reduce(plain, group=gloo)
+    if not torch.equal(turned, plain.t()):
+        wrong.append("a tensor that is not contiguous")
+    pair = dist.new_group([0, 2], backend="offbeat")
+    if rank in (0, 2):
+        tensor = torch.ones(100_000)
+        dist.all_reduce(tensor, group=pair)
+        if float(tensor[-1]) != 2.0:
+            wrong.append("a sub-group")
+    dist.destroy_process_group()
+    return wrong
+
+
+def test_every_collective_gives_what_gloo_gives() -> None:
+    assert run_workers(3, collectives) == [[], [], []]
+
+
+def lose(size: int) -> tuple[float, str]:
+    rank, _ = begin("offbeat", PATHS)
+    tensor = torch.ones(size)
+    for step in range(10_000):
+        if (rank, step) == (1, 5):
+            os.kill(os.getpid(), signal.SIGKILL)
+        began_s = time.monotonic()
+        try:
+            dist.all_reduce(tensor)
+        except Exception as error:
+            return time.monotonic() - began_s, str(error)
+        tensor /= 3
+    raise AssertionError("nobody was lost")
+
+
+@pytest.mark.parametrize("size", [10, 200_000], ids=["by Gloo", "along paths"])
+def test_who_is_killed_is_named_on_every_rank(size: int) -> None:
+    results = run_workers(3, lose, size, faulty=1)
+    for took_s, said in (results[0], results[2]):
+        assert took_s < 1.5
+        assert re.search(r"rank 1 \(.+, pid \d+\) is lost", said), said
+
+
+def call_other_things(small: bool) -> str:
+    rank, _ = begin("offbeat", PATHS)
+    tensor = torch.ones(10 if small else 200_000)
+    try:
+        if rank == 0:
+            dist.all_reduce(tensor)
+        else:
+            dist.broadcast(tensor, 0)
+    except Exception as error:
+        return str(error)
+    # A root of a broadcast does not wait for the others: the next thing it does says so.
+    try:
+        dist.barrier()
+    except Exception as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_who_calls_what_is_told_where_workers_call_different_things(small: bool) -> None:
+    said = run_workers(2, call_other_things, small)
+    numel = 10 if small else 200000
+    assert any(f"rank 1 has called broadcast of {numel} float32" in one for one in said), said
+
+
+def be_late() -> str:
+    rank, _ = begin("offbeat", PATHS, timeout_s=4)
+    if rank == 1:
+        time.sleep(6)
+        return ""
+    try:
+        dist.all_reduce(torch.ones(10))
+    except Exception as error:
+        return str(error)
+    return "nothing"
+
+
+def test_who_does_not_come_in_time_is_named() -> None:
+    assert "rank 1 has not called it" in run_workers(2, be_late)[0]
+
+
+def begin_with_nonsense() -> str:
+    try:
+        begin("offbeat", Ring())  # type: ignore[arg-type]
+    except PlanError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_options_that_are_none() -> None:
+    for said in run_workers(2, begin_with_nonsense):
+        assert "Cannot make a group with pg_options=Ring(by_links=False): give offbeat.Routed(...)" in said
