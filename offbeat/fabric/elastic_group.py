@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 _NEVER = timedelta(days=365)
 _POLL_S = 0.02  # at the store, while there is nothing else to do
-_DETECT_S = 0.25  # who is gone
+_DETECT_S = 0.05  # who is gone
 _DONE_S = 0.05  # a wait that takes so long may be for somebody who is done
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0  # before a generation is formed behind one that did not hold
 _HOLDS_S = 10.0
@@ -312,10 +312,10 @@ class ElasticGroup:
 
     def lost_members(self, ranks: Sequence[int]) -> Mapping[int, str]:
         """Find which of these are known to be gone, and why; the detector is not asked too often."""
-        gone = self._excluded
         if self.gone is not None and time.monotonic() - self._detected_s >= _DETECT_S:
-            gone = {**self.gone(), **gone}
+            self._excluded = {**self.gone(), **self._excluded}  # who is gone does not come back as the same
             self._detected_s = time.monotonic()
+        gone = self._excluded
         return {rank: gone[rank] for rank in ranks if rank in gone and rank != self.rank}
 
     def reconfigure(self, timeout: timedelta) -> bool:

@@ -14,7 +14,7 @@ import json
 import math
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from offbeat.collective import (
@@ -44,6 +44,7 @@ SIZES = (16 << 10, 256 << 10, 4 << 20)
 _TRIED = 3
 _CLOSE = 1.25  # what is predicted to take longer than that many times the best is not tried
 _GROUP_CLOSE = 4.0  # its messages cost less
+_COARSE_BYTES = 256 << 10
 _TIMES = 2
 _SMALL_WORTH, _LARGE_WORTH = 1.25, 1.05
 _QUICK_S, _QUICK_TIMES = 0.05, 5
@@ -143,6 +144,8 @@ def replan_paths(measured: MeasuredNetwork, method: CollectiveMethod | None) -> 
     """Choose paths for other workers: by what is predicted, since trials would take long, and freely where the method
     that was named does not suit them.
     """
+    # All wait for it: large blocks are priced in less time, and compare the same.
+    measured = replace(measured, block_bytes=max(measured.block_bytes, _COARSE_BYTES))
     if method is not None:
         with suppress(PlanError):
             return predict_paths(measured, method)
