@@ -1,8 +1,10 @@
 """The calls of a process group's workers: what each has called, and what is to be said of one that does not end.
 
 While all goes well nothing is said. A worker that has waited for a call for longer than a moment leaves a word in the
-group's store (`CallBoard`): the number of the call, and what it is. So each sees who has called something else, and who
-has not come to it; that is logged, and a difference fails the call on all that see it.
+group's store (`CallBoard`), in the place of its last one: the number of the call, and what it is. So each sees who has
+called something else, and who has not come to it; that is logged, and a difference fails the call on all that see it.
+
+How long a call takes counts from when those before it have ended.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class Call:
     error: Exception | None = None
     ended: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    since_s: float = field(default_factory=time.monotonic)
+    first_s: float | None = None
+    looked_s: float = 0.0
     is_said: bool = False
     is_reported: bool = False
     _is_ending: bool = False
@@ -59,10 +62,11 @@ class Call:
             self.ended.set()
 
     def fail(self, error: Exception) -> None:
-        """End it with an error, if it has not ended."""
+        """End it with an error, if it has not ended; as one of torch's, which scripts expect."""
         if self._ends():
-            self.error = error
-            self.future.set_exception(error)
+            self.error = error if isinstance(error, RuntimeError) else dist.DistBackendError(str(error))
+            self.error.__cause__ = None if error is self.error else error
+            self.future.set_exception(self.error)
             self.ended.set()
 
     def _ends(self) -> bool:
@@ -88,11 +92,11 @@ class CallWork(dist.Work):
         """Wait until it has ended.
 
         Raises:
-            NetworkError, DisagreementError: that it ended with.
+            RuntimeError: that it ended with, such as torch's DistBackendError.
         """
         limit_s = timeout.total_seconds() if timeout else 0.0
         if not self._call.ended.wait(limit_s if limit_s > 0 else None):
-            raise NetworkError(f"Cannot end {self._call.what} in {limit_s:g} s.")
+            raise dist.DistBackendError(f"Cannot end {self._call.what} in {limit_s:g} s.")
         if self._call.error is not None:
             raise self._call.error
         return True
@@ -178,15 +182,18 @@ class CallBoard:
                     self._calls.popleft()
                 call = next((one for one in self._calls if not one.ended.is_set()), None)
             if call is not None:
-                self._look_after(call)
+                self._look_after(call, time.monotonic())
 
-    def _look_after(self, call: Call) -> None:
-        waited_s = time.monotonic() - call.since_s
+    def _look_after(self, call: Call, now_s: float) -> None:
+        call.first_s = now_s if call.first_s is None else call.first_s
+        waited_s = now_s - call.first_s
         if lost := self._lost():
             self.lose("; ".join(lost.values()))
             return
-        if waited_s < min(_SAY_S, self._timeout_s / 2):
+        # The store is asked ever more rarely: a call may well take an hour while one of the workers evaluates.
+        if waited_s < min(_SAY_S, self._timeout_s / 2) or now_s - call.looked_s < waited_s / 8:
             return
+        call.looked_s = now_s
         said = self._said(call)
         unlike = {rank: what for rank, what in said.items() if what not in ("", call.what)}
         if unlike:
@@ -211,14 +218,20 @@ class CallBoard:
             _log.warning("Waiting for %.0f s in %s: %s.", waited_s, call.what, reason)
 
     def _said(self, call: Call) -> dict[int, str]:
-        """The word of each member on the call of this number, by rank; "" of those that have left none."""
-        keys = {rank: f"call/{call.number}/{place}" for place, rank in enumerate(self._ranks)}
+        """The word of each member on the call of this number, by rank; "" of those that have not come to it.
+
+        Who is further has called the same: else it would not have come to an end there.
+        """
+        keys = {rank: f"call/{place}" for place, rank in enumerate(self._ranks)}
+        said = dict.fromkeys(keys, "")
         try:
             if not call.is_said:
-                self._store.set(keys[self._ranks[self._place]], call.what)
+                self._store.set(keys[self._ranks[self._place]], f"{call.number} {call.what}")
                 call.is_said = True
-            return {
-                rank: self._store.get(key).decode() if self._store.check([key]) else "" for rank, key in keys.items()
-            }
+            for rank, key in keys.items():
+                number, _, what = (self._store.get(key).decode() if self._store.check([key]) else "").partition(" ")
+                if number.isdecimal() and int(number) >= call.number:
+                    said[rank] = what if int(number) == call.number else call.what
         except (RuntimeError, dist.DistError):  # who kept the store is gone
-            return {self._ranks[self._place]: call.what}
+            said[self._ranks[self._place]] = call.what
+        return said

@@ -16,10 +16,10 @@ from __future__ import annotations
 import functools
 import json
 import os
+import queue
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,10 @@ LEAST_BYTES = 64 << 10
 """Sums of less go over Gloo, where a message costs less."""
 _PATIENCE, _MOMENT = timedelta(seconds=60), timedelta(seconds=1.4)
 _POLL_S = 0.02
+_THREADS = 2
+_DTYPES = (  # of Gloo's sums
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
+)  # fmt: skip
 _OPERATIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 # What is delegated as it is: the name on `dist.ProcessGroup`, and what it is called in errors.
 _OTHERS = {
@@ -112,9 +116,14 @@ class OffbeatGroup(dist.ProcessGroup):
         super().__init__(place, len(ranks))  # type: ignore[call-arg]
         self._place, self._ranks, self._group_name, self._spec = place, tuple(ranks), name, spec
         self._gloo = _gloo(PrefixStore("gloo", store), place, len(ranks), timeout)
+        # Some of torch asks a group for its backends: of what devices they are, and for how long they wait.
+        for device in ("cpu", "cuda"):
+            backend = self._gloo._get_backend(torch.device(device))
+            self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend)
         self._hosts: dict[int, str] = {}
         self._board = CallBoard(PrefixStore("calls", store), self._ranks, place, timeout, self._lost)
-        self._opening, self._waiters = threading.Lock(), ThreadPoolExecutor(4, thread_name_prefix="offbeat-c10d")
+        self._opening, self._ends = threading.Lock(), _DaemonThreads(_THREADS)
+        self._planning: Call | None = None
         self._is_closed = False
         self._links = None if len(ranks) == 1 else self._open(PrefixStore("links", store), min(timeout, _PATIENCE))
 
@@ -122,8 +131,8 @@ class OffbeatGroup(dist.ProcessGroup):
         """Open links with the others."""
         launcher = Environment().launcher(patience)
         context = BindContext(
-            self._ranks[self._place], len(self._ranks), settings=launcher.settings, timeout=patience,
-            topology=launcher.topology,
+            self._ranks[self._place], dist.get_world_size() if dist.is_initialized() else len(self._ranks),
+            settings=launcher.settings, timeout=patience, topology=launcher.topology,
         )  # fmt: skip
         deadline = _Deadline(patience)
         meet = StoreMeeting(store, self._place, len(self._ranks), deadline.has_passed)
@@ -139,7 +148,9 @@ class OffbeatGroup(dist.ProcessGroup):
         return {rank: f"rank {rank} ({self._hosts.get(rank, '?')}) is lost: {error}" for rank, error in lost.items()}
 
     def _is_over(self) -> bool:
-        return self._is_closed or bool(self._lost())
+        """Whether planning need not be waited for any more."""
+        has_failed = self._planning is not None and self._planning.ended.is_set()
+        return self._is_closed or has_failed or bool(self._lost())
 
     # -- sums ----------------------------------------------------------------------------------------------------
 
@@ -165,6 +176,7 @@ class OffbeatGroup(dist.ProcessGroup):
         try:
             assert self._links is not None, "there are others"
             with self._opening:
+                self._planning = call
                 collectives = self._links.collectives()
             if collectives.goes_by_group(whole.numel() * whole.element_size()):
                 return self._delegated(call, lambda: self._gloo.allreduce(tensors, opts), tensors)
@@ -179,8 +191,7 @@ class OffbeatGroup(dist.ProcessGroup):
             return False
         (tensor,) = tensors
         is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
-        is_number = tensor.dtype != torch.bool and not tensor.dtype.is_complex
-        return is_dense and is_number and tensor.numel() * tensor.element_size() >= LEAST_BYTES
+        return is_dense and tensor.dtype in _DTYPES and tensor.numel() * tensor.element_size() >= LEAST_BYTES
 
     def _watched(self, call: Call, pending: PathPending, end: Callable[[], None], tensors: list[torch.Tensor]) -> Any:
         """A work of torch's for an exchange."""
@@ -195,7 +206,8 @@ class OffbeatGroup(dist.ProcessGroup):
                 return
             call.succeed(tensors)
 
-        pending.add_done_callback(over)
+        # Not on the event loop: what hangs on the work may begin another exchange, and wait for it.
+        pending.add_done_callback(lambda: self._ends.submit(over))
         return CallWork(call)
 
     def _named(self, error: Exception) -> Exception:
@@ -225,14 +237,14 @@ class OffbeatGroup(dist.ProcessGroup):
                 found = ended()
             except Exception as error:
                 why = NetworkError(f"Cannot end {call.what}: {str(error).splitlines()[0]}")
-                self._waiters.submit(lambda: call.fail(self._named(why)))
+                self._ends.submit(lambda: call.fail(self._named(why)))
                 return
             call.succeed(found if value is None else value)
 
         try:
             work.get_future().add_done_callback(lambda done: over(done.value))
         except RuntimeError:  # some of Gloo's works have none
-            self._waiters.submit(over, work.wait)
+            self._ends.submit(lambda: over(work.wait))
         return CallWork(call)
 
     def rank(self) -> int:
@@ -254,7 +266,9 @@ class OffbeatGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Let go, once nothing is under way."""
         self._end("the group was destroyed")
-        if self._links is not None:
+        if self._lost():
+            self.abort()
+        elif self._links is not None:
             self._links.close()
 
     def abort(self) -> None:
@@ -266,7 +280,7 @@ class OffbeatGroup(dist.ProcessGroup):
 
     def _end(self, why: str) -> None:
         self._is_closed = True
-        self._waiters.shutdown(wait=False)
+        self._ends.shutdown()
         self._board.close(why)
 
 
@@ -327,8 +341,40 @@ def _operation(operation: Any) -> str:
 
 def _words(what: str, tensors: Sequence[torch.Tensor], operation: str = "") -> str:
     """A call in words that are the same on all workers."""
-    sizes = ", ".join(f"{tensor.numel()} {dtype_name(tensor.dtype)}" for tensor in tensors)
+    # By device: a sum on CPUs may go along paths, and one on GPUs does not.
+    sizes = ", ".join(
+        f"{tensor.numel()} {dtype_name(tensor.dtype)}"
+        + ("" if tensor.device.type == "cpu" else f" on {tensor.device.type}")
+        for tensor in tensors
+    )
     return what + (f" ({operation})" if operation else "") + (f" of {sizes}" if sizes else "")
+
+
+class _DaemonThreads:
+    """Threads that end with the process, whatever they wait for; those of Python's executors are joined at its end.
+
+    Args:
+        count: how many.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._count = count
+        for _ in range(count):
+            threading.Thread(target=self._run, name="offbeat-c10d-ends", daemon=True).start()
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Have something done."""
+        self._tasks.put(task)
+
+    def shutdown(self) -> None:
+        """End the threads, behind what they have to do."""
+        for _ in range(self._count):
+            self._tasks.put(None)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
 
 
 class _Deadline:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from offbeat.fabric.lane_network import LaneNetwork
     from offbeat.wire.mesh import MeshChannel
 
-_FIRST_BYTES = 2 * BLOCK_BYTES
+_FIRST_BYTES, _BLOCK_BYTES = 2 * BLOCK_BYTES, BLOCK_BYTES // 2  # several blocks, whatever is known of the link
 _ROUND_S = 0.2
 _MOST_BYTES = 64 << 20
 _PATIENCE_S = 20.0
@@ -172,7 +172,9 @@ def measure_again(
             there, back = _now(there, max(rates[a])), _now(back, max(row[a] for row in rates))
         elif fan and b is not None:
             there, back = _now(there, max(row[b] for row in rates)), _now(back, max(rates[b]))
-        links.append(replace(link, rate_mbps=there, back_mbps=None if back == there else back))
+        if (there, back) != link.rates_mbps:
+            link = replace(link, rate_mbps=there or MAX_RATE_MBPS, back_mbps=back or MAX_RATE_MBPS)
+        links.append(link)
     if tuple(links) == known.network.links:
         return None
     network_now = replace(known.network, links=tuple(links))
@@ -228,10 +230,11 @@ def known_network(network: LaneNetwork, topology: Topology, meet: Callable[[str]
     Raises:
         NetworkError: if a link is lost meanwhile.
     """
-    channel, message_s = network.channel(), math.inf
-    for turn, partner in enumerate(partners(network.world, network.place)):
+    turns, message_s = partners(network.world, network.place), math.inf
+    channel, base = network.measurements(len(turns) * _PINGS)
+    for turn, partner in enumerate(turns):
         if partner is not None:
-            pings = _pings(channel, turn * _PINGS, network.members[partner])
+            pings = _pings(channel, base + turn * _PINGS, network.members[partner])
             message_s = min(message_s, network.loop.run(pings))
         meet("")
     return _measured(topology, min(float(text) for text in meet(str(message_s))))
@@ -254,7 +257,8 @@ def measure_rates(
     Raises:
         NetworkError: if a link is lost meanwhile, or carries next to nothing; on all, behind as many meetings.
     """
-    channel, world, error = network.channel(), network.world, ""
+    world, error = network.world, ""
+    channel, base = network.measurements(2 * len(turns) * (_PINGS + 1))
     sizes = [[_FIRST_BYTES] * world for _ in range(world)]
     rates: list[list[float]] = []
     message_s = math.inf
@@ -263,7 +267,8 @@ def measure_rates(
         for turn, partner in enumerate(turns):
             if partner is not None:
                 out, come = sizes[network.place][partner], sizes[partner][network.place]
-                first, rank = (turn + number * len(turns)) * (_PINGS + 1), network.members[partner]
+                first = base + (turn + number * len(turns)) * (_PINGS + 1)
+                rank = network.members[partner]
                 try:
                     message_s = min(message_s, network.loop.run(_pings(channel, first, rank)))
                     mine[partner] = network.loop.run(_both_ways(channel, first + _PINGS, rank, out, come))
@@ -271,6 +276,8 @@ def measure_rates(
                     error = error or str(failed)
             meet("")  # the next round begins when all links are free
         said = [json.loads(text) for text in meet(json.dumps([message_s, mine, error]))]
+        if len(said) != world:
+            raise NetworkError("Cannot measure the links: a worker was lost meanwhile.")
         if error := next((one for *_, one in said if one), ""):
             raise NetworkError(error)
         message_s, by_receiver = min(one for one, *_ in said), [row for _, row, _ in said]
@@ -371,8 +378,9 @@ async def _both_ways(channel: MeshChannel, number: int, partner: int, out_bytes:
     target = GrowingBuffer(memoryview(bytearray(come_bytes)), 0)
     target.follow(lambda: stamps.append((time.monotonic(), target.progress)))
     lane = OutgoingLane(
-        LaneKey(channel.number, number, 0), GrowingBuffer(memoryview(bytearray(out_bytes))), (0,), sent=one_less
-    )
+        LaneKey(channel.number, number, 0), GrowingBuffer(memoryview(bytearray(out_bytes))), (0,),
+        most_bytes=_BLOCK_BYTES, sent=one_less,
+    )  # fmt: skip
     sinks = {(partner, 0): CopyingSink(target, one_less)}
     channel.begin(number, MeshExchange("a measurement", sinks, [(partner, lane)], failed))
     try:

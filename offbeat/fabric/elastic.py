@@ -30,8 +30,9 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from offbeat.errors import NetworkError, PlanError
+from offbeat.errors import NetworkError, PeerError, PlanError
 from offbeat.fabric.fabric import BindContext, FabricSpec, Offers, Reconnects
+from offbeat.fabric.path_collectives import PathPending
 from offbeat.fabric.process_group import ProcessGroup
 from offbeat.fabric.retryable import (
     ReplayBroadcast,
@@ -95,6 +96,11 @@ class Elastic:
         return _OFFERS
 
     @property
+    def connecting(self) -> str:
+        """What a worker waits for while it is bound."""
+        return getattr(self.over, "connecting", "the connection to the others")
+
+    @property
     def companion(self) -> Elastic:
         """The fabric of questions to the others."""
         return Elastic()
@@ -156,7 +162,12 @@ class BoundElastic:
         return self._collectives is not None and self._collectives.wants_reroute()
 
     def reroute(self, meet: Callable[[str], list[str]]) -> str:
-        return self._handle.reroute(meet)
+        number = self._elastic_group.number
+        try:
+            return self._handle.reroute(meet)
+        except NetworkError:
+            self._elastic_group.invalidate(number)
+            return ""
 
     def close(self) -> None:
         if self._collectives is not None:
@@ -242,7 +253,7 @@ class BoundElastic:
                 if exchange.poll(timeout):
                     self._forget(exchange)
                     return True
-            except NetworkError:
+            except (NetworkError, PeerError):  # a link that is refused when it comes back is lost as well
                 is_broken = True
         if is_broken:
             group.invalidate(number)
@@ -278,7 +289,7 @@ class BoundElastic:
             return True
         try:
             exchange.issue(self._handle, self.rank, self._members)
-        except RuntimeError:
+        except (RuntimeError, NetworkError):
             return False
         return True
 
@@ -377,10 +388,10 @@ class ElasticExchange:
 
     def stop(self) -> Pending | None:
         """Give up its try, unless that has come to its end just now; returns what Gloo may still write to."""
-        with suppress(NetworkError):
+        with suppress(NetworkError, PeerError):
             self.poll(_AT_ONCE)
         left, self._pending = self._pending, None
-        return left
+        return None if isinstance(left, PathPending) else left
 
     def take(self, data: bytes) -> None:
         """Complete it with what it came to elsewhere."""

@@ -32,6 +32,7 @@ stop and resume by that fabric's own. Whoever holds a fabric's lock does not tak
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from datetime import timedelta
@@ -42,7 +43,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from offbeat.backoff import Backoff
-from offbeat.errors import NetworkError, OffbeatError, PeerError, WorkerLostError
+from offbeat.errors import NetworkError, PeerError, WorkerLostError
 from offbeat.fabric.generation import Generation, StoreMeeting
 from offbeat.protocol.group_progress import GroupProgress
 
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from offbeat.fabric.generation import GroupCollectives
+
+_log = logging.getLogger("offbeat")
 
 _NEVER = timedelta(days=365)
 _POLL_S = 0.02  # at the store, while there is nothing else to do
@@ -339,7 +342,8 @@ class ElasticGroup:
         """Do what can be done now; whether there may be more that can."""
         try:
             lost = reconfiguration.advance()
-        except NetworkError:  # one more is lost
+        except NetworkError as error:  # one more is lost, or cannot be reached
+            _log.debug("Generation %d does not hold: %s", reconfiguration.number + 1, error)
             self._reconfiguration = reconfiguration.restart()
             return True
         except _NotYet:
@@ -540,7 +544,7 @@ class _GroupConnector:
     ) -> None:
         self._group, self._number, self._members, self._clients = group, number, tuple(members), clients
         self._connected: list[GroupCollectives] = []
-        self._error: RuntimeError | OffbeatError | None = None
+        self._error: Exception | None = None
         self._lock, self._is_cancelled = threading.Lock(), False
         self._thread = threading.Thread(target=self._run, name="offbeat-elastic-group", daemon=True)
         self._thread.start()
@@ -556,10 +560,10 @@ class _GroupConnector:
             NetworkError: if that could not be.
             PlanError, PeerError: as `Reconnector.connect` does.
         """
-        if isinstance(self._error, OffbeatError):
-            raise self._error
-        if self._error is not None:
+        if isinstance(self._error, RuntimeError):  # torch's
             raise NetworkError(str(self._error)) from self._error
+        if self._error is not None:
+            raise self._error
         return self._connected
 
     def cancel(self) -> None:
@@ -580,7 +584,7 @@ class _GroupConnector:
                         continue
                 collectives.abandon()
                 return
-        except (RuntimeError, OffbeatError) as error:
+        except Exception as error:
             self._error = error
 
     def _generation(self, index: int) -> Generation:

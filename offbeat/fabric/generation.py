@@ -120,7 +120,7 @@ class StoreMeeting:
         keys, pause_s = [f"{number}/{place}" for place in range(self._world)], _FIRST_PAUSE_S
         while not self._store.check(keys):
             if self._is_over():
-                raise NetworkError("Another worker was lost while the others connected.")
+                raise NetworkError("Cannot connect the workers: not all have come in time, or one was lost meanwhile.")
             time.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
         return [self._store.get(key).decode() for key in keys]

@@ -20,7 +20,7 @@ from offbeat.errors import NetworkError
 from offbeat.payload import Gather, Total
 from offbeat.wire.credentials import Certificates, Token
 from offbeat.wire.interfaces import address_for_peers, interface_of, nominal_mbps
-from offbeat.wire.lane import StagingPool
+from offbeat.wire.lane import MAX_CHANNELS, StagingPool
 from offbeat.wire.loop_thread import LoopThread
 from offbeat.wire.mesh import PeerMesh
 from offbeat.wire.session import Limits
@@ -69,6 +69,7 @@ class LaneNetwork:
         timeout: timedelta,
     ) -> None:
         self.rank, self.members, self.place, self.world = rank, tuple(members), members.index(rank), len(members)
+        self.name, self._measured = job, 0
         self._mesh: PeerMesh | None = None
         self.loop, self.pool = LoopThread("offbeat-lanes"), StagingPool()
         self._numbers = itertools.count()
@@ -104,6 +105,11 @@ class LaneNetwork:
     def channel(self) -> MeshChannel:
         """A channel for one more user; users come in the same order on all workers."""
         return self.mesh.channel(next(self._numbers))
+
+    def measurements(self, count: int) -> tuple[MeshChannel, int]:
+        """The channel of measurements, and the number of the first of so many exchanges; in the same order on all."""
+        first, self._measured = self._measured, self._measured + count
+        return self.mesh.channel(MAX_CHANNELS - 1), first
 
     def silence_of(self, rank: int) -> str:
         """Say that nothing was heard of a worker lately; "" if something was."""

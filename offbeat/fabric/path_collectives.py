@@ -20,7 +20,7 @@ from offbeat.collective.rank_part import part_of
 from offbeat.errors import DisagreementError, NetworkError
 from offbeat.fabric.discovery import can_measure_again, measure_again
 from offbeat.fabric.lane_exchange import LaneExchange
-from offbeat.fabric.path_planner import plan_paths, timed
+from offbeat.fabric.path_planner import plan_paths, suited, timed
 from offbeat.fabric.process_group import never_destroy
 from offbeat.fabric.throughput_watch import ThroughputWatch
 from offbeat.payload import Total
@@ -155,19 +155,16 @@ class PathCollectives:
         """Whether torch's group makes sums of so many bytes."""
         return self.plan.chosen[self.plan.for_size(size_bytes)].by_group
 
-    def sum_along_paths(self, tensor: torch.Tensor) -> PathPending:
+    def sum_along_paths(self, tensor: torch.Tensor, reply: Callable[[], Reply] | None = None) -> PathPending:
         """Begin to sum a tensor [D] in place, though not by torch's group."""
         place = self.plan.for_size(tensor.numel() * tensor.element_size())
         exchange = self._runner.start(self.plan.chosen[place].algorithm, self._parts[place], tensor)
-        return PathPending(exchange, lambda: Total(tensor), self._network.silence_of)
+        return PathPending(exchange, reply or (lambda: Total(tensor)), self._network.silence_of)
 
     def all_reduce(self, tensor: torch.Tensor, reply: Callable[[], Reply] | None = None) -> Pending:
-        place = self.plan.for_size(tensor.numel() * tensor.element_size())
-        if self.plan.chosen[place].by_group:
-            pending = self._group_sum(tensor)
-            return GroupPending(pending, reply or (lambda: Total(tensor)), self._group_busy)
-        exchange = self._runner.start(self.plan.chosen[place].algorithm, self._parts[place], tensor)
-        return PathPending(exchange, reply or (lambda: Total(tensor)), self._network.silence_of)
+        if self.goes_by_group(tensor.numel() * tensor.element_size()):
+            return GroupPending(self._group_sum(tensor), reply or (lambda: Total(tensor)), self._group_busy)
+        return self.sum_along_paths(tensor, reply)
 
     def broadcast(self, tensor: torch.Tensor, place: int, reply: Callable[[], Reply] | None = None) -> PathPending:
         data = tensor.view(torch.uint8)
@@ -185,17 +182,20 @@ class PathCollectives:
         return self._watch.is_alarming(now_s) and can_measure_again(self.measured.network)
 
     def reroute(self, meet: Callable[[str], list[str]]) -> str:
-        """See `Reroutes`."""
+        """See `Reroutes`; raises NetworkError if a trial did not end: nobody knows then who has begun what."""
+        names = meet(self._network.name)
+        if set(names) != {self._network.name} or len(names) != self._network.world:
+            return ""  # others are in another generation, or will be
         try:
             measured = measure_again(self._network, self.measured, meet)
-            if measured is None:
-                self._watch.was_false(time.monotonic())
-                return ""
-            trials = PathTrials(self._runner, self._group_sum)
-            plan = plan_paths(measured, self._method, trials.measure, meet)
         except NetworkError as error:  # on all: whoever is lost is found out by the next exchange
             _log.debug("Paths stay as they are: %s", error)
+            measured = None
+        if measured is None:
+            self._watch.was_false(time.monotonic())
             return ""
+        trials, method = PathTrials(self._runner, self._group_sum), suited(self._method, measured.network)
+        plan = plan_paths(measured, method, trials.measure, meet)
         check_alike(plan, meet, self._network)
         before, self._watch = self.measured, ThroughputWatch()
         self._go_by(measured, plan)
@@ -243,7 +243,7 @@ class GroupPending:
 
 
 class PathPending:
-    """An exchange along paths that is under way. A `Pending`.
+    """An exchange along paths that is under way. A `Pending`; once its links are gone nothing writes to its memory.
 
     Args:
         exchange: it.
@@ -317,8 +317,9 @@ def log_paths(plan: PathPlan, measured: MeasuredNetwork, network: LaneNetwork) -
     """Log what was chosen, and what the network that was found does not explain; on the first of the workers."""
     if network.place:
         return
-    if measured.network.is_fan:
-        for rank, interface, link in zip(network.members, network.interfaces, measured.network.links, strict=True):
+    links = measured.network.links
+    if [link.a for link in links] == [host.name for host in measured.network.hosts]:
+        for rank, interface, link in zip(network.members, network.interfaces, links, strict=True):
             _log.info("Rank %d sends %.3g and receives %.3g Mbit/s over %s.", rank, *_numbers(link), interface)
     for one in plan.chosen:
         took = "not tried" if one.measured_s is None else f"took {one.measured_s * 1e3:.3g} ms"

@@ -47,7 +47,7 @@ _GROUP_CLOSE = 4.0  # its messages cost less
 _COARSE_BYTES = 256 << 10
 _TIMES = 2
 _SMALL_WORTH, _LARGE_WORTH = 1.25, 1.05
-_QUICK_S, _QUICK_TIMES = 0.05, 5
+_QUICK_S, _QUICK_TIMES = 0.05, 10
 _WORTH_S = 2.0  # on links so slow that trials would take longer, what was predicted has to do
 
 
@@ -141,20 +141,26 @@ def predict_paths(measured: MeasuredNetwork, method: CollectiveMethod | None) ->
 
 
 def replan_paths(measured: MeasuredNetwork, method: CollectiveMethod | None) -> PathPlan:
-    """Choose paths for other workers: by what is predicted, since trials would take long, and freely where the method
-    that was named does not suit them.
-    """
+    """Choose paths for other workers: by what is predicted, since trials would take long; raises as `plan_paths`."""
     # All wait for it: large blocks are priced in less time, and compare the same.
     measured = replace(measured, block_bytes=max(measured.block_bytes, _COARSE_BYTES))
     if method is not None:
-        with suppress(PlanError):
-            return predict_paths(measured, method)
+        return predict_paths(measured, method)
     chosen = list(predict_paths(measured, None).chosen)
     for place, ratio in enumerate(measured.group_ratios[: len(chosen)]):
         ring = _by_group(measured, chosen[place].size_bytes)
         ring = ring._replace(predicted_s=ring.predicted_s * ratio)
         chosen[place] = _best((chosen[place], ring), lambda one: one.predicted_s)
     return PathPlan(measured.network, tuple(chosen), measured.group_ratios)
+
+
+def suited(method: CollectiveMethod | None, network: Topology) -> CollectiveMethod | None:
+    """The method that was named, or None, for any, if it does not suit the workers that are left."""
+    if method is not None:
+        with suppress(PlanError):
+            method.plan(network)
+            return method
+    return None
 
 
 def _best(close: Sequence[PricedPaths], took_s: Callable[[PricedPaths], float]) -> PricedPaths:
@@ -232,6 +238,8 @@ def _tried(
     except NetworkError as failed:  # told, so that all meet as often
         error = str(failed)
     said = [json.loads(text) for text in meet(json.dumps([mine, error]))]
+    if len({len(one) for one, _ in said}) > 1:
+        raise NetworkError("Cannot choose paths: the workers try others.")
     if error := next((one for _, one in said if one), ""):
         raise NetworkError(error)
     slowest = [max(column) for column in zip(*(one for one, _ in said), strict=True)]

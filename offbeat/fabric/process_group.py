@@ -84,7 +84,9 @@ class GlooCollectives:
         self.group = group
 
     def all_reduce(self, tensor: torch.Tensor) -> Works:
-        return Works([self.group.allreduce([tensor])], lambda: Total(tensor), 0)
+        world = self.group.size()
+        sent = 2 * (world - 1) * tensor.numel() * tensor.element_size() // world
+        return Works([self.group.allreduce([tensor])], lambda: Total(tensor), sent)
 
     def broadcast(self, tensor: torch.Tensor, place: int) -> Works:
         options = dist.BroadcastOptions()

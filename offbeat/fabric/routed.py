@@ -6,17 +6,18 @@ What is summed goes by an `Algorithm`, which says what is sent to whom; see `off
 from __future__ import annotations
 
 import functools
+import hashlib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from offbeat.collective import CollectiveMethod
-from offbeat.errors import PlanError
+from offbeat.errors import DisagreementError, PlanError
 from offbeat.fabric.discovery import known_among, known_network, measure_network
 from offbeat.fabric.fabric import BindContext, Offers
 from offbeat.fabric.in_memory import InMemory
 from offbeat.fabric.lane_network import LaneNetwork, texts_of_all
 from offbeat.fabric.path_collectives import AlgorithmRunner, PathCollectives, PathTrials, check_alike, log_paths
-from offbeat.fabric.path_planner import plan_paths, replan_paths
+from offbeat.fabric.path_planner import plan_paths, replan_paths, suited
 from offbeat.fabric.process_group import GlooCollectives, ProcessGroup, joined
 from offbeat.fabric.staging import CudaCopies, StagedFabric
 from offbeat.payload import Sum, Total
@@ -67,6 +68,11 @@ class Routed:
     @property
     def offers(self) -> Offers:
         return _OFFERS
+
+    @property
+    def connecting(self) -> str:
+        """What a worker waits for while it is bound, which takes some seconds on slow links."""
+        return "the links with the others to be measured"
 
     @property
     def companion(self) -> ProcessGroup:
@@ -153,8 +159,7 @@ class PathReconnector:
         known = before.measured if isinstance(before, PathCollectives) else None
         return _connect(
             self._method, self._context, generation.members, f"lanes/{generation.name}", generation.meet,
-            GlooCollectives(generation.group).all_reduce, Before(known) if generation.number else None,
-            generation.group,
+            GlooCollectives(generation.group).all_reduce, known, generation.group, is_first=not generation.number,
         )  # fmt: skip
 
 
@@ -165,12 +170,6 @@ def _total(payload: Sum, whole: torch.Tensor) -> Total:
     return Total(whole[: payload.tensor.numel()], tail=whole[payload.tensor.numel() :])
 
 
-class Before(NamedTuple):
-    """The knowledge of the generation before; None if this worker was not in it."""
-
-    measured: MeasuredNetwork | None
-
-
 def _connect(
     method: CollectiveMethod | None,
     context: BindContext,
@@ -178,14 +177,17 @@ def _connect(
     name: str,
     meet: Callable[[str], list[str]],
     group_sum: GroupSum,
-    before: Before | None = None,
+    known: MeasuredNetwork | None = None,
     group: dist.ProcessGroup | None = None,
+    *,
+    is_first: bool = True,
 ) -> PathCollectives:
     """Open links between workers, and plan paths. Collective among them.
 
     Args:
         group_sum: sums up by torch's group.
-        before: None if this is the first generation.
+        known: of the network in the generation before; None if this worker was not in it.
+        is_first: whether this is the first generation.
 
     Raises:
         NetworkError, PeerError: if there is no link with one of the others.
@@ -195,7 +197,7 @@ def _connect(
     given = None if context.topology is None else _read(context.topology, context.world)
     network = LaneNetwork(context.rank, members, name, meet, context.settings, context.timeout)
     try:
-        return _planned(method, context, network, given, meet, group_sum, before, group)
+        return _planned(method, context, network, given, meet, group_sum, known, group, is_first=is_first)
     except BaseException:
         network.abandon()
         raise
@@ -208,23 +210,46 @@ def _planned(
     given: Topology | None,
     meet: Callable[[str], list[str]],
     group_sum: GroupSum,
-    before: Before | None,
+    known: MeasuredNetwork | None,
     group: dist.ProcessGroup | None,
+    *,
+    is_first: bool,
 ) -> PathCollectives:
     """Plan paths over links that are there; see `_connect`."""
-    measured = None if before is None else known_among(network, before.measured, given, meet)
+    measured = None
+    if is_first:
+        _check_topologies(network, given, meet)
+    else:
+        measured = known_among(network, known, given, meet)
     if measured is not None:
-        plan = replan_paths(measured, method)
+        plan = replan_paths(measured, suited(method, measured.network))
     else:
         if given is None or max(network.members) >= context.world:
             measured = measure_network(network, meet)
         else:
             among = given.among([given.hosts[rank].name for rank in network.members])
             measured = known_network(network, among, meet)
-        plan = plan_paths(measured, method, PathTrials(AlgorithmRunner(network), group_sum).measure, meet)
+        named = method if is_first else suited(method, measured.network)
+        plan = plan_paths(measured, named, PathTrials(AlgorithmRunner(network), group_sum).measure, meet)
     check_alike(plan, meet, network)
     log_paths(plan, measured, network)
     return PathCollectives(network, measured, plan, method, group_sum, group)
+
+
+def _check_topologies(network: LaneNetwork, given: Topology | None, meet: Callable[[str], list[str]]) -> None:
+    """See that all were told the same of the links, before they measure what they were not told.
+
+    Raises:
+        DisagreementError: if not.
+    """
+    mine = "" if given is None else hashlib.blake2b(repr(given).encode(), digest_size=8).hexdigest()
+    told = meet(mine)
+    if (wrong := next((place for place, one in enumerate(told) if one != mine), None)) is not None:
+        raise DisagreementError(
+            f"Cannot plan paths: rank {network.members[wrong]} was told of {'other links' if told[wrong] else 'none'}, "
+            f"and rank {network.rank} of {'some' if mine else 'none'}. Give all workers the same file with "
+            "OFFBEAT_TOPOLOGY, or none."
+        )
 
 
 class LinkedGroup:
@@ -260,15 +285,18 @@ class LinkedGroup:
 
     @property
     def lost(self) -> dict[int, str]:
-        """Who is lost, by rank, and why."""
-        return {rank: str(error) for rank, error in list(self._network.mesh.lost.items())}
+        """The reasons why those are lost that are, by rank; who has left in order is not."""
+        mesh = self._network.mesh
+        return {rank: str(error) for rank, error in list(mesh.lost.items()) if rank not in mesh.left}
 
     def collectives(self) -> PathCollectives:
         """Plan paths, the first time. Collective then; raises as `Routed.bind`."""
         if self._collectives is None:
+            self._meet("")  # some may come much later than others
             self._collectives = _planned(
-                self._spec.method, self._context, self._network, self._given, self._meet, self._group_sum, None, None
-            )
+                self._spec.method, self._context, self._network, self._given, self._meet, self._group_sum, None, None,
+                is_first=True,
+            )  # fmt: skip
         return self._collectives
 
     def close(self) -> None:

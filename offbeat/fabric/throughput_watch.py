@@ -1,7 +1,8 @@
 """The watch over what a worker's links carry: it notices when that is much less, or more, than it was.
 
-What is watched is how much was sent in the time in which there was something to send. That does not depend on how long
-others let this worker wait; it does on the paths, so a new plan has to be learnt anew.
+What is watched is how much was sent in the time in which there was something to send. Over links that does not depend
+on how long others let this worker wait; of sums by torch's group that waiting is a part, so a worker that becomes slow
+may raise a false alarm. It depends on the paths, so a new plan has to be learnt anew.
 """
 
 from __future__ import annotations

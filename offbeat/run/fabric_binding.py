@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from offbeat.plan import Plan
 
 
+_CONNECTING = "the connection to the others"
+
+
 class FabricBinding:
     """Binds fabrics, and closes what it has bound.
 
@@ -72,7 +75,7 @@ class FabricBinding:
             spec = ProcessGroup()
         assert isinstance(spec, Binds), "checked when the plan was made"
         binds, context = spec, dataclasses.replace(self._context, backend=backend, sync=plan.sync)
-        fabric = self._waiter.call(lambda: binds.bind(context), WaitContext("the connection to the others"))
+        fabric = self._waiter.call(lambda: binds.bind(context), WaitContext(getattr(spec, "connecting", _CONNECTING)))
         self._bound.append(fabric)
         return fabric
 

@@ -52,5 +52,4 @@ class Rerouting:
         return [one.fabric for one in self._models.prepared if isinstance(one.fabric, Reroutes)]
 
     def _meet(self, text: str) -> list[str]:
-        found = self._context.control.texts("the paths", text)
-        return [found[rank] for rank in self._context.control.members]
+        return list(self._context.control.texts("the paths", text).values())

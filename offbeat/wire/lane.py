@@ -119,10 +119,11 @@ class OutgoingLane:
         source: what is sent.
         priority: who goes first of those that may: the least, and of equal ones that of which least has been sent.
         start: bytes that the other end has already.
+        most_bytes: of a block; None for as many as suit the link.
         sent: called once, when all of it has arrived, or its memory is free for other reasons.
     """
 
-    __slots__ = ("at", "is_queued", "key", "priority", "sent", "source", "unacknowledged")
+    __slots__ = ("at", "is_queued", "key", "most_bytes", "priority", "sent", "source", "unacknowledged")
 
     def __init__(
         self,
@@ -131,14 +132,17 @@ class OutgoingLane:
         priority: tuple[int, ...],
         *,
         start: int = 0,
+        most_bytes: int | None = None,
         sent: Callable[[], None] = lambda: None,
     ) -> None:
         self.key, self.source, self.priority, self.at, self.sent = key, source, priority, start, sent
+        self.most_bytes = most_bytes
         self.unacknowledged = 0
         self.is_queued = False
 
     def next_size(self, block_bytes: int) -> int:
         """The bytes of the next block; 0 if it is not there yet."""
+        block_bytes = block_bytes if self.most_bytes is None else min(block_bytes, self.most_bytes)
         end = min(len(self.source.memory), (self.at // block_bytes + 1) * block_bytes)
         return end - self.at if self.source.progress >= end else 0
 
@@ -296,6 +300,10 @@ class Sink(Protocol):
 
     generation: int
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it has come."""
+
     def destination(self, offset: int, size: int) -> memoryview:
         """Memory for a block.
 
@@ -319,6 +327,10 @@ class CopyingSink:
         self._target, self._done, self._end = target, done, 0
         self.generation = target.generation
         self.have_bytes, self.came_s = 0, 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        return self.have_bytes == len(self._target.memory)
 
     def destination(self, offset: int, size: int) -> memoryview:
         self._end = _check_next(offset, size, self._end, len(self._target.memory))
@@ -381,6 +393,10 @@ class AddingSink:
         self.generation = own.generation
         self.have_bytes, self.came_s = 0, 0.0
         own.follow(self._go_on)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.have_bytes == len(self._out.memory)
 
     def destination(self, offset: int, size: int) -> memoryview:
         self._end = _check_next(offset, size, self._end, len(self._out.memory))

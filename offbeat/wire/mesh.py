@@ -73,6 +73,7 @@ class PeerMesh:
     Attributes:
         busy: what all links do.
         lost: by rank, why there is no link any more.
+        left: those of them that have said good-bye.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class PeerMesh:
         self._changed = asyncio.Event()
         self._listener: Listener | None = None
         self._is_closed = False
-        self.busy = BusyTime()
+        self.busy, self.left = BusyTime(), set[int]()
         self.lost: dict[int, OffbeatError] = {}
 
     async def open(self, bind: str, port: int = 0) -> str:
@@ -218,9 +219,11 @@ class PeerMesh:
         kind, reason = (NetworkError, "It has said good-bye.") if error is None else (type(error), str(error))
         why = kind(f"Cannot continue without rank {rank}. {reason}")
         self.lost[rank] = why
+        if error is None:
+            self.left.add(rank)
         self._changed.set()
         for channel in list(self._channels.values()):
-            channel.lose(rank, why)
+            channel.lose(rank, why, in_order=error is None)
         self._on_lost(rank, why)
 
 
@@ -352,7 +355,7 @@ class MeshChannel:
         Lanes whose other end has begun it go at once, and small ones; the others when they hear of it.
         """
         mesh = self._mesh
-        if gone := next((rank for rank in sorted(exchange.ranks) if rank in mesh.lost), None):
+        if (gone := next((rank for rank in sorted(exchange.ranks) if rank in mesh.lost), None)) is not None:
             self._next = number + 1
             self._fail(number, exchange, mesh.lost[gone])
             return
@@ -364,7 +367,7 @@ class MeshChannel:
         try:
             for rank in sorted(exchange.ranks):
                 mesh.peer(rank).link.send(word)
-            if wrong := next((rank for rank in sorted(begun) if begun[rank] != exchange.terms), None):
+            if (wrong := next((rank for rank in sorted(begun) if begun[rank] != exchange.terms), None)) is not None:
                 raise _unlike(number, exchange.terms, wrong, begun[wrong])
             for rank, lane in exchange.lanes:
                 exchange.waiting.setdefault(rank, []).append(lane)
@@ -423,12 +426,17 @@ class MeshChannel:
             return
         self._early.setdefault(key.exchange, []).append((peer, key, offset, body))
 
-    def lose(self, rank: int, error: OffbeatError) -> None:
-        """A peer is lost: fail what it takes part in."""
+    def lose(self, rank: int, error: OffbeatError, *, in_order: bool = False) -> None:
+        """A peer is lost: fail what it takes part in.
+
+        Args:
+            in_order: it has said good-bye, and so has all that it needs: what has come from it is enough.
+        """
         for number in list(self._lagging):
             self._has_begun(number, rank)
         for number, exchange in list(self._exchanges.items()):
-            if rank in exchange.ranks:
+            needs = [sink for (other, _), sink in exchange.sinks.items() if other == rank and not sink.is_whole]
+            if needs if in_order else rank in exchange.ranks:
                 self._fail(number, exchange, error)
 
     @property

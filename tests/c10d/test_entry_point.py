@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch.distributed as dist
 
 import offbeat_torch
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def run(code: str, *options: str) -> str:
