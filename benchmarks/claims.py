@@ -89,6 +89,7 @@ UNEVEN = "variation of the load on the server's link within a round"
 IDEAL = "throughput against ideal workers"
 JUMP = "largest rise of the training loss at a swap, less the largest where there is none,"
 DIFFERENCES = (POINTS, JUMP)
+_NOTHING_S = 0.01
 _FOLLOWS_WITHIN = 20  # steps
 SPEED = "communication speed"
 BARRIER = "time at the barrier"
@@ -195,7 +196,10 @@ def _same(report: ResultFile, row: str, against: str) -> float | None:
 
 
 def _followed(report: ResultFile, row: str, against: str) -> float | None:
-    """Beside the least that a step can take by any schedule, at the rate that links have then (`lower_bound_s`)."""
+    """Beside the least that a step can take at the rate that links have then: by any schedule (`lower_bound_s`).
+
+    Where next to nothing is computed it is the least along any paths.
+    """
     scenario = Scenario.from_toml(report.scenario)
     workload = scenario.workload
     changed = max((fault.step for fault in scenario.fault if fault.stays), default=None)
@@ -203,8 +207,11 @@ def _followed(report: ResultFile, row: str, against: str) -> float | None:
         return None
     first = changed + 1 + _FOLLOWS_WITHIN - scenario.run.warmup_steps
     took_s = [statistics.fmean(raw.step_s[first:]) for raw in report.raw if raw.row == row and len(raw.step_s) > first]
-    links = Links.of(scenario.at(changed + 1))
-    bound_s = lower_bound_s(profile_of(workload, len(scenario.workers.hosts), links))
+    then = scenario.at(changed + 1)
+    profile = profile_of(workload, len(scenario.workers.hosts), Links.of(then))
+    bound_s = lower_bound_s(profile)
+    if workload.layer and sum(one.forward_s + one.backward_s for one in workload.layer) < _NOTHING_S:
+        bound_s = then.workers.allreduce_bound_s(sum(one.size_bytes for one in profile.gradients))
     return bound_s / statistics.median(took_s) if took_s else None
 
 

@@ -5,7 +5,8 @@ A run goes by its `plan`, made of parts: when workers may go on (`sync`), what i
 swaps the policy (`control`). Whom to believe is a matter of `robust`, how little can be learnt about a worker one of
 `privacy`.
 
-* what a user holds: `run` - a worker; `cli`, `__main__` - the commands; `testing` - conformance checks and faults
+* what a user holds: `run` - a worker; `cli`, `__main__` - the commands; `testing` - conformance checks and faults;
+  `c10d` - a backend of torch.distributed
 * training: `loading` - batches; `engine` - gradients; `server` - the parameter server; `coordinator` - its decisions;
   `switch` - sums in the network
 * processes: `wire` - bytes between them; `protocol` - what they say; `diagnosis` - who has not arrived

@@ -244,17 +244,12 @@ class Topology:
         >>> len(Topology.star("abc").among("ab").links)
         2
         """
-        hosts, links = {host.name: host for host in self.hosts}, list(self.links)
+        hosts, links = {host.name: host for host in self.hosts}, self.links
         others = [name for name in hosts if name not in names]
-        while isinstance(self.routing, ShortestPath):  # elsewhere the way through a network goes by all of its hosts
-            degrees = Counter(end for link in links for end in (link.a, link.b))
-            ends = {name for name in others if degrees[name] < 2}
-            if not ends:
-                break
-            others = [name for name in others if name not in ends]
-            links = [link for link in links if not {link.a, link.b} & ends]
+        if self.is_fan:  # elsewhere the ways of those that are left may lead through the others
+            links, others = tuple(link for link in links if not {link.a, link.b} & set(others)), []
         switches = (*self.switches, *others)
-        return replace(self, hosts=tuple(hosts[name] for name in names), links=tuple(links), switches=switches)
+        return replace(self, hosts=tuple(hosts[name] for name in names), links=links, switches=switches)
 
     @property
     def nodes(self) -> tuple[str, ...]:

@@ -143,7 +143,7 @@ class OffbeatGroup(dist.ProcessGroup):
         return LinkedGroup(self._spec, context, self._ranks, f"c10d/{self._group_name}", meet, meet_later, group_sum)
 
     def _lost(self) -> dict[int, str]:
-        """Who is lost, and why, by rank."""
+        """The reasons why those are lost that are, by rank."""
         lost = {} if self._links is None else self._links.lost
         return {rank: f"rank {rank} ({self._hosts.get(rank, '?')}) is lost: {error}" for rank, error in lost.items()}
 

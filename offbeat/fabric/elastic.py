@@ -97,7 +97,7 @@ class Elastic:
 
     @property
     def connecting(self) -> str:
-        """What a worker waits for while it is bound."""
+        """The purpose of the wait while a worker is bound."""
         return getattr(self.over, "connecting", "the connection to the others")
 
     @property

@@ -43,6 +43,7 @@ SIZES = (16 << 10, 256 << 10, 4 << 20)
 """Bytes of a vector, one of each class."""
 _TRIED = 3
 _CLOSE = 1.25  # what is predicted to take longer than that many times the best is not tried
+_ALIKE, _GROUP_RATIO = 1.5, 0.5
 _GROUP_CLOSE = 4.0  # its messages cost less
 _COARSE_BYTES = 256 << 10
 _TIMES = 2
@@ -125,6 +126,10 @@ def plan_paths(
             chosen.append(close[0])
             continue
         ring = _by_group(measured, close[0].size_bytes)
+        if ring.size_bytes < SIZES[-1] and _are_alike(measured.network):
+            chosen.append(ring)
+            ratios.append(known[place] if known else _GROUP_RATIO)
+            continue
         # Of its own messages nothing is known the first time, but that they cost less.
         likely_s = ring.predicted_s * known[place] / _CLOSE if known else ring.predicted_s / _GROUP_CLOSE
         is_tried = likely_s <= close[0].predicted_s and ring.predicted_s <= _WORTH_S
@@ -152,6 +157,15 @@ def replan_paths(measured: MeasuredNetwork, method: CollectiveMethod | None) -> 
         ring = ring._replace(predicted_s=ring.predicted_s * ratio)
         chosen[place] = _best((chosen[place], ring), lambda one: one.predicted_s)
     return PathPlan(measured.network, tuple(chosen), measured.group_ratios)
+
+
+def _are_alike(network: Topology) -> bool:
+    """Whether all hosts have one link, to one switch, of about the same rate: little goes around a ring then.
+
+    Trials of a few milliseconds would not find out more than how busy the machines are just then.
+    """
+    rates = [rate for link in network.links for rate in link.rates_mbps if rate is not None]
+    return network.is_fan and (not rates or max(rates) <= _ALIKE * min(rates))
 
 
 def suited(method: CollectiveMethod | None, network: Topology) -> CollectiveMethod | None:

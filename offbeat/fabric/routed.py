@@ -71,7 +71,7 @@ class Routed:
 
     @property
     def connecting(self) -> str:
-        """What a worker waits for while it is bound, which takes some seconds on slow links."""
+        """The purpose of the wait while a worker is bound, which takes some seconds on slow links."""
         return "the links with the others to be measured"
 
     @property

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from offbeat.collective import Ring
 from offbeat.fabric.discovery import MeasuredNetwork
 from offbeat.fabric.path_planner import predict_paths, predicted
+from offbeat.sim.allreduce import ring_s
 from offbeat.sim.links import GOODPUT, LATENCY_S
 from offbeat.wire.lane import block_bytes_for
 
@@ -29,6 +30,7 @@ class RoutedSums:
     def __init__(self, network: Topology, method: CollectiveMethod | None, slowest: float) -> None:
         links = tuple(_behind_headers(link) for link in network.links)
         self._slowest, world = slowest, len(network.hosts)
+        self._tries_ring = method is None and network.is_star
         block_bytes = block_bytes_for(slowest / max(1, world - 1))
         self._measured = MeasuredNetwork(dataclasses.replace(network, links=links), LATENCY_S / 2, block_bytes)
         self._paths = predict_paths(self._measured, method)
@@ -36,7 +38,13 @@ class RoutedSums:
 
     def __call__(self, size_bytes: float, world: int, slowest: float, to_worker_s: float) -> float:
         """Seconds of one all-reduce; see `allreduce.ring_s`. With a slower link it takes longer by as much."""
-        return self._healthy_s(int(size_bytes)) * self._slowest / slowest if world > 1 else 0.0
+        if world == 1:
+            return 0.0
+        along_paths_s = self._healthy_s(int(size_bytes)) * self._slowest / slowest
+        # Where any paths may be taken, Gloo's ring is one of them.
+        return (
+            min(along_paths_s, ring_s(size_bytes, world, slowest, to_worker_s)) if self._tries_ring else along_paths_s
+        )
 
     def _priced(self, size_bytes: int) -> float:
         algorithm = self._paths.chosen[self._paths.for_size(size_bytes)].algorithm

@@ -155,7 +155,7 @@ class PeerLink:
         return self._session.has_hung_up
 
     def note_refused(self) -> None:
-        """Nobody listens any more where the other side did, which is not started again: as if it had hung up."""
+        """Note that where the other side listened nobody does, and it is not started again: as if it had hung up."""
         if self._stream is None and not self._session.has_hung_up:
             self._session.hung_up()
 

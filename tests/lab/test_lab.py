@@ -231,7 +231,7 @@ def test_show_draws_and_counts(tmp_path: Path) -> None:
     code, output = offbeat("lab", "show", ROOT / "benchmarks/scenarios/mesh.toml", folder=tmp_path)
     assert code == 0
     assert "h0 ─── h1 ─── h2 ─── h3\n│" in output
-    assert "at least 0.500 s per step, 0.750 s if all is summed before it is gathered" in output
+    assert "at least 2.000 s per step, 3.000 s if all is summed before it is gathered" in output
     assert "needs root, pyroute2 and 16 namespaces" in output
     code, output = offbeat("lab", "show", scenario(tmp_path), folder=tmp_path)
     assert code == 0

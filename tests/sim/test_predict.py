@@ -42,7 +42,10 @@ def test_every_result_says_what_the_simulator_says_today(name: str) -> None:
     report = results.read(RESULTS / f"{name}.json")
     scenario = Scenario.from_toml(report.scenario)
     found = predictions(scenario, SCENARIOS, known_of(scenario, report))
-    assert [one.row for one in found] == [row.name for row in scenario.row if is_modelled(row, scenario.workload)]
+    modelled = [row.name for row in scenario.row if is_modelled(row, scenario.workload)]
+    if scenario.topology.is_star and not any(fault.stays for fault in scenario.fault):
+        assert [one.row for one in found] == modelled
+    assert {one.row for one in found} <= set(modelled)
     assert [one.row for one in report.simulated] == [one.row for one in found], "run `make predictions`"
     for theirs, ours in zip(report.simulated, found, strict=True):
         assert theirs.seconds_per_step == pytest.approx(ours.seconds_per_step, rel=1e-6), "run `make predictions`"

@@ -229,6 +229,7 @@ def test_two_at_once_and_one_that_is_killed_later(over: offbeat.Routed | None, t
     assert min(results[3].digests) < 60
 
 
+@pytest.mark.slow
 def test_one_joins_after_another_was_killed_where_sums_go_by_planned_paths(tmp_path: Path) -> None:
     kills = {1: 5}
     arguments = str(tmp_path), {3: 10}, kills, "local_batch", 0, None, None, False, offbeat.Routed()
