@@ -31,8 +31,9 @@ from offbeat.c10d.calls import CallBoard, CallWork
 from offbeat.errors import NetworkError, OffbeatError, PlanError
 from offbeat.fabric.fabric import BindContext
 from offbeat.fabric.generation import StoreMeeting
+from offbeat.fabric.linked_group import LinkedGroup
 from offbeat.fabric.process_group import GlooCollectives, never_destroy
-from offbeat.fabric.routed import LinkedGroup, Routed
+from offbeat.fabric.routed import Routed
 from offbeat.run.environment import Environment
 from offbeat.tensors import dtype_name
 
@@ -40,13 +41,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from offbeat.c10d.calls import Call
-    from offbeat.fabric.path_collectives import PathPending
+    from offbeat.fabric.path_collectives import PathCollectives, PathPending
 
 LEAST_BYTES = 64 << 10
 """Sums of less go over Gloo, where a message costs less."""
 _PATIENCE, _MOMENT = timedelta(seconds=60), timedelta(seconds=1.4)
 _POLL_S = 0.02
-_THREADS = 2
 _DTYPES = (  # of Gloo's sums
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
 )  # fmt: skip
@@ -75,7 +75,7 @@ _OTHERS = {
     "scatter": "scatter",
 }
 _ALIKE = ("all_reduce_coalesced", "broadcast", "reduce")
-_POINT_TO_POINT = ("send", "recv", "recv_anysource", "monitored_barrier")
+_PASSED_ON = ("send", "recv", "recv_anysource", "monitored_barrier")
 
 
 def make_group(options: Any, spec: Any = None) -> OffbeatGroup:
@@ -122,8 +122,10 @@ class OffbeatGroup(dist.ProcessGroup):
             self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend)
         self._hosts: dict[int, str] = {}
         self._board = CallBoard(PrefixStore("calls", store), self._ranks, place, timeout, self._lost)
-        self._opening, self._ends = threading.Lock(), _DaemonThreads(_THREADS)
+        self._opening, self._ends = threading.Lock(), _DaemonThreads()
         self._planning: Call | None = None
+        self._meet = StoreMeeting(PrefixStore("paths", store), place, len(ranks), self._is_over)
+        self._collectives: PathCollectives | None = None
         self._is_closed = False
         self._links = None if len(ranks) == 1 else self._open(PrefixStore("links", store), min(timeout, _PATIENCE))
 
@@ -138,9 +140,8 @@ class OffbeatGroup(dist.ProcessGroup):
         meet = StoreMeeting(store, self._place, len(self._ranks), deadline.has_passed)
         hosts = meet(json.dumps(f"{socket.gethostname()}, pid {os.getpid()}"))
         self._hosts = {rank: str(json.loads(text)) for rank, text in zip(self._ranks, hosts, strict=True)}
-        meet_later = StoreMeeting(PrefixStore("later", store), self._place, len(self._ranks), self._is_over)
-        group_sum = GlooCollectives(self._gloo).all_reduce
-        return LinkedGroup(self._spec, context, self._ranks, f"c10d/{self._group_name}", meet, meet_later, group_sum)
+        name, group_sum = f"c10d/{self._group_name}", GlooCollectives(self._gloo).all_reduce
+        return LinkedGroup(self._spec.method, context, self._ranks, name, meet, group_sum)
 
     def _lost(self) -> dict[int, str]:
         """The reasons why those are lost that are, by rank."""
@@ -174,10 +175,7 @@ class OffbeatGroup(dist.ProcessGroup):
                 tensor.detach().copy_(whole.view(tensor.shape))
 
         try:
-            assert self._links is not None, "there are others"
-            with self._opening:
-                self._planning = call
-                collectives = self._links.collectives()
+            collectives = self._planned(call)
             if collectives.goes_by_group(whole.numel() * whole.element_size()):
                 return self._delegated(call, lambda: self._gloo.allreduce(tensors, opts), tensors)
             pending = collectives.sum_along_paths(whole)
@@ -185,6 +183,16 @@ class OffbeatGroup(dist.ProcessGroup):
             call.fail(error)
             return CallWork(call)
         return self._watched(call, pending, end, tensors)
+
+    def _planned(self, call: Call) -> PathCollectives:
+        """The paths; planned the first time, by all, for a call of theirs."""
+        assert self._links is not None, "there are others"
+        with self._opening:
+            if self._collectives is None:
+                self._planning = call
+                self._meet("")  # some may come much later than others
+                self._collectives = self._links.plan(self._meet)
+            return self._collectives
 
     def _goes_along_paths(self, tensors: Sequence[torch.Tensor], opts: Any) -> bool:
         if self._links is None or len(tensors) != 1 or opts.reduceOp != dist.ReduceOp.SUM:
@@ -306,7 +314,7 @@ def _passes_on(name: str) -> Callable[..., Any]:
 for _name, _what in _OTHERS.items():
     if hasattr(dist.ProcessGroup, _name):  # torch renames some of them
         setattr(OffbeatGroup, _name, _delegates(_name, _what))
-for _name in _POINT_TO_POINT:
+for _name in _PASSED_ON:
     if hasattr(dist.ProcessGroup, _name):
         setattr(OffbeatGroup, _name, _passes_on(_name))
 
@@ -353,28 +361,34 @@ def _words(what: str, tensors: Sequence[torch.Tensor], operation: str = "") -> s
 class _DaemonThreads:
     """Threads that end with the process, whatever they wait for; those of Python's executors are joined at its end.
 
-    Args:
-        count: how many.
+    There are as many as are busy at a time: what hangs on a work may wait for another one, which ends on another.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._count = count
-        for _ in range(count):
-            threading.Thread(target=self._run, name="offbeat-c10d-ends", daemon=True).start()
+        self._lock, self._threads, self._free = threading.Lock(), 0, 0
 
     def submit(self, task: Callable[[], None]) -> None:
         """Have something done."""
-        self._tasks.put(task)
+        with self._lock:
+            if self._free:
+                self._free -= 1
+            else:
+                self._threads += 1
+                threading.Thread(target=self._run, name="offbeat-c10d-ends", daemon=True).start()
+            self._tasks.put(task)
 
     def shutdown(self) -> None:
         """End the threads, behind what they have to do."""
-        for _ in range(self._count):
-            self._tasks.put(None)
+        with self._lock:
+            for _ in range(self._threads):
+                self._tasks.put(None)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
+            with self._lock:
+                self._free += 1
 
 
 class _Deadline:

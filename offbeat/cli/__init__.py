@@ -15,7 +15,7 @@ TOML: `part_syntax` reads them.
 * `report`, `verify_run` - what a run's records and history say
 * `bench` - how fast parts of offbeat are here: `wire_benchmark` measures, with the calls of `rpc`;
   `switch_benchmark`, `codec_benchmark`, `rule_benchmark`
-* `collective` - the paths of an all-reduce
+* `collective` - the paths of an all-reduce; `interconnect_view` - MultiTree's evaluation, as it is shown
 * `doctor` - what works on this machine; `certs` - certificates for development; `privacy` - what contributions spend
 * `timeout` - the option of that name of several commands
 """

@@ -103,6 +103,7 @@ def evaluate(
     """Repeat MultiTree's evaluation in a model of its machine: networks, sizes, scaling and models. Minutes."""
     import msgspec
 
+    from offbeat.cli.interconnect_view import draw, groups, lines
     from offbeat.lab.plots import check_can_draw
     from offbeat.sim import interconnect
 
@@ -115,14 +116,14 @@ def evaluate(
     chosen = [name for name in interconnect.NETWORKS if network is None or name in network]
     scaling = [name for name in interconnect.SCALING if network is None or name in network]
     rows = []
-    for group in interconnect.groups(interconnect.study(chosen, scaling)):
+    for group in groups(interconnect.study(chosen, scaling)):
         rows += group
-        for line in interconnect.lines(group):
+        for line in lines(group):
             typer.echo(line)
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode([row._asdict() for row in rows]), indent=1))
     if png is not None:
-        interconnect.draw(rows, png)
+        draw(rows, png)
 
 
 def _network(path: Path | None, hosts: int, rate_mbps: float | None) -> Topology:

@@ -6,7 +6,8 @@
   `spare_memory` - what exchanges work in
 * `elastic` - all-reduce that goes on without the workers it loses; `retryable` - what it exchanges, again if need be;
   `elastic_group` - who is left, and how they find together; `generation` - what carries it among those
-* `routed` - all-reduce along planned paths (`offbeat.collective`); `path_collectives` - sums along them;
+* `routed` - all-reduce along planned paths (`offbeat.collective`); `linked_group` - links, and paths over them;
+  `path_collectives` - sums along these;
   `lane_exchange` - one over lanes; `lane_network` - the links between workers that those are on; `discovery` - what
   these carry; `throughput_watch` - whether that has changed; `path_planner` - which paths for which size
 * `switch` - sums in the network, beside an elastic companion (`offbeat.switch`); `switch_table` - sums there that last;

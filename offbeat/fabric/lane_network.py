@@ -145,6 +145,11 @@ async def _made(rank: int, job: str, credentials: Credentials) -> PeerMesh:
     return PeerMesh(rank, job=job, credentials=credentials, limits=_LIMITS)
 
 
+def first_unlike(mine: str, meet: Callable[[str], list[str]]) -> tuple[int, str] | None:
+    """Compare a text with the others'. Collective; returns the first place that says something else, and what."""
+    return next(((place, text) for place, text in enumerate(meet(mine)) if text != mine), None)
+
+
 def texts_of_all(companion: Fabric, text: str, patience: timedelta) -> list[str]:
     """Tell the others a text, and hear theirs, over a fabric that is there. Collective.
 

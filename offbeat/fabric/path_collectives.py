@@ -20,6 +20,7 @@ from offbeat.collective.rank_part import part_of
 from offbeat.errors import DisagreementError, NetworkError
 from offbeat.fabric.discovery import can_measure_again, measure_again
 from offbeat.fabric.lane_exchange import LaneExchange
+from offbeat.fabric.lane_network import first_unlike
 from offbeat.fabric.path_planner import plan_paths, suited, timed
 from offbeat.fabric.process_group import never_destroy
 from offbeat.fabric.throughput_watch import ThroughputWatch
@@ -60,12 +61,12 @@ class AlgorithmRunner:
     """
 
     def __init__(self, network: LaneNetwork) -> None:
-        self._network, self._channel = network, network.channel()
+        self.network, self._channel = network, network.channel()
         self._issued, self._order = 0, threading.Lock()
 
     def part_of(self, algorithm: Algorithm) -> RankPart:
         """The worker's part of an algorithm, whose ranks are places."""
-        return part_of(algorithm, self._network.place, self._network.members)
+        return part_of(algorithm, self.network.place, self.network.members)
 
     def start(self, algorithm: Algorithm, part: RankPart, whole: torch.Tensor) -> LaneExchange:
         """Begin to sum a vector [D], contiguous and on the CPU, which the sum is written to."""
@@ -76,11 +77,11 @@ class AlgorithmRunner:
             bytes_of_all[size * place.start : size * place.stop]
             for place in (chunk.place(whole.numel()) for chunk in algorithm.chunks)
         ]
-        add, pool = functools.partial(_add, whole.dtype), self._network.pool
+        add, pool = functools.partial(_add, whole.dtype), self.network.pool
         with self._order:
             exchange = LaneExchange(self._channel, self._issued, part, terms, places, add, pool)
             self._issued += 1
-            self._network.loop.call(exchange.begin)
+            self.network.loop.call(exchange.begin)
         return exchange
 
 
@@ -116,7 +117,7 @@ class PathCollectives:
     """Sums and broadcasts by a plan, begun in the same order on all. A `GroupCollectives`.
 
     Args:
-        network: the links.
+        runner: carries them out.
         measured: what the plan was made of.
         plan: the paths.
         method: how they were found; None for any.
@@ -126,15 +127,16 @@ class PathCollectives:
 
     def __init__(
         self,
-        network: LaneNetwork,
+        runner: AlgorithmRunner,
         measured: MeasuredNetwork,
         plan: PathPlan,
         method: CollectiveMethod | None,
         group_sum: GroupSum,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._network, self._method, self._group_sum, self._group = network, method, group_sum, group
-        self._runner, self._watch, self._group_busy = AlgorithmRunner(network), ThroughputWatch(), BusyTime()
+        self._runner, self._network, self._method = runner, runner.network, method
+        self._group_sum, self._group = group_sum, group
+        self._watch, self._group_busy = ThroughputWatch(), BusyTime()
         self._go_by(measured, plan)
 
     def _go_by(self, measured: MeasuredNetwork, plan: PathPlan) -> None:
@@ -304,10 +306,10 @@ def check_alike(plan: PathPlan, meet: Callable[[str], list[str]], network: LaneN
         DisagreementError: if not.
     """
     mine = " ".join(one.digest for one in plan.chosen)
-    digests = meet(mine)
-    if (wrong := next((place for place, one in enumerate(digests) if one != mine), None)) is not None:
+    if (found := first_unlike(mine, meet)) is not None:
+        place, theirs = found
         raise DisagreementError(
-            f"Cannot sum along paths that differ: rank {network.members[wrong]} goes by {digests[wrong]}, and rank "
+            f"Cannot sum along paths that differ: rank {network.members[place]} goes by {theirs}, and rank "
             f"{network.rank} by {mine} ({', '.join(one.name for one in plan.chosen)}). Run the same offbeat "
             "and the same plan."
         )

@@ -84,9 +84,7 @@ class GlooCollectives:
         self.group = group
 
     def all_reduce(self, tensor: torch.Tensor) -> Works:
-        world = self.group.size()
-        sent = 2 * (world - 1) * tensor.numel() * tensor.element_size() // world
-        return Works([self.group.allreduce([tensor])], lambda: Total(tensor), sent)
+        return Works([self.group.allreduce([tensor])], lambda: Total(tensor), _sent_bytes(tensor, self.group.size()))
 
     def broadcast(self, tensor: torch.Tensor, place: int) -> Works:
         options = dist.BroadcastOptions()
@@ -167,9 +165,12 @@ class BoundProcessGroup:
         else:
             split = lambda: Total(whole[: tensor.numel()], tail=whole[tensor.numel() :])  # noqa: E731
         work = dist.all_reduce(whole, group=self._handle, async_op=True)
-        # A ring sends each element twice but for the worker's own share: 2 (N-1)/N of the whole.
-        sent = 2 * (self.world - 1) * whole.numel() * whole.element_size() // self.world
-        return Works([work], split, sent)
+        return Works([work], split, _sent_bytes(whole, self.world))
+
+
+def _sent_bytes(whole: torch.Tensor, world: int) -> int:
+    """Count the bytes that a worker sends for a sum: around a ring each element twice but for its own share."""
+    return 2 * (world - 1) * whole.numel() * whole.element_size() // world
 
 
 def never_destroy(group: dist.ProcessGroup) -> None:

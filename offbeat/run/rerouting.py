@@ -25,6 +25,8 @@ class Rerouting:
 
     def __init__(self, context: WorkerContext, models: ModelRegistry) -> None:
         self._context, self._models = context, models
+        self._found: list[Reroutes] = []
+        self._looked = 0  # at so many models
 
     def wants_vote(self) -> bool:
         """Whether this worker wants all to come together; asked behind each step."""
@@ -49,7 +51,11 @@ class Rerouting:
 
     @property
     def _fabrics(self) -> list[Reroutes]:
-        return [one.fabric for one in self._models.prepared if isinstance(one.fabric, Reroutes)]
+        # A model keeps its fabric, and to ask what it can takes longer than all else here, in every step.
+        if self._looked < len(self._models):
+            self._looked = len(self._models)
+            self._found = [one.fabric for one in self._models.prepared if isinstance(one.fabric, Reroutes)]
+        return self._found
 
     def _meet(self, text: str) -> list[str]:
         return list(self._context.control.texts("the paths", text).values())
