@@ -27,20 +27,28 @@ if TYPE_CHECKING:
 
 
 def test_costs_less_than_one_percent_of_a_20_ms_step(tmp_path: Path) -> None:
-    """Counted in processor time of the whole process, so that the background thread's part is in it."""
+    """Counted in processor time of the whole process, so that the background thread's part is in it.
+
+    The cheapest of five rounds: other processes on the same cores make any one of them dearer, none cheaper.
+    """
     clock = WallClock()
-    file = MetricsFile(tmp_path / "metrics.jsonl")
-    meter = StepMetrics(0, clock, file, BlockingWait(clock=clock, timeout=timedelta(seconds=5)))
-    spans = [(clock.now_s(), clock.now_s()) for _ in range(8)]
-    steps = 5000
-    began_s = time.process_time()
-    for step in range(steps):
-        meter.samples = 32
-        meter.compute_done()
-        meter.exchange_done(step, spans, 1.0)
-    file.close()
-    cost_s = (time.process_time() - began_s) / steps
-    assert len((tmp_path / "metrics.jsonl").read_bytes().splitlines()) == steps
+    steps = 1000
+
+    def cost_of_a_round_s(path: Path) -> float:
+        file = MetricsFile(path)
+        meter = StepMetrics(0, clock, file, BlockingWait(clock=clock, timeout=timedelta(seconds=5)))
+        spans = [(clock.now_s(), clock.now_s()) for _ in range(8)]
+        began_s = time.process_time()
+        for step in range(steps):
+            meter.samples = 32
+            meter.compute_done()
+            meter.exchange_done(step, spans, 1.0)
+        file.close()
+        spent_s = time.process_time() - began_s
+        assert len(path.read_bytes().splitlines()) == steps
+        return spent_s / steps
+
+    cost_s = min(cost_of_a_round_s(tmp_path / f"{k}.jsonl") for k in range(5))
     assert cost_s < 0.01 * 0.020, f"{cost_s * 1e6:.0f} us per step"
 
 
