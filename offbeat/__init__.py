@@ -6,7 +6,7 @@ swaps the policy (`control`). Whom to believe is a matter of `robust`, how littl
 `privacy`.
 
 * what a user holds: `run` - a worker; `cli`, `__main__` - the commands; `testing` - conformance checks and faults;
-  `c10d` - a backend of torch.distributed
+  `c10d` - a backend of torch.distributed; `integrations` - Lightning, Accelerate, the Hugging Face Trainer, trackers
 * training: `loading` - batches; `engine` - gradients; `server` - the parameter server; `coordinator` - its decisions;
   `switch` - sums in the network
 * processes: `wire` - bytes between them; `protocol` - what they say; `diagnosis` - who has not arrived

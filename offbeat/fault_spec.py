@@ -45,6 +45,9 @@ FAULTS, LOG, ASKED = "OFFBEAT_FAULTS", "OFFBEAT_FAULTS_LOG", "OFFBEAT_FAULTS_ASK
 """Variables: the faults of all workers as JSON; the file where each is written down before it strikes; and, where links
 are somebody else's to strike, the file in which a worker asks for it."""
 
+JOINED = "joined"
+"""What a worker of a peer of the lab's says first, when it came later and the others have let it in."""
+
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One fault.

@@ -47,7 +47,7 @@ from offbeat.straggler_model import StragglerLaw
 from offbeat.topology import MAX_HOSTS, Host, Link, Topology, check_compute_factor, check_names, check_rate
 from offbeat.topology_spec import LinkSpec, NetworkFile, SwitchSpec, TopologySpec, check_links, overridden
 
-System = Literal["offbeat", "ddp", "ddp+restarts", "ddp+bf16", "ddp+powersgd"]
+System = Literal["offbeat", "ddp", "ddp+restarts", "ddp+bf16", "ddp+powersgd", "torchft"]
 Profile = Literal["resnet50", "vgg16", "transformer-small"]
 MAX_IMPAIRED_MBPS = 100.0
 Positive = Annotated[int, msgspec.Meta(ge=1)]

@@ -19,7 +19,7 @@ LINES = [
     {"__main__"},
     {"testing"},
     {"cli"},
-    {"lab"},
+    {"lab", "integrations"},
     {"report", "audit", "c10d"},
     {"run"},
     {"loading", "sim"},

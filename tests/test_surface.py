@@ -89,6 +89,7 @@ RUN = {
     "run_dir",
     "score_by",
     "settle",
+    "share",
     "state_dict",
     "step",
     "swap",
@@ -190,7 +191,12 @@ def test_other_systems_than_linux_are_refused_in_a_sentence(platform: str) -> No
 
 
 def modules() -> list[str]:
-    return [m.name for m in pkgutil.walk_packages(offbeat.__path__, "offbeat.") if not m.name.endswith("__main__")]
+    found = [m.name for m in pkgutil.walk_packages(offbeat.__path__, "offbeat.") if not m.name.endswith("__main__")]
+    return [name for name in found if name.rpartition(".")[2] not in OPTIONAL or name.count(".") == 1]
+
+
+OPTIONAL = {"lightning", "accelerate", "transformers"}
+"""Frameworks; the modules of `offbeat.integrations` that have their names need them."""
 
 
 NEEDS_WORKERS = {"offbeat.run.run", "offbeat.run.replica"}  # their examples are in docs/using.md

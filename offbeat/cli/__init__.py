@@ -12,7 +12,7 @@ TOML: `part_syntax` reads them.
 * `swap` - have another policy decide; `plan` - write, read and compare plans
 * `operator_client` - one request to a job's coordinator
 * `simulate`, `lab` - predict and measure a scenario
-* `report`, `verify_run` - what a run's records and history say
+* `report`, `verify_run` - what a run's records and history say; `track` - for those who draw them
 * `bench` - how fast parts of offbeat are here: `wire_benchmark` measures, with the calls of `rpc`;
   `switch_benchmark`, `codec_benchmark`, `rule_benchmark`
 * `collective` - the paths of an all-reduce; `interconnect_view` - MultiTree's evaluation, as it is shown

@@ -23,6 +23,7 @@ from offbeat.cli.simulate import simulate
 from offbeat.cli.swap import swap
 from offbeat.cli.switch import app as switch_app
 from offbeat.cli.top import top
+from offbeat.cli.track import track
 from offbeat.cli.verify_run import verify_run
 from offbeat.errors import OffbeatError
 from offbeat.version import __version__
@@ -38,6 +39,7 @@ app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(report)
 app.command()(serve)
 app.command()(top)
+app.command()(track)
 app.command()(swap)
 app.command()(verify_run)
 app.command()(simulate)

@@ -10,7 +10,8 @@ completed more is ahead: it owes nothing. Everyone else needs a reason, looked f
     waits elsewhere            if nobody else is late, the workers disagree about where they are: fatal
 
 That a worker still waits in an earlier exchange is no disagreement: on one ordered channel it only means that data is
-still on its way to it.
+still on its way to it. Nor is it one that others wait elsewhere, as long as they move on: in a broadcast along a tree
+of slow links the last is far behind the first.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 GIL_S = 1.0
 # Last words may be up to a second old; who waits where is only taken for settled after this.
 SETTLED_S = 1.5
+_SETTLED = 0.3  # of the time for which the one that asks has waited
 QUOTED = "    | "  # before each line of a stack or a traceback
 _TRACEBACK, _FRAME = "Traceback (most recent call last)", '  File "'
 _IDLE = 0.05
@@ -37,6 +39,7 @@ _STARTERS = ('File "<frozen runpy>"', 'offbeat/cli/worker_main.py"')
 END_OF_RUN = "the end of the run"
 _FATAL = frozenset({"dead", "raised", "done"})
 _DISAGREE = "The workers disagree about the step: each must call backward, and offbeat's collectives, equally often."
+_MOVING = "Some have come there only just now: data may still be on its way. Who stays there is apart from the others."
 _ALL_HERE = "All have arrived: the transfer itself is slow, or the network has lost it."
 
 
@@ -164,8 +167,8 @@ def _with_all(cluster: ClusterReport, rank: int, here: _WaitPlace, place: str, w
     step = here.step
     others = [words for words in cluster.words if words.rank != rank]
     verdicts = {words.rank: _judge(words, here) for words in others}
-    late = [c for c in verdicts.values() if c is not None and c.reason != "elsewhere"]
-    elsewhere = [c for c in verdicts.values() if c is not None and c.reason == "elsewhere"]
+    late = [c for c in verdicts.values() if c is not None and not _is_elsewhere(c)]
+    elsewhere = [c for c in verdicts.values() if c is not None and _is_elsewhere(c)]
     certain = [c for c in late if c.reason in _FATAL]
     # Who died only because another had died is no culprit if that other is known.
     lost = {words.rank for words in others if words.phase == "lost"}
@@ -185,8 +188,15 @@ def _with_all(cluster: ClusterReport, rank: int, here: _WaitPlace, place: str, w
     if slow:
         return Diagnosis(rank, step, place, waited_s, arrived, tuple(slow), False)
     if elsewhere and waited_s > SETTLED_S:
-        return Diagnosis(rank, step, place, waited_s, arrived, tuple(elsewhere), True, _DISAGREE)
+        stays = all(
+            w.since_s + w.age_s > max(SETTLED_S, waited_s * _SETTLED) for w in others if _is_elsewhere(verdicts[w.rank])
+        )
+        return Diagnosis(rank, step, place, waited_s, arrived, tuple(elsewhere), stays, _DISAGREE if stays else _MOVING)
     return Diagnosis(rank, step, place, waited_s, arrived, (), False, _ALL_HERE)
+
+
+def _is_elsewhere(verdict: Culprit | None) -> bool:
+    return verdict is not None and verdict.reason == "elsewhere"
 
 
 def gone(cluster: ClusterReport, *, patience_s: float) -> dict[int, str]:

@@ -44,6 +44,7 @@ class Routed:
     Raises:
         PlanError: if it is no method.
 
+    >>> from offbeat.collective import WaterFilling
     >>> Routed(WaterFilling())
     Routed(method=WaterFilling(pieces=32))
     """

@@ -14,7 +14,7 @@ LEARNT = 8
 IN_A_ROW = 5
 """Samples one after the other that have to be unusual."""
 _CHANGED = 1.2
-_LEAST_BYTES = 256 << 10  # fewer say nothing
+_LEAST_BYTES = 256 << 10  # fewer in one step say what a message costs on this machine just then, and nothing else
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 30.0, 600.0  # before the next alarm, behind one that was false
 
 
@@ -34,9 +34,9 @@ class ThroughputWatch:
     def sample(self, sent_bytes: int, busy_s: float) -> None:
         """Take in how much was sent, and how long that took, from the beginning on."""
         size, took_s = sent_bytes - self._sent_bytes, busy_s - self._busy_s
+        self._sent_bytes, self._busy_s = sent_bytes, busy_s
         if size < _LEAST_BYTES or took_s <= 0:
             return
-        self._sent_bytes, self._busy_s = sent_bytes, busy_s
         rate = size / took_s
         if len(self._learnt) < LEARNT:
             self._learnt.append(rate)

@@ -25,7 +25,7 @@ A run:
 * `jobs` - what the programs of one row are told; `command_lines` - their commands and environment
 * `launch` - one worker per host with the environment of torchrun; `validator_process` - what they are judged by;
   `worker_placement` - where a process runs
-* `systems` - offbeat and the systems it is compared with, behind one function
+* `systems` - offbeat and the systems it is compared with, behind one function; `torchft_peer` - one of them
 * `replay` - the worker program that replays a profile; `peer_checkpoint` - from what a script under torchrun goes on
 * `fault_injection` - the faults of a run
 * `recorder` - what a worker measures, as JSON lines; `link_sampler` - how busy each link is;

@@ -19,9 +19,11 @@ import msgspec
 
 from offbeat.attack_spec import ATTACKS, ATTACKS_LOG, read_forged, untold
 from offbeat.errors import ScenarioError
-from offbeat.fault_spec import ASKED, FAULTS, LOG, Fault, Fired, read_fired, unfired
+from offbeat.fault_spec import ASKED, FAULTS, JOINED, LOG, Fault, Fired, read_fired, unfired
+from offbeat.lab import recorder
 from offbeat.lab.emulated_link import law_of
 from offbeat.lab.emulator import Law
+from offbeat.lab.recorder import MeasuredStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -136,13 +138,16 @@ class FaultRun:
 
     def _joined(self, offset_s: float) -> str:
         """Say what became of workers that were to join: to have been started is not to have taken part."""
-        steps: list[_Joiner] = []
-        with suppress(OSError):
-            lines = (self._log.parent / "faults.joined/metrics.jsonl").read_bytes().splitlines()
-            told = [msgspec.json.decode(line, type=_Joiner) for line in lines]
-            steps = [record for record in told if record.kind == "step" and record.bytes_sent]
+        said = self._log.with_suffix(".joiner").read_text(errors="replace").strip().splitlines()
+        if self._job.row.system == "offbeat":
+            steps = self._steps_of_joiner()
+        elif any(line.startswith(JOINED) for line in said):
+            ahead_s, rank = time.time() - time.perf_counter(), len(self._scenario.workers.hosts)
+            lines = recorder.read(self._log.with_suffix(".joined.jsonl"))
+            steps = [_Joiner("step", rank, one.end_s + ahead_s) for one in lines if isinstance(one, MeasuredStep)]
+        else:
+            steps = []
         if not steps:
-            said = self._log.with_suffix(".joiner").read_text(errors="replace").strip().splitlines()
             raise ScenarioError(
                 "Cannot tell what join does: the worker that was to join took no part in training. It said "
                 f"{said[-1].strip() if said else 'nothing'!r}. Have it join earlier, or train for longer (fault.step)."
@@ -151,6 +156,14 @@ class FaultRun:
             f"joined: rank {steps[0].rank}, {steps[0].time_s - offset_s:.2f} s after the first measured step began; "
             f"it made {len(steps)} steps"
         )
+
+    def _steps_of_joiner(self) -> list[_Joiner]:
+        """The steps in which offbeat's sent something."""
+        with suppress(OSError):
+            lines = (self._log.parent / "faults.joined/metrics.jsonl").read_bytes().splitlines()
+            told = [msgspec.json.decode(line, type=_Joiner) for line in lines]
+            return [record for record in told if record.kind == "step" and record.bytes_sent]
+        return []
 
     def __enter__(self) -> FaultRun:
         if any(fault.is_asked_for for fault in self.faults) and (self._network is not None or self.switch is not None):

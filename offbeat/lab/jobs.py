@@ -41,6 +41,7 @@ _PEERS: dict[str, tuple[str, float | None, Demand]] = {
     ),
     "ddp+bf16": ("DistributedDataParallel with bf16_compress_hook", _ROUNDING_16_BIT, Demand(part=0.5)),
     "ddp+powersgd": ("DistributedDataParallel with powerSGD_hook, rank 1", None, Demand(part=0.0)),
+    "torchft": ("torchft's DistributedDataParallel on Gloo, each worker a replica group", _ROUNDING, Demand()),
 }  # fmt: skip
 
 
@@ -201,7 +202,8 @@ def _job(index: int, row: Row, scenario: Scenario, folder: Path) -> RowJob:
         plan, tolerance, demand = _PEERS[row.system]
         if row.system == "ddp+restarts":
             plan += f" of every {row.save_every or SAVE_EVERY} steps"
-        return RowJob(row, scenario, folder, plan, "", tolerance, demand=demand)
+        elastic = row.system == "torchft"
+        return RowJob(row, scenario, folder, plan, "", tolerance, elastic=elastic, demand=demand)
     # Imported here: plans stand on torch, which takes seconds to load.
     from offbeat.codec import Rescales
     from offbeat.plan import Plan

@@ -92,12 +92,13 @@ def bind(
     """Hand `model` to a system. Collective: every worker calls it.
 
     Args:
-        system: "offbeat" (with the plan in the environment), "ddp", "ddp+restarts", "ddp+bf16" or "ddp+powersgd".
+        system: "offbeat" (with the plan in the environment), "ddp", "ddp+restarts", "ddp+bf16", "ddp+powersgd" or
+            "torchft".
         bucket_bytes: DDP's bucket size; None is its default. offbeat's stands in its plan.
         loader: a `DataLoader` that is prepared if the plan tunes batches.
 
     Raises:
-        ScenarioError: if there is no such system.
+        ScenarioError: if there is no such system, or it is not installed.
     """
     resources = ExitStack()
     if system == "offbeat":
@@ -108,9 +109,15 @@ def bind(
             return Bound(replica, optimizer, run, resources, loader)
         replica, optimizer = run.prepare(model, optimizer)
         return Bound(replica, optimizer, run, resources)
+    if system == "torchft":
+        from offbeat.lab import torchft_peer
+
+        return Bound(*torchft_peer.wrap(model, optimizer, bucket_bytes, resources), None, resources)
     hooks = {"ddp": None, "ddp+restarts": None, "ddp+bf16": _cast_to_bf16, "ddp+powersgd": _powersgd}
     if system not in hooks:
-        raise ScenarioError(f"Unknown system {system!r}. Use offbeat or one of {', '.join(hooks)} (row.system).")
+        raise ScenarioError(
+            f"Unknown system {system!r}. Use offbeat, torchft or one of {', '.join(hooks)} (row.system)."
+        )
     dist.init_process_group("gloo")
     resources.callback(dist.destroy_process_group)
     resources.callback(_barrier)

@@ -15,6 +15,7 @@ end of a ``with`` block, or of the process.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import operator
@@ -424,6 +425,29 @@ class Run:
         if weights == 0:
             raise ValueError("Cannot take a mean: all weights are 0.")
         return float(total / weights)
+
+    def share(self, value: Any) -> Any:
+        """The first worker's value, on all, such as the name of a folder. Collective.
+
+        A worker that has joined a job with a server has its own: the others do not wait for it there.
+
+        Args:
+            value: this worker's; what JSON holds.
+
+        Raises:
+            ValueError: if JSON does not hold it.
+        """
+        self._check_open("share a value")
+        try:
+            text = json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"Cannot share {value!r} with all workers: {error}. Share text, numbers, None, and lists and dicts of "
+                "these; nothing else is read from the network."
+            ) from error
+        control = self._session.context.control
+        texts = control.texts("a value that all share", text if control.is_leader else "")
+        return json.loads(texts[control.leader])
 
     def settle(self) -> None:
         """Make all replicas equal now; before an evaluation, a checkpoint, or the end. Collective.

@@ -37,7 +37,12 @@ CASES: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "dead": ({"phase": "computing", "step": 7, "process": "dead"}, "dead", True, "without a word"),
     "raised": ({"phase": "raised", "step": 7, "traceback": "ValueError: x"}, "raised", True, "| ValueError: x"),
     "raised and dead": ({"phase": "raised", "process": "dead", "traceback": "E: y"}, "raised", True, "| E: y"),
-    "another model": ({**HERE, "model": 1}, "elsewhere", True, "waiting in all-reduce of model 2 at step 7"),
+    "another model": (
+        {**HERE, "model": 1, "since_s": 4.0},
+        "elsewhere",
+        True,
+        "waiting in all-reduce of model 2 at step 7",
+    ),
     "left": ({"phase": "finished", "step": 7, "process": "dead"}, "done", True, "done after 7 steps"),
     "at the end": ({"phase": "finished", "step": 7}, "done", True, "is done after 7 steps"),
     "unreachable": ({"phase": "computing", "process": "unreachable", "age_s": 9.0}, "unreachable", False, "9.0 s"),
@@ -54,7 +59,12 @@ CASES: dict[str, tuple[dict[str, Any], str, bool, str]] = {
         False,
         "been starting it for 3.0 s",
     ),
-    "elsewhere": ({"phase": "waiting", "operation": "a mean", "step": 7}, "elsewhere", True, "waits elsewhere"),
+    "elsewhere": (
+        {"phase": "waiting", "operation": "a mean", "step": 7, "since_s": 4.0},
+        "elsewhere",
+        True,
+        "waits elsewhere",
+    ),
 }
 
 
@@ -126,7 +136,7 @@ def test_another_bucket_of_the_same_exchange_is_here() -> None:
 
 
 def test_a_disagreement_has_to_settle() -> None:
-    words = {"phase": "waiting", "operation": "a mean", "step": 7}
+    words = {"phase": "waiting", "operation": "a mean", "step": 7, "since_s": 4.0}
     assert look(words, waited_s=0.5).fatal is False
     assert look(words, waited_s=4.5).fatal is True
 
@@ -161,7 +171,7 @@ def test_who_died_of_another_is_no_culprit() -> None:
 @pytest.mark.parametrize(
     ("late", "reason"),
     [
-        ({"phase": "waiting", "operation": "a mean", "step": 7}, "elsewhere"),
+        ({"phase": "waiting", "operation": "a mean", "step": 7, "since_s": 4.0}, "elsewhere"),
         ({"phase": "computing", "step": 7, "busy": 1.0}, "computing"),
     ],
 )
@@ -170,6 +180,16 @@ def test_who_gave_up_first_does_not_hide_the_one_it_gave_up_on(late: dict[str, A
     assert [(c.rank, c.reason) for c in found.culprits] == [(1, reason), (2, "raised")]
     assert found.fatal
     assert ("disagree" in found.text) == (reason == "elsewhere")
+
+
+def test_who_moves_on_elsewhere_is_not_apart() -> None:
+    """Along a tree of slow links the first broadcasts come to the last workers long after they came to the first."""
+    first = {"phase": "waiting", "operation": "the first broadcast of a", "step": 0}
+    later = {"phase": "waiting", "operation": "the first broadcast of b", "step": 0}
+    moving = look({**later, "since_s": 0.2}, {**later, "since_s": 4.0}, first, me=first)
+    assert not moving.fatal
+    assert "may still be on its way" in moving.text
+    assert look({**later, "since_s": 4.2}, {**later, "since_s": 4.0}, first, me=first).fatal
 
 
 def test_why_another_is_gone_is_said_in_its_exceptions_own_line() -> None:
@@ -227,7 +247,7 @@ def test_a_server_in_trouble_is_why_all_wait() -> None:
 
 
 def test_who_waits_elsewhere_may_wait_for_the_same_server() -> None:
-    elsewhere = {"phase": "waiting", "operation": "a mean", "step": 7}
+    elsewhere = {"phase": "waiting", "operation": "a mean", "step": 7, "since_s": 4.0}
     found = look(elsewhere).with_server("It is silent.")
     assert [c.reason for c in found.culprits] == ["elsewhere"]
     assert not found.fatal

@@ -59,6 +59,14 @@ COMMANDS = {
         "--every",
         "--history",
     ],
+    "track": [
+        "RUN_DIR",
+        "--tensorboard",
+        "--wandb",
+        "--mlflow",
+        "--steps",
+        "--follow",
+    ],
     "top": [
         "RUN_DIR",
         "--job",

@@ -51,6 +51,9 @@ def test_little_says_nothing() -> None:
     link = Link()
     link.steps(LEARNT, 0.1)
     assert link.steps(100, 1.0, size=100) is None
+    link = Link()
+    link.steps(LEARNT, 0.005, size=MB // 8)
+    assert link.steps(100, 0.05, size=MB // 8) is None, "nor do many steps together"
 
 
 def test_behind_a_false_alarm_what_is_usual_is_learnt_anew_and_the_next_waits() -> None:

@@ -138,16 +138,23 @@ class FaultInjector:
 
     def _have_one_join(self) -> None:
         """Start this very script as another worker of the job; what it says goes beside the log."""
-        command = [sys.executable, "-m", "offbeat", "run", "--join", os.environ["OFFBEAT_RUN_DIR"], "--workers", "1"]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(_OURS) or name in _WORK}
+        folder = os.environ.get("OFFBEAT_RUN_DIR")
+        if folder is not None:
+            command = ["offbeat", "run", "--join", folder, "--workers", "1"]
+            command += ["--run-dir", str(self._log.with_suffix(".joined"))]
+            own = {name: value for name, value in os.environ.items() if not name.startswith(_OURS) or name in _WORK}
+        else:  # a peer of the lab's, into which a worker comes that knows its addresses
+            command = ["offbeat.testing.run_with_faults"]
+            result = str(self._log.with_suffix(".joined.jsonl"))
+            own = {**os.environ, "RANK": os.environ["WORLD_SIZE"], "OFFBEAT_LAB_RESULT": result}
         with self._log.with_suffix(".joiner").open("wb") as output:
             joiner = subprocess.Popen(
-                [*command, "--run-dir", str(self._log.with_suffix(".joined")), *sys.argv],
-                env={**environment, FAULTS: "[]", LOG: str(self._log)},
+                [sys.executable, "-m", *command, *sys.argv],
+                env={**own, FAULTS: "[]", LOG: str(self._log)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                start_new_session=folder is not None,  # a peer's ends with this worker
             )
         joiner.returncode = 0  # nobody waits for it
 
@@ -176,7 +183,8 @@ def _append(path: Path, fired: Fired) -> None:
 
 def takes_part() -> bool:
     """Whether this process is a worker of a job by now."""
-    return dist.is_initialized() or bool(_open_sessions())
+    # A worker of torchft's has no group of torch's own; it loads torchft when it begins.
+    return dist.is_initialized() or bool(_open_sessions()) or "torchft" in sys.modules
 
 
 def _open_sessions() -> list[Any]:

@@ -1,0 +1,57 @@
+"""The beginning of a framework's worker: it says where it is, and refuses what the framework would undo."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from offbeat.errors import PlanError
+from offbeat.run.run import init
+
+if TYPE_CHECKING:
+    from offbeat.plan import Plan
+    from offbeat.run.run import Run
+
+
+def begin(framework: str, plan: Plan | None, **options: Any) -> Run:
+    """Begin the run, for a framework that deals out the data itself. Collective.
+
+    Args:
+        framework: its name.
+        plan, options: as of `offbeat.init`.
+
+    Raises:
+        PlanError: if the plan tunes batches, or this worker joins a job that trains already; and as `init`.
+    """
+    run = init(plan, **options)
+    if run.plan.tuning is None and not run.has_joined:
+        return run
+    what = "join a job" if run.has_joined else f"go by {run.plan.tuning!r}"
+    run.close()
+    raise PlanError(
+        f"Cannot {what} under {framework}, which deals out the data itself, to as many workers as it began with. "
+        "Write the loop with offbeat.init() and run.prepare(model, optimizer, loader)."
+    )
+
+
+def say_where(rank: int, local_rank: int, world: int, local_world: int, address: str, port: int) -> None:
+    """Say, in the variables that `init` reads, which worker this is; a launcher's address stands.
+
+    Args:
+        rank, local_rank: of this worker, among all and on its machine.
+        world, local_world: how many workers there are, in all and on this machine.
+        address, port: where they meet, unless a launcher has said so.
+
+    Raises:
+        PlanError: if a launcher has started another number of workers.
+    """
+    started = int(os.environ.get("WORLD_SIZE") or world)
+    if "RANK" in os.environ and started != world:
+        raise PlanError(
+            f"Cannot train with {world} devices where {started} workers were started: have the Trainer's devices and "
+            f"num_nodes make {started}."
+        )
+    os.environ.setdefault("MASTER_ADDR", address)
+    os.environ.setdefault("MASTER_PORT", str(port))
+    said = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local_world}
+    os.environ.update({name: str(number) for name, number in said.items()})
