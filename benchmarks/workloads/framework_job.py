@@ -103,14 +103,24 @@ class Asked:
 
 
 def ddp(asked: Asked) -> None:
-    """Torch's own."""
-    dist.init_process_group(asked.backend)
-    model, optimizer = nn.parallel.DistributedDataParallel(asked.model), asked.optimizer()
+    """A loop of one's own."""
+    run, optimizer = None, asked.optimizer()
+    model: nn.Module
+    if asked.plan is not None:
+        run = offbeat.init(asked.plan)
+        model, optimizer = run.prepare(asked.model, optimizer)
+    else:
+        dist.init_process_group(asked.backend)
+        model = nn.parallel.DistributedDataParallel(asked.model)
     sampler: DistributedSampler[Any] = DistributedSampler(asked.data, shuffle=False)
     for batch in DataLoader(asked.data, batch_size=BATCH, sampler=sampler, collate_fn=collate):
         model(**batch)["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
+    if run is not None:
+        run.settle()
+        run.close()
+        return
     dist.barrier()
     dist.destroy_process_group()
 
@@ -158,6 +168,7 @@ def trainer(asked: Asked) -> None:
     from offbeat.integrations.transformers import OffbeatTrainer
 
     OffbeatTrainer(run=run, **given).train()
+    run.settle()
     run.close()
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 _JOIN_TIMEOUT_MS = 1000
+_kept: list[TCPStore] = []
 _GLOO_TIMEOUT, _TIMEOUT = timedelta(seconds=5), timedelta(seconds=10)
 
 
@@ -74,11 +75,20 @@ def wrap(
     wrapped = torchft.DistributedDataParallel(
         manager, model, bucket_cap_mb=None if bucket_bytes is None else bucket_bytes / 2**20
     )
+    if rank < world:  # all begin together: whoever is first would train alone otherwise, and end before the others
+        _meet(TCPStore(first, port + 1, None, is_master=rank == 0, wait_for_workers=False), rank, world)
     manager.start_quorum()  # of the first step; later ones are asked for by `zero_grad`
     if rank >= world:
         manager.wait_quorum()
         print(f"{JOINED} {manager.num_participants()} others", flush=True)  # noqa: T201 - the lab reads it
     return wrapped, torchft.Optimizer(manager, optimizer)
+
+
+def _meet(store: TCPStore, rank: int, world: int) -> None:
+    """Wait for all workers of the beginning; the store ends with the first one's process."""
+    _kept.append(store)
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{other}" for other in range(world)])
 
 
 def _torchft() -> Any:

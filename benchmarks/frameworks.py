@@ -1,0 +1,129 @@
+"""Is training by way of a framework as fast on offbeat as on Gloo, or faster? `python -m benchmarks.frameworks`.
+
+Each framework's script (benchmarks/workloads/framework_job.py) is run by turns as it is, on its own DDP over Gloo, and
+on offbeat: the backend, by one word, on equal links and where one of four has a slow network card; and a plan, by its
+adapter, where workers are late now and then. With two workers the parameters in the end have to be the same bits.
+
+Needs root, for the lab, and the frameworks: pip install -e ".[frameworks,lab]". Takes half an hour on two cores. The
+result is benchmarks/results/frameworks.json; docs/frameworks.md shows it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import statistics
+import sys
+from pathlib import Path
+
+import msgspec
+
+from offbeat.lab import hardware, runner
+from offbeat.scenario import Scenario
+
+ROOT = Path(__file__).parent.parent
+RESULT = ROOT / "benchmarks/results/frameworks.json"
+COMMAND = "python -m benchmarks.frameworks"
+FRAMEWORKS = ("ddp", "accelerate", "trainer", "lightning")
+REPEATS, STEPS, WARMUP_STEPS = 2, 12, 4
+_SLOW_NIC, _STRAGGLERS = "4 workers, one card at a quarter", "4 workers, each late in one step of five"
+_PLAN = 'plan = { sync = { kind = "LocalSGD", every = 4 } }'
+SETTINGS: dict[str, str] = {
+    "2 equal workers": "[hosts]\ncount = 2\nrate_mbps = 200\n",
+    "4 equal workers": "[hosts]\ncount = 4\nrate_mbps = 200\n",
+    _SLOW_NIC: "".join(
+        f'[[host]]\nname = "h{number}"\nrate_mbps = {rate}\n' for number, rate in enumerate((200, 200, 200, 50))
+    ),
+    _STRAGGLERS: "[hosts]\ncount = 4\nrate_mbps = 200\n[straggle]\nprobability = 0.2\nlow = 10.0\nhigh = 20.0\n",
+}
+
+
+class FrameworkCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One framework in one setting.
+
+    Args:
+        setting: a key of `SETTINGS`.
+        plan: that the adapter went by; "" for the backend.
+        gloo_s, offbeat_s: seconds per step of each repeat.
+        is_same: whether the parameters in the end have the same bits on both; None with more than two workers.
+    """
+
+    framework: str
+    setting: str
+    plan: str
+    gloo_s: list[float]
+    offbeat_s: list[float]
+    is_same: bool | None
+
+    @property
+    def ratio(self) -> float:
+        """The time of a step on offbeat beside that on Gloo."""
+        return statistics.median(self.offbeat_s) / statistics.median(self.gloo_s)
+
+
+class FrameworkTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file."""
+
+    command: str
+    date: str
+    versions: dict[str, str]
+    hardware: dict[str, str | int]
+    cells: list[FrameworkCell]
+
+
+def scenario_of(framework: str, setting: str) -> str:
+    """The scenario, as text."""
+    plan = _PLAN if setting == _STRAGGLERS else ""
+    return (
+        f'[scenario]\nname = "frameworks"\ndescription = "{framework}, {setting}"\n{SETTINGS[setting]}'
+        f'[workload]\nkind = "script"\npath = "workloads/framework_job.py"\nargs = ["{framework}"]\n'
+        f'[run]\nrepeats = {REPEATS}\nsteps = {STEPS}\nwarmup_steps = {WARMUP_STEPS}\nbaseline = "gloo"\n'
+        'timeout_s = 300\n[[row]]\nname = "gloo"\nsystem = "ddp"\n'
+        f'[[row]]\nname = "offbeat"\nsystem = "offbeat"\n{plan}\n'
+    )
+
+
+def measure(framework: str, setting: str) -> FrameworkCell:
+    """Run both by turns."""
+    text = scenario_of(framework, setting)
+    report = runner.run(Scenario.from_toml(text), text, ROOT / "benchmarks", command=COMMAND, tell=lambda *_: None)
+    assert not report.failed, report.failed
+    times: dict[str, list[float]] = {}
+    for row in ("gloo", "offbeat"):
+        for repeat in range(REPEATS):
+            runs = [one for one in report.raw if (one.row, one.repeat) == (row, repeat)]
+            times.setdefault(row, []).append(round(statistics.fmean(statistics.fmean(one.step_s) for one in runs), 6))
+    digests = {one.digest for one in report.raw}
+    return FrameworkCell(
+        framework=framework,
+        setting=setting,
+        plan="LocalSGD(4)" if setting == _STRAGGLERS else "",
+        gloo_s=times["gloo"],
+        offbeat_s=times["offbeat"],
+        is_same=len(digests) == 1 if setting.startswith("2 ") else None,
+    )
+
+
+def read() -> FrameworkTimes:
+    """The last result."""
+    return msgspec.json.decode(RESULT.read_bytes(), type=FrameworkTimes)
+
+
+def main() -> None:
+    cells = []
+    for setting in SETTINGS:
+        for framework in FRAMEWORKS:
+            cells.append(cell := measure(framework, setting))
+            print(f"{setting}: {framework} {cell.ratio:.3f} x {cell}", file=sys.stderr, flush=True)  # noqa: T201
+    names = ("lightning", "accelerate", "transformers")
+    measured = FrameworkTimes(
+        command=COMMAND,
+        date=hardware.date(),
+        versions={**hardware.versions(), **{name: importlib.metadata.version(name) for name in names}},
+        hardware=hardware.hardware(),
+        cells=cells,
+    )
+    RESULT.write_bytes(msgspec.json.format(msgspec.json.encode(measured), indent=1) + b"\n")
+
+
+if __name__ == "__main__":
+    main()
