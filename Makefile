@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 
 SCENARIOS ?= $(sort $(basename $(notdir $(wildcard benchmarks/scenarios/*.toml))))
 
-.PHONY: demo test test-slow test-random lint mutants docs faults growth schedule-overhead threads windows schedules results results-page predictions limits clean
+.PHONY: demo test test-slow frameworks test-random lint mutants docs faults growth schedule-overhead threads windows schedules results results-page predictions limits clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { echo "offbeat needs Python 3.11, 3.12 or 3.13: install one, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -23,6 +23,10 @@ test: $(STAMP) lint  ## everything CI runs
 
 test-slow: $(STAMP)  ## the long ones, which CI leaves out
 	$(BIN)/python -m pytest -m slow --timeout 600
+
+frameworks: $(STAMP)  ## the adapters' tests, with the frameworks, and the table that is made of them (minutes)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[frameworks,examples]"
+	$(BIN)/python -m tests.docs.framework_table
 
 test-random: SEED ?= $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 test-random: $(STAMP)  ## the tests of `make test` in another order each time, or in that of SEED=...

@@ -14,16 +14,22 @@ import importlib.metadata
 import statistics
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from benchmarks import import_time
 from offbeat.lab import hardware, runner
 from offbeat.scenario import Scenario
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks/results/frameworks.json"
 COMMAND = "python -m benchmarks.frameworks"
 FRAMEWORKS = ("ddp", "accelerate", "trainer", "lightning")
+_PACKAGES = ("lightning", "accelerate", "transformers")
 REPEATS, STEPS, WARMUP_STEPS = 2, 12, 4
 _SLOW_NIC, _STRAGGLERS = "4 workers, one card at a quarter", "4 workers, each late in one step of five"
 _PLAN = 'plan = { sync = { kind = "LocalSGD", every = 4 } }'
@@ -108,17 +114,49 @@ def read() -> FrameworkTimes:
     return msgspec.json.decode(RESULT.read_bytes(), type=FrameworkTimes)
 
 
+def section(lines: Callable[[list[str], Sequence[Sequence[str]]], str]) -> str:
+    """The part of the page of results on frameworks; nothing before they were measured.
+
+    Args:
+        lines: makes a table of headings and rows.
+    """
+    text = ""
+    if RESULT.exists():
+        found = read()
+        ratios = {(one.setting, one.framework): f"{one.ratio:.2f} x" for one in found.cells}
+        rows = [[setting, *(ratios[setting, name] for name in FRAMEWORKS)] for setting in SETTINGS]
+        same = all(one.is_same is not False for one in found.cells)
+        versions = ", ".join(f"{name} {found.versions[name]}" for name in _PACKAGES)
+        text += (
+            "\n## frameworks\n\nThe time of a step by way of each framework, on offbeat beside its own DDP on Gloo: by "
+            f"the backend, and in the last line by its adapter with {found.cells[-1].plan}. A million parameters, "
+            f"links of 200 Mbit/s. With two workers parameters have {'the same' if same else '**other**'} bits in the "
+            "end.\n\n"
+            f"{lines(['', *FRAMEWORKS], rows)}\n`{found.command}`, {found.date}, {found.hardware['processor']}, torch "
+            f"{found.versions['torch']}, {versions}; medians of {REPEATS} runs by turns of {STEPS} steps. "
+            "[Raw records](frameworks.json).\n"
+        )
+    if import_time.RESULT.exists():
+        took = import_time.read()
+        alone_ms, more_ms = 1000 * statistics.median(took.without_s), 1000 * took.difference_s
+        text += (
+            f"\n`import torch` takes {alone_ms:.0f} ms, and {more_ms:+.2f} ms with offbeat installed (the median of "
+            f"{len(took.without_s)} pairs in new interpreters; `{took.command}`, {took.date}). "
+            "[Raw records](import_time.json).\n"
+        )
+    return text
+
+
 def main() -> None:
     cells = []
     for setting in SETTINGS:
         for framework in FRAMEWORKS:
             cells.append(cell := measure(framework, setting))
             print(f"{setting}: {framework} {cell.ratio:.3f} x {cell}", file=sys.stderr, flush=True)  # noqa: T201
-    names = ("lightning", "accelerate", "transformers")
     measured = FrameworkTimes(
         command=COMMAND,
         date=hardware.date(),
-        versions={**hardware.versions(), **{name: importlib.metadata.version(name) for name in names}},
+        versions={**hardware.versions(), **{name: importlib.metadata.version(name) for name in _PACKAGES}},
         hardware=hardware.hardware(),
         cells=cells,
     )

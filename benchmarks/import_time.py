@@ -73,6 +73,11 @@ def import_s(folder: Path, *, has_offbeat: bool) -> float:
     return float(took_s)
 
 
+def read() -> ImportTime:
+    """The last result."""
+    return msgspec.json.decode(RESULT.read_bytes(), type=ImportTime)
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         both = [(True, packages(Path(name) / "with", has_offbeat=True))]

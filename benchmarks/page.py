@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from benchmarks import growth, schedule_overhead, schedules, switch_page, threads, what_is_sent, windows
+from benchmarks import frameworks, growth, schedule_overhead, schedules, switch_page, threads, what_is_sent, windows
 from benchmarks.claims import CLAIMS, DIFFERENCES, EXPLAINED, FAR_OFF, SAME, Claim, ratio
 from offbeat.lab import results
 from offbeat.lab.predictions import errors
@@ -75,6 +75,7 @@ def page() -> str:
             what_is_sent.rules(_lines),
             what_is_sent.resets(_lines),
             what_is_sent.attacks(_lines),
+            frameworks.section(_lines),
             shared_cores(),
             simulator(),
             slack(),

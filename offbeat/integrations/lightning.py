@@ -24,7 +24,7 @@ from offbeat.errors import ModelError, PlanError
 from offbeat.integrations import state_files
 from offbeat.integrations.figures import RUN_DIR, RunFigures
 from offbeat.integrations.step_meetings import StepMeetings
-from offbeat.integrations.worker_start import begin, say_where
+from offbeat.integrations.worker_start import LIGHTNING, begin, say_where
 from offbeat.run.environment import Environment
 from offbeat.run.replica import Replica
 
@@ -85,7 +85,7 @@ class OffbeatStrategy(DDPStrategy):  # type: ignore[misc]
             environment.main_port,
         )  # fmt: skip
         run_dir = self._run_dir or Environment().run_dir or Path(self._trainer.default_root_dir) / RUN_DIR
-        self._run = run = begin("Lightning", self._plan, run_dir=run_dir, **self._of_run)
+        self._run = run = begin(LIGHTNING, self._plan, run_dir=run_dir, **self._of_run)
         self._meetings, self._figures = StepMeetings(run), RunFigures(Path(run_dir))
 
     def configure_ddp(self) -> None:

@@ -19,7 +19,7 @@ from transformers import Trainer, trainer
 from offbeat.integrations import state_files
 from offbeat.integrations.accelerate import OffbeatAccelerator
 from offbeat.integrations.figures import RUN_DIR
-from offbeat.integrations.worker_start import begin
+from offbeat.integrations.worker_start import TRAINER, begin
 from offbeat.run.environment import Environment
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class OffbeatTraining:
     def __init__(self, *args: Any, plan: Plan | None = None, run: Run | None = None, **options: Any) -> None:
         arguments = options.get("args") or next((one for one in args if hasattr(one, "output_dir")), None)
         folder = os.path.join(getattr(arguments, "output_dir", None) or "trainer_output", RUN_DIR)
-        self.run = run or begin("the Trainer", plan, run_dir=Environment().run_dir or folder)
+        self.run = run or begin(TRAINER, plan, run_dir=Environment().run_dir or folder)
         super().__init__(*args, **options)
 
     def create_accelerator_and_postprocess(self) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import logging
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from packaging.version import Version  # all frameworks bring it
 
 from offbeat.errors import PlanError
 from offbeat.run.run import init
@@ -12,24 +16,68 @@ if TYPE_CHECKING:
     from offbeat.plan import Plan
     from offbeat.run.run import Run
 
+_log = logging.getLogger("offbeat")
 
-def begin(framework: str, plan: Plan | None, **options: Any) -> Run:
+
+class Framework(NamedTuple):
+    """A framework and its versions.
+
+    Args:
+        name: for people.
+        package: by which it is installed.
+        least: the oldest version that has what an adapter needs.
+        tried: the newest with which it was tried.
+    """
+
+    name: str
+    package: str
+    least: str
+    tried: str
+
+    def check_version(self) -> None:
+        """Refuse a version that is too old; say of one that is newer than those that were tried.
+
+        Raises:
+            PlanError: if it is too old.
+        """
+        found = Version(importlib.metadata.version(self.package))
+        other = 'init_process_group("offbeat") works with any'
+        if found < Version(self.least):
+            raise PlanError(
+                f"Cannot give {self.name} {found} a plan: that takes {self.least} or newer. Run pip install -U "
+                f"{self.package}; {other}."
+            )
+        if found.release[:1] > Version(self.tried).release[:1]:
+            _log.warning(
+                "%s %s is newer than what this was tried with (%s). If something fails: %s.",
+                *(self.name, found, self.tried, other),
+            )
+
+
+LIGHTNING = Framework("Lightning", "lightning", "2.5", "2.6.6")
+ACCELERATE = Framework("Accelerate", "accelerate", "1.1", "1.15.0")
+TRAINER = Framework("the Trainer", "transformers", "4.56", "5.24.0")
+
+
+def begin(framework: Framework, plan: Plan | None, **options: Any) -> Run:
     """Begin the run, for a framework that deals out the data itself. Collective.
 
     Args:
-        framework: its name.
+        framework: it.
         plan, options: as of `offbeat.init`.
 
     Raises:
-        PlanError: if the plan tunes batches, or this worker joins a job that trains already; and as `init`.
+        PlanError: if the framework is too old, the plan tunes batches, or this worker joins a job that trains already;
+            and as `init`.
     """
+    framework.check_version()
     run = init(plan, **options)
     if run.plan.tuning is None and not run.has_joined:
         return run
     what = "join a job" if run.has_joined else f"go by {run.plan.tuning!r}"
     run.close()
     raise PlanError(
-        f"Cannot {what} under {framework}, which deals out the data itself, to as many workers as it began with. "
+        f"Cannot {what} under {framework.name}, which deals out the data itself, to as many workers as it began with. "
         "Write the loop with offbeat.init() and run.prepare(model, optimizer, loader)."
     )
 
