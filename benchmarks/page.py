@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from benchmarks import frameworks, growth, schedule_overhead, schedules, switch_page, threads, what_is_sent, windows
+from benchmarks import (
+    c10d_faults,
+    frameworks,
+    growth,
+    schedule_overhead,
+    schedules,
+    switch_page,
+    threads,
+    what_is_sent,
+    windows,
+)
 from benchmarks.claims import CLAIMS, DIFFERENCES, EXPLAINED, FAR_OFF, SAME, Claim, ratio
 from offbeat.lab import results
 from offbeat.lab.predictions import errors
@@ -76,6 +86,7 @@ def page() -> str:
             what_is_sent.resets(_lines),
             what_is_sent.attacks(_lines),
             frameworks.section(_lines),
+            c10d_faults.section(_lines),
             shared_cores(),
             simulator(),
             slack(),

@@ -10,8 +10,9 @@ completed more is ahead: it owes nothing. Everyone else needs a reason, looked f
     waits elsewhere            if nobody else is late, the workers disagree about where they are: fatal
 
 That a worker still waits in an earlier exchange is no disagreement: on one ordered channel it only means that data is
-still on its way to it. Nor is it one that others wait elsewhere, as long as they move on: in a broadcast along a tree
-of slow links the last is far behind the first.
+still on its way to it. Nor is it one that a worker waits in a first broadcast and others elsewhere: along a tree of slow
+links that comes to the last long after it came to the first, and before it all have said which model they prepare. Nor
+that others wait elsewhere as long as they move on.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ _IDLE = 0.05
 _STACK_LINES = 8
 _STARTERS = ('File "<frozen runpy>"', 'offbeat/cli/worker_main.py"')
 END_OF_RUN = "the end of the run"
+FIRST_BROADCAST = "the first broadcast of"
 _FATAL = frozenset({"dead", "raised", "done"})
 _DISAGREE = "The workers disagree about the step: each must call backward, and offbeat's collectives, equally often."
 _MOVING = "Some have come there only just now: data may still be on its way. Who stays there is apart from the others."
@@ -293,8 +295,9 @@ def _judge(words: WorkerReport, here: _WaitPlace) -> Culprit | None:
 
 def _judge_waiting(words: WorkerReport, here: _WaitPlace) -> Culprit | None:
     """A worker that waits, but not here."""
-    if words.step < here.step:
-        return None  # data of an earlier exchange is still on its way to it
+    is_broadcast = any(one.startswith(FIRST_BROADCAST) for one in (words.operation, here.operation))
+    if words.step < here.step or is_broadcast:
+        return None  # data of an earlier exchange, or broadcast, is still on its way
     text = f"waits elsewhere, for {words.since_s:.1f} s now: {_doing(words)}."
     return Culprit(words.rank, words.host, "elsewhere", text)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat.diagnosis.explain import FIRST_BROADCAST
 from offbeat.diagnosis.wait import WaitContext
 from offbeat.engine.buffers import Buffers
 from offbeat.engine.communicator import Communicator
@@ -125,7 +126,7 @@ class SynchronizerFactory:
         with torch.no_grad():
             for name, own in tensors_of(one.model):
                 whole = own.contiguous()
-                self._context.waiter.wait(one.fabric.broadcast(whole, 0), WaitContext(f"the first broadcast of {name}"))
+                self._context.waiter.wait(one.fabric.broadcast(whole, 0), WaitContext(f"{FIRST_BROADCAST} {name}"))
                 if whole.data_ptr() != own.data_ptr():
                     own.copy_(whole)
 

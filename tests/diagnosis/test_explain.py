@@ -183,13 +183,20 @@ def test_who_gave_up_first_does_not_hide_the_one_it_gave_up_on(late: dict[str, A
 
 
 def test_who_moves_on_elsewhere_is_not_apart() -> None:
-    """Along a tree of slow links the first broadcasts come to the last workers long after they came to the first."""
-    first = {"phase": "waiting", "operation": "the first broadcast of a", "step": 0}
-    later = {"phase": "waiting", "operation": "the first broadcast of b", "step": 0}
-    moving = look({**later, "since_s": 0.2}, {**later, "since_s": 4.0}, first, me=first)
+    mean, evaluation = ({"phase": "waiting", "operation": what, "step": 7} for what in ("a mean", "another mean"))
+    moving = look({**evaluation, "since_s": 0.2}, {**evaluation, "since_s": 4.0}, mean, me=mean)
     assert not moving.fatal
     assert "may still be on its way" in moving.text
-    assert look({**later, "since_s": 4.2}, {**later, "since_s": 4.0}, first, me=first).fatal
+    assert look({**evaluation, "since_s": 4.2}, {**evaluation, "since_s": 4.0}, mean, me=mean).fatal
+
+
+def test_a_first_broadcast_comes_to_the_last_long_after_it_came_to_the_first() -> None:
+    broadcast = {"phase": "waiting", "operation": "the first broadcast of a", "step": 0, "since_s": 20.0}
+    later = {"phase": "waiting", "operation": "the comparison of the optimizer", "step": 0, "since_s": 20.0}
+    for mine, theirs in ((broadcast, later), (later, broadcast)):
+        found = look(theirs, mine, waited_s=20.0, me=mine)
+        assert not found.culprits
+        assert not found.fatal
 
 
 def test_why_another_is_gone_is_said_in_its_exceptions_own_line() -> None:
