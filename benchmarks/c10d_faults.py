@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -112,7 +112,7 @@ def strike(network: Network, fault: str, backend: str) -> StruckRun:
     )
 
 
-def _said(log: Path, key: str) -> dict[str, float | str]:
+def _said(log: Path, key: str) -> dict[str, Any]:
     """The line of a worker that has this key; empty before it is there."""
     for line in log.read_text(errors="replace").splitlines():
         if line.startswith("{") and key in (found := json.loads(line)):

@@ -10,9 +10,9 @@ completed more is ahead: it owes nothing. Everyone else needs a reason, looked f
     waits elsewhere            if nobody else is late, the workers disagree about where they are: fatal
 
 That a worker still waits in an earlier exchange is no disagreement: on one ordered channel it only means that data is
-still on its way to it. Nor is it one that a worker waits in a first broadcast and others elsewhere: along a tree of slow
-links that comes to the last long after it came to the first, and before it all have said which model they prepare. Nor
-that others wait elsewhere as long as they move on.
+still on its way to it. Nor is it one that a worker waits in a first broadcast and others elsewhere: along a tree of
+slow links that comes to the last long after it came to the first, and before it all have said which model they prepare.
+Nor that others wait elsewhere as long as they move on.
 """
 
 from __future__ import annotations

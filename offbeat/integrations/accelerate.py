@@ -22,7 +22,7 @@ from offbeat.errors import ModelError
 from offbeat.integrations import state_files
 from offbeat.integrations.figures import RunFigures
 from offbeat.integrations.step_meetings import StepMeetings
-from offbeat.integrations.worker_start import ACCELERATE, begin
+from offbeat.integrations.worker_start import ACCELERATE, begin, suited
 from offbeat.run.replica import Replica
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class OffbeatAccelerator(Accelerator):  # type: ignore[misc]
     def __init__(
         self, plan: Plan | None = None, *, run: Run | None = None, run_dir: str | None = None, **options: Any
     ) -> None:
-        self.run = run or begin(ACCELERATE, plan, run_dir=run_dir)
+        self.run = begin(ACCELERATE, plan, run_dir=run_dir) if run is None else suited(ACCELERATE, run)
         self._meetings = StepMeetings(self.run)
         self.way_out = "Gather once in a while"  # for those to whom meetings in every step are told
         self._figures = None if self.run.run_dir is None else RunFigures(Path(self.run.run_dir))

@@ -110,6 +110,7 @@ class OffbeatStrategy(DDPStrategy):  # type: ignore[misc]
         run, self._run = self._run, None
         self._evaluation.close()
         if run is not None:
+            run.settle()
             run.close()
         super().teardown()
 
@@ -171,6 +172,7 @@ class OffbeatStrategy(DDPStrategy):  # type: ignore[misc]
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Hand all what the first worker has; it has to be what JSON holds."""
+        assert src == 0, "no other worker is asked for its value by Lightning"
         return obj if self._run is None else self._run.share(obj)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

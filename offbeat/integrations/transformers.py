@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, trainer
@@ -60,10 +61,22 @@ class OffbeatTraining:
         accelerator.way_out = "Give TrainingArguments(average_tokens_across_devices=False)"
         return super().get_batch_samples(*args, **options)  # type: ignore[misc]
 
+    def train(self, *args: Any, **options: Any) -> Any:
+        """Train, and leave all replicas equal."""
+        output = super().train(*args, **options)  # type: ignore[misc]
+        if not self.args.load_best_model_at_end:  # type: ignore[attr-defined]
+            self.run.settle()
+        return output
+
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
-        """Evaluate what is trained: replicas are made equal, or averaged meanwhile."""
-        with self.accelerator.averaged():  # type: ignore[attr-defined]
+        """Evaluate what is trained: while it is, replicas are made equal, or averaged meanwhile."""
+        # Afterwards the model may be the best one, which is not what a server has.
+        with self.accelerator.averaged() if self.is_in_train else nullcontext():  # type: ignore[attr-defined]
             return super().evaluation_loop(*args, **options)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        self.run.settle()  # nothing is to come from others behind it
+        super()._load_best_model()  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         """Log, with how the workers train."""

@@ -71,7 +71,15 @@ def begin(framework: Framework, plan: Plan | None, **options: Any) -> Run:
             and as `init`.
     """
     framework.check_version()
-    run = init(plan, **options)
+    return suited(framework, init(plan, **options))
+
+
+def suited(framework: Framework, run: Run) -> Run:
+    """Return a run, if it suits a framework that deals out the data itself; else close it.
+
+    Raises:
+        PlanError: if the plan tunes batches, or this worker joins a job that trains already.
+    """
     if run.plan.tuning is None and not run.has_joined:
         return run
     what = "join a job" if run.has_joined else f"go by {run.plan.tuning!r}"

@@ -50,6 +50,7 @@ ROWS: dict[str, dict[str, str]] = {
         "test_accelerate.test_the_trainer_has_the_bits_of_ddp[clip]": "clipping",
         "test_accelerate.test_the_trainer_has_the_bits_of_ddp[bf16]": "mixed precision (bf16)",
         "test_accelerate.test_the_trainer_resumes": "resuming, with what server and codec keep",
+        "test_accelerate.test_the_best_model_stays_loaded_though_a_server_has_another": "the best model at the end",
         "test_accelerate.test_the_trainer_logs_how_the_workers_train": "its logs",
     },
     "Ray Train": {

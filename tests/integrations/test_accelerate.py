@@ -259,3 +259,23 @@ def test_the_trainer_resumes(tmp_path: Path, plan: str) -> None:
     expected = run_workers(2, fit, plan, whole, options | {"num_train_epochs": 4.0, "lr_scheduler_type": "constant"})
     for (state, _), (other, _) in zip(resumed, expected, strict=True):
         assert all(torch.equal(one, two) for one, two in zip(state, other, strict=True))
+
+
+def best(folder: str) -> tuple[float, float, float]:
+    # "Best" is the worst here, so that it is not the last.
+    one = trainer(
+        "server", folder, save_strategy="epoch", load_best_model_at_end=True, metric_for_best_model="eval_loss",
+        greater_is_better=True, num_train_epochs=4.0,
+    )  # fmt: skip
+    one.train()
+    evaluated = one.evaluate()["eval_loss"]
+    one.run.close()
+    last = [entry["eval_loss"] for entry in one.state.log_history if "eval_loss" in entry][3]
+    return float(one.state.best_metric), evaluated, last
+
+
+@HF
+def test_the_best_model_stays_loaded_though_a_server_has_another(tmp_path: Path) -> None:
+    for metric, evaluated, last in run_workers(2, best, str(tmp_path)):
+        assert evaluated == pytest.approx(metric)
+        assert evaluated > last
