@@ -3,9 +3,8 @@
 Ten workers in one process train a perceptron (784 - 100 - 10) on MNIST, and some of them lie. All attacks meet all
 rules: those that compare workers with each other, and those that hold them against a reference, the gradient of a few
 trusted samples that no worker has. Of the asynchronous ones each update is judged by itself, on parameters that are up
-to ten versions old, beside a reference that is renewed at every tenth: it serves for ten updates, so it is of four
-times a worker's samples, which costs the trusted side less than a reference of one batch for each update would. "server
-only" trains on the trusted samples alone: a rule that is not better has no use for its workers.
+to ten versions old, beside a reference that is renewed at every tenth. "server only" trains on the trusted samples
+alone: a rule that is not better has no use for its workers.
 
 Where six of ten lie, a rule is told of as many liars as its own check allows. The mean that a rule is held against is
 of as many updates that are applied in the same way: all of a step at once, or one by one.
@@ -53,8 +52,6 @@ COMMAND = "python -m benchmarks.byzantine_table"
 WORKERS, TRUSTED, BATCH, STEPS, LR = 10, 256, 32, 600, 0.1
 # Of an asynchronous run: as many updates, their learning rate, that of ZenoPS' authors for eleven processes.
 UPDATES, ASYNC_LR, STALENESS, LAZINESS = STEPS * WORKERS, LR * (1 / 11) ** 0.5, 10, 10
-ASYNC_REFERENCE = 4 * BATCH
-"""Samples of a reference that is renewed at every tenth update."""
 SEEDS = (1, 2, 3)
 SERVER_ONLY = "server only"
 LABELS = "labels"
@@ -193,9 +190,9 @@ class Bench:
                 made[rank] = threat.attack.forge(made[rank], others, self.generator)
         return made
 
-    def reference(self, flat: torch.Tensor, lr: float, samples: int = BATCH) -> torch.Tensor:
-        """The update [D] of some trusted samples, by default of as many as a worker draws."""
-        drawn = torch.randint(TRUSTED, (samples,), generator=self.generator)
+    def reference(self, flat: torch.Tensor, lr: float) -> torch.Tensor:
+        """The update [D] of as many trusted samples as a worker draws."""
+        drawn = torch.randint(TRUSTED, (BATCH,), generator=self.generator)
         return self.gradient(flat, self.trusted[0][drawn], self.trusted[1][drawn]).mul_(-lr)
 
     def losses(self, flat: torch.Tensor, updates: torch.Tensor) -> list[float]:
@@ -231,12 +228,12 @@ def synchronous(bench: Bench, rule: Any, threat: Threat) -> tuple[float, tuple[f
 def asynchronous(bench: Bench, rule: Any, threat: Threat) -> tuple[float, tuple[float, float] | None]:
     """One update at a time, each on parameters that are up to some versions old."""
     past = [bench.parameters()]
-    reference = bench.reference(past[-1], ASYNC_LR, ASYNC_REFERENCE)
+    reference = bench.reference(past[-1], ASYNC_LR)
     counted, sent = torch.zeros(WORKERS), torch.zeros(WORKERS)
     latest = bench.updates(past[-1], threat, ASYNC_LR)
     for number in range(UPDATES):
         if number % LAZINESS == 0:
-            reference = bench.reference(past[-1], ASYNC_LR, ASYNC_REFERENCE)
+            reference = bench.reference(past[-1], ASYNC_LR)
         age = int(torch.randint(STALENESS + 1, (1,), generator=bench.generator))
         rank = int(torch.randint(WORKERS, (1,), generator=bench.generator))
         update = _one_update(bench, past[max(0, len(past) - 1 - age)], threat, rank, latest)
@@ -323,7 +320,6 @@ def measure(tell: Callable[[str], None]) -> Table:
             "lr_asynchronous": ASYNC_LR,
             "staleness": STALENESS,
             "laziness": LAZINESS,
-            "reference_asynchronous": ASYNC_REFERENCE,
             "seeds": list(SEEDS),
         },
         note=Bench(SEEDS[0]).note,

@@ -57,18 +57,17 @@ def test_each_learns(tmp_path: Path, package: str, command: tuple[str, ...]) -> 
 def test_ray_starts_a_killed_worker_again(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="ray is not installed")
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
-    process = start(
-        tmp_path, str(EXAMPLES / "ray_digits.py"), "--checkpoints", str(tmp_path / "kept"), "--epochs", "30"
-    )
-    assert process.stdout is not None
+    example, kept = str(EXAMPLES / "ray_digits.py"), str(tmp_path / "kept")
     lines, killed = [], False
-    for line in process.stdout:
-        lines.append(line)
-        found = re.search(r"RayTrainWorker pid=(\d+)\).* epoch 3:", line)
-        if found is not None and not killed:
-            killed = True
-            os.kill(int(found[1]), signal.SIGKILL)
-    assert process.wait() == 0, "".join(lines)[-4000:]
+    with start(tmp_path, example, "--checkpoints", kept, "--epochs", "30") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            found = re.search(r"RayTrainWorker pid=(\d+)\).* epoch 3:", line)
+            if found is not None and not killed:
+                killed = True
+                os.kill(int(found[1]), signal.SIGKILL)
+    assert process.returncode == 0, "".join(lines)[-4000:]
     assert killed
     told = [found for line in lines if (found := re.search(r"RayTrainWorker pid=(\d+)\).* epoch (\d+):", line))]
     first_of = {pid: int(epoch) for pid, epoch in reversed([found.groups() for found in told])}
