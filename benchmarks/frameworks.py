@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from benchmarks import import_time
+from benchmarks import c10d_faults, import_time
 from offbeat.lab import hardware, runner
 from offbeat.scenario import Scenario
 
@@ -115,36 +115,43 @@ def read() -> FrameworkTimes:
 
 
 def section(lines: Callable[[list[str], Sequence[Sequence[str]]], str]) -> str:
-    """The part of the page of results on frameworks; nothing before they were measured.
+    """The part of the page of results on frameworks; what was not measured is left out.
 
     Args:
         lines: makes a table of headings and rows.
     """
-    text = ""
-    if RESULT.exists():
-        found = read()
-        ratios = {(one.setting, one.framework): f"{one.ratio:.2f} x" for one in found.cells}
-        rows = [[setting, *(ratios[setting, name] for name in FRAMEWORKS)] for setting in SETTINGS]
-        same = all(one.is_same is not False for one in found.cells)
-        versions = ", ".join(f"{name} {found.versions[name]}" for name in _PACKAGES)
-        text += (
-            "\n## frameworks\n\nThe time of a step by way of each framework, on offbeat beside its own DDP on Gloo: by "
-            f"the backend, and in the last line by its adapter with {found.cells[-1].plan}. A million parameters, "
-            f"links of 200 Mbit/s. With two workers parameters have {'the same' if same else '**other**'} bits in the "
-            "end.\n\n"
-            f"{lines(['', *FRAMEWORKS], rows)}\n`{found.command}`, {found.date}, {found.hardware['processor']}, torch "
-            f"{found.versions['torch']}, {versions}; medians of {REPEATS} runs by turns of {STEPS} steps. "
-            "[Raw records](frameworks.json).\n"
-        )
-    if import_time.RESULT.exists():
-        took = import_time.read()
-        alone_ms, more_ms = 1000 * statistics.median(took.without_s), 1000 * took.difference_s
-        text += (
-            f"\n`import torch` takes {alone_ms:.0f} ms, and {more_ms:+.2f} ms with offbeat installed (the median of "
-            f"{len(took.without_s)} pairs in new interpreters; `{took.command}`, {took.date}). "
-            "[Raw records](import_time.json).\n"
-        )
-    return text
+    parts = "".join([_times(lines), _imports(), c10d_faults.section(lines)])
+    return f"\n## frameworks\n{parts}" if parts else ""
+
+
+def _times(lines: Callable[[list[str], Sequence[Sequence[str]]], str]) -> str:
+    if not RESULT.exists():
+        return ""
+    found = read()
+    ratios = {(one.setting, one.framework): f"{one.ratio:.2f} x" for one in found.cells}
+    rows = [[setting, *(ratios[setting, name] for name in FRAMEWORKS)] for setting in SETTINGS]
+    same = all(one.is_same is not False for one in found.cells)
+    versions = ", ".join(f"{name} {found.versions[name]}" for name in _PACKAGES)
+    return (
+        "\nThe time of a step by way of each framework, on offbeat beside its own DDP on Gloo: by the backend, and in "
+        f"the last line by its adapter with {found.cells[-1].plan}. A million parameters, links of 200 Mbit/s. With two "
+        f"workers parameters have {'the same' if same else '**other**'} bits in the end.\n\n"
+        f"{lines(['', *FRAMEWORKS], rows)}\n`{found.command}`, {found.date}, {found.hardware['processor']}, torch "
+        f"{found.versions['torch']}, {versions}; medians of {REPEATS} runs by turns of {STEPS} steps. "
+        "[Raw records](frameworks.json).\n"
+    )
+
+
+def _imports() -> str:
+    if not import_time.RESULT.exists():
+        return ""
+    took = import_time.read()
+    alone_ms, more_ms = 1000 * statistics.median(took.without_s), 1000 * took.difference_s
+    return (
+        f"\n`import torch` takes {alone_ms:.0f} ms, and {more_ms:+.2f} ms with offbeat installed (the median of "
+        f"{len(took.without_s)} pairs in new interpreters; `{took.command}`, {took.date}). "
+        "[Raw records](import_time.json).\n"
+    )
 
 
 def main() -> None:

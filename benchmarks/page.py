@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from benchmarks import (
-    c10d_faults,
     frameworks,
     growth,
     schedule_overhead,
@@ -86,7 +85,6 @@ def page() -> str:
             what_is_sent.resets(_lines),
             what_is_sent.attacks(_lines),
             frameworks.section(_lines),
-            c10d_faults.section(_lines),
             shared_cores(),
             simulator(),
             slack(),

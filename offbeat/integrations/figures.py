@@ -1,10 +1,12 @@
 """Figures of how a run's workers train, by name, for those who draw them: from its metrics.jsonl, as that grows.
 
-offbeat/samples_per_s        of all workers together
-offbeat/step_s, wait_s, compute_s, communication_s    mean of a step
-offbeat/bytes_sent           by all, since the beginning
-offbeat/staleness, dropped   updates that a gradient is behind, mean; gradients that are in no update, in all
-offbeat/rank3/wait_s, compute_s    of one worker: a straggler computes longest and waits least
+    offbeat/samples_per_s        of all workers together
+    offbeat/step_s, wait_s, compute_s, communication_s    mean of a step
+    offbeat/bytes_sent           by all, since the beginning
+    offbeat/staleness, dropped   updates that a gradient is behind, mean; gradients that are in no update, in all
+    offbeat/rank3/wait_s, compute_s    of one worker
+
+A straggler computes longest and waits least.
 """
 
 from __future__ import annotations

@@ -172,21 +172,31 @@ class OffbeatStrategy(DDPStrategy):  # type: ignore[misc]
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Hand all what the first worker has; it has to be what JSON holds."""
-        assert src == 0, "no other worker is asked for its value by Lightning"
+        if src != 0:
+            raise ModelError(
+                f"Cannot broadcast from rank {src} under OffbeatStrategy: the first worker shares its value with all. "
+                "Have that one bring it, or call torch.distributed."
+            )
         return obj if self._run is None else self._run.share(obj)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The mean of numbers over all workers, or their sum."""
+        """Reduce a tensor over all workers: the mean or the sum of a number by the run, all else by torch's group."""
         if not isinstance(tensor, torch.Tensor) or self._run is None:
             return tensor
-        if tensor.numel() != 1 or group is not None:
+        how = str(reduce_op).lower().rpartition(".")[2]  # a word, or one of torch's operations
+        if tensor.numel() != 1 or group is not None or how not in ("mean", "avg", "sum"):
             return super().reduce(tensor, group, reduce_op)
         module = self.lightning_module
         if module is not None and module._current_fx_name == "training_step" and self._meetings is not None:
             self._meetings.note("self.log(..., on_step=True, sync_dist=True)", "Log with on_epoch=True, on_step=False")
-        mean = torch.as_tensor(self._run.mean(tensor), dtype=torch.float32, device=tensor.device)
-        is_sum = "sum" in str(reduce_op).lower()
-        return (mean * self.world_size if is_sum else mean).reshape(tensor.shape)
+        value = self._run.mean(tensor)
+        if how == "sum":
+            value *= len(self._run._session.context.control.members)
+        if tensor.is_floating_point():
+            return torch.full_like(tensor, value)
+        if how == "sum":
+            return torch.full_like(tensor, round(value))
+        return torch.full_like(tensor, value, dtype=torch.float32)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all workers say so, or any."""

@@ -50,6 +50,8 @@ class Digits(pl.LightningModule):  # type: ignore[misc]
 
     def validation_step(self, batch: Any, _: int) -> None:
         self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+        self.log("most", float(self.global_rank), reduce_fx="max", sync_dist=True)
+        self.log("samples", float(len(batch[1])), reduce_fx="sum", sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         made = [torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9) for _ in range(self.made)]
@@ -112,6 +114,8 @@ def test_any_plan_trains_and_all_evaluate_the_same(tmp_path: Path, plan: str) ->
     first, second = (values for _, values in found)
     assert first["val_loss"] == pytest.approx(second["val_loss"])
     assert first["val_loss"] < 1.38, "less than chance"
+    assert first["most"] == 1.0
+    assert first["samples"] == 96.0
 
 
 def resume(plan: str, folder: str) -> list[Any]:
