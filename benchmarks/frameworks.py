@@ -134,10 +134,10 @@ def _times(lines: Callable[[list[str], Sequence[Sequence[str]]], str]) -> str:
     versions = ", ".join(f"{name} {found.versions[name]}" for name in _PACKAGES)
     return (
         "\nThe time of a step by way of each framework, on offbeat beside its own DDP on Gloo: by the backend, and in "
-        f"the last line by its adapter with {found.cells[-1].plan}. A million parameters, links of 200 Mbit/s. With two "
+        f"the last line by its adapter with {found.cells[-1].plan}. A million parameters, 200 Mbit/s. With two "
         f"workers parameters have {'the same' if same else '**other**'} bits in the end.\n\n"
         f"{lines(['', *FRAMEWORKS], rows)}\n`{found.command}`, {found.date}, {found.hardware['processor']}, torch "
-        f"{found.versions['torch']}, {versions}; medians of {REPEATS} runs by turns of {STEPS} steps. "
+        f"{found.versions['torch']}, {versions}; medians of {REPEATS} runs by turns, {STEPS} steps each. "
         "[Raw records](frameworks.json).\n"
     )
 

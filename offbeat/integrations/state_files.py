@@ -1,7 +1,9 @@
 """The state of a run beside a framework's own checkpoints: what all have in common, and what each rank has alone.
 
-PREFIX.run.pt          `run.state_dict()`; the first worker writes it
-PREFIX.rank3-codec.pt  what the codec keeps at rank 3, such as residuals; each writes its own, if it keeps anything
+    PREFIX.run.pt          `run.state_dict()`; the first worker writes it
+    PREFIX.rank3-codec.pt  what the codec keeps at rank 3, such as residuals; each writes its own, if it keeps anything
+
+A framework's checkpoints are in a folder that all workers see, and so are these.
 """
 
 from __future__ import annotations
