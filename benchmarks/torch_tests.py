@@ -1,4 +1,4 @@
-"""Do torch's own tests pass on the backend "offbeat"? `python -m benchmarks.torch_tests`, half an hour.
+"""Do torch's own tests pass on the backend "offbeat"? `python -m benchmarks.torch_tests`, a quarter of an hour.
 
 torch's wheel has the tests of its collectives and of DistributedDataParallel
 (torch.testing._internal.distributed.distributed_test). They are run with two workers on Gloo, and then on offbeat,
@@ -8,6 +8,7 @@ The result is benchmarks/results/torch_tests.json.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -130,6 +131,8 @@ def _started(backend: str, *arguments: str) -> str:
 
 
 def main() -> None:
+    if importlib.util.find_spec("expecttest") is None:
+        sys.exit("torch's tests need a package that torch does not bring: pip install expecttest")
     names = sys.argv[1:] or _started("gloo", "--list").split()
     on_gloo, on_ours = run("gloo", *names), run("offbeat", *names)
     tests = [
