@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from benchmarks import c10d_faults, import_time
+from benchmarks import c10d_faults, import_time, torch_tests
 from offbeat.lab import hardware, runner
 from offbeat.scenario import Scenario
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks/results/frameworks.json"
 COMMAND = "python -m benchmarks.frameworks"
-FRAMEWORKS = ("ddp", "accelerate", "trainer", "lightning")
-_PACKAGES = ("lightning", "accelerate", "transformers")
+FRAMEWORKS = ("ddp", "accelerate", "trainer", "lightning", "ray")
+_PACKAGES = ("lightning", "accelerate", "transformers", "ray")
 REPEATS, STEPS, WARMUP_STEPS = 2, 12, 4
 _SLOW_NIC, _STRAGGLERS = "4 workers, one card at a quarter", "4 workers, each late in one step of five"
 _PLAN = 'plan = { sync = { kind = "LocalSGD", every = 4 } }'
@@ -120,7 +120,7 @@ def section(lines: Callable[[list[str], Sequence[Sequence[str]]], str]) -> str:
     Args:
         lines: makes a table of headings and rows.
     """
-    parts = "".join([_times(lines), _imports(), c10d_faults.section(lines)])
+    parts = "".join([_times(lines), _imports(), c10d_faults.section(lines), torch_tests.section(lines)])
     return f"\n## frameworks\n{parts}" if parts else ""
 
 
@@ -156,8 +156,8 @@ def _imports() -> str:
 
 def main() -> None:
     cells = []
-    for setting in SETTINGS:
-        for framework in FRAMEWORKS:
+    for framework in reversed(FRAMEWORKS):  # what is most likely to fail comes first
+        for setting in SETTINGS:
             cells.append(cell := measure(framework, setting))
             print(f"{setting}: {framework} {cell.ratio:.3f} x {cell}", file=sys.stderr, flush=True)  # noqa: T201
     measured = FrameworkTimes(

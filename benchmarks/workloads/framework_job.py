@@ -1,4 +1,4 @@
-"""Workload: the same training by way of DDP, Accelerate, the Trainer or Lightning, written as their users write it.
+"""Workload: the same training by way of DDP, Accelerate, the Trainer, Lightning or Ray Train, as their users write it.
 
 The row says what carries it: "ddp" is the framework's own DDP on Gloo; "offbeat" with the default plan the same script
 on the backend "offbeat"; "offbeat" with another plan the framework's adapter. A perceptron of one million parameters
@@ -11,16 +11,21 @@ import argparse
 import hashlib
 import logging
 import os
+import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import time
 import warnings
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -32,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BATCH, FEATURES, CLASSES = 16, 64, 10
+_RAY_PORT = 6379
 _WAITS = 0.02
 """Seconds that a step computes at least, so that stragglers have something to be late by."""
 
@@ -94,8 +100,8 @@ class Asked:
         self.steps = work.warmup_steps + work.steps
         self.model = Perceptron(Straggler(work.straggle, self.rank))
         self.data = Vectors(BATCH * self.world * self.steps)
-        plan = offbeat.Plan.from_toml(os.environ["OFFBEAT_PLAN"]) if work.system == "offbeat" else None
-        self.backend = "gloo" if plan is None else "offbeat"
+        plan = offbeat.Plan.from_toml(os.environ["OFFBEAT_PLAN"]) if work.system == "offbeat" else offbeat.Plan()
+        self.backend = _backend(work)
         self.plan = None if plan == offbeat.Plan() else plan
 
     def optimizer(self) -> torch.optim.Optimizer:
@@ -104,25 +110,37 @@ class Asked:
 
 def ddp(asked: Asked) -> None:
     """A loop of one's own."""
-    run, optimizer = None, asked.optimizer()
-    model: nn.Module
     if asked.plan is not None:
-        run = offbeat.init(asked.plan)
-        model, optimizer = run.prepare(asked.model, optimizer)
+        _learn_by_plan(asked, asked.plan)
+        return
+    dist.init_process_group(asked.backend)
+    _learn(asked, nn.parallel.DistributedDataParallel(asked.model), asked.optimizer())
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def ray(asked: Asked) -> None:
+    """The loop of a worker of Ray Train, which has made the group."""
+    from ray.train.torch import prepare_model
+
+    if asked.plan is not None:
+        _learn_by_plan(asked, asked.plan)
     else:
-        dist.init_process_group(asked.backend)
-        model = nn.parallel.DistributedDataParallel(asked.model)
+        _learn(asked, prepare_model(asked.model), asked.optimizer())
+
+
+def _learn_by_plan(asked: Asked, plan: offbeat.Plan) -> None:
+    with offbeat.init(plan) as run:
+        _learn(asked, *run.prepare(asked.model, asked.optimizer()))
+        run.settle()
+
+
+def _learn(asked: Asked, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     sampler: DistributedSampler[Any] = DistributedSampler(asked.data, shuffle=False)
     for batch in DataLoader(asked.data, batch_size=BATCH, sampler=sampler, collate_fn=collate):
         model(**batch)["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
-    if run is not None:
-        run.settle()
-        run.close()
-        return
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def accelerate(asked: Asked) -> None:
@@ -207,13 +225,81 @@ FRAMEWORKS: dict[str, Callable[[Asked], None]] = {
     "accelerate": accelerate,
     "trainer": trainer,
     "lightning": lightning,
+    "ray": ray,
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("framework", choices=sorted(FRAMEWORKS))
-    options = parser.parse_args()
+def start_ray() -> None:
+    """Make this host a node of a Ray cluster, with its head on the first one, which has Ray Train do the work."""
+    rank, head = int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
+    world, patience = int(os.environ["WORLD_SIZE"]), timedelta(seconds=200)
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    store = TCPStore(head, int(os.environ["MASTER_PORT"]), world, rank == 0, timeout=patience)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+        route.connect((head, 9))
+        own = route.getsockname()[0]
+    rest = f"--block --node-ip-address={own} --num-cpus=1 --object-store-memory={100 << 20} --disable-usage-stats"
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        if rank == 0:
+            joins = f"--head --port={_RAY_PORT} --include-dashboard=false --temp-dir={folder}"
+        else:
+            joins = f"--address={head}:{_RAY_PORT}"
+            store.wait([f"turn {rank}"])
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *joins.split(), *rest.split()]
+        node = subprocess.Popen(command, start_new_session=True)
+        try:
+            if rank == 0:
+                _train_on_ray(store, f"{head}:{_RAY_PORT}", world, folder)
+            else:
+                store.wait(["over"])
+            store.add("left", 1)
+            while rank == 0 and store.add("left", 0) < world:
+                time.sleep(0.1)
+        finally:
+            os.killpg(node.pid, signal.SIGKILL)  # it would take half a minute to end in order
+            node.wait()
+
+
+def _train_on_ray(store: TCPStore, address: str, world: int, folder: str) -> None:
+    import ray
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    _wait_until_it_listens(address)
+    ray.init(address, log_to_driver=False)
+    for rank in range(1, world):  # those that begin at the same moment take each other's files, as all have one disk
+        store.set(f"turn {rank}", "")
+        while len(ray.nodes()) <= rank:
+            time.sleep(0.1)
+    TorchTrainer(
+        train,
+        train_loop_config={"framework": "ray"},
+        scaling_config=ScalingConfig(num_workers=world, placement_strategy="STRICT_SPREAD"),
+        torch_config=TorchConfig(backend=_backend(Work.from_environment())),
+        run_config=RunConfig(storage_path=folder),
+    ).fit()
+    ray.shutdown()
+    store.set("over", "")
+
+
+def _wait_until_it_listens(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    while True:
+        try:
+            socket.create_connection((host, int(port)), 1).close()
+        except OSError:
+            time.sleep(0.1)
+        else:
+            return
+
+
+def _backend(work: Work) -> str:
+    is_ours = work.system == "offbeat" and offbeat.Plan.from_toml(os.environ["OFFBEAT_PLAN"]) == offbeat.Plan()
+    return "offbeat" if is_ours else "gloo"
+
+
+def train(config: dict[str, str]) -> None:
+    """Train by way of the framework that `config` names, and record it."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -228,10 +314,20 @@ def main() -> None:
             recorder.step(BATCH, asked.model.last_loss)
 
     hook = register_optimizer_step_post_hook(stepped)
-    FRAMEWORKS[options.framework](asked)
+    FRAMEWORKS[config["framework"]](asked)
     hook.remove()
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in asked.model.parameters())).hexdigest()
     recorder.finish(digest=digest)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("framework", choices=sorted(FRAMEWORKS))
+    options = parser.parse_args()
+    if options.framework == "ray":
+        start_ray()
+    else:
+        train({"framework": options.framework})
     sys.stdout.flush()
     os._exit(0)  # some frameworks keep threads that end with a group that is gone
 

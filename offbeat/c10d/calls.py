@@ -10,6 +10,7 @@ How long a call takes counts from when those before it have ended.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -142,14 +143,27 @@ class CallBoard:
     ) -> None:
         self._store, self._ranks, self._place = store, ranks, place
         self._timeout_s, self._lost = timeout.total_seconds(), lost
-        self._begun = 0
+        self._begun, self._process = 0, os.getpid()
         self._calls: deque[Call] = deque()
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
 
+    def check_process(self, what: str) -> None:
+        """See that a call is made by the process that has the links.
+
+        Raises:
+            DistBackendError: if not.
+        """
+        if os.getpid() != self._process:
+            raise dist.DistBackendError(
+                f"Cannot call {what} in process {os.getpid()}: it was forked from {self._process}, which has the group "
+                "and its links. Begin a group in the new process, or call it in the old one."
+            )
+
     def begin(self, what: str) -> Call:
-        """Note a call."""
+        """Note a call; raises as `check_process`."""
+        self.check_process(what)
         with self._lock:
             call = Call(self._begun, what)
             self._begun += 1
@@ -212,7 +226,7 @@ class CallBoard:
             else "all have called it"
         )
         if waited_s > self._timeout_s:
-            call.fail(NetworkError(f"Cannot end {call.what}: in {self._timeout_s:g} s it did not; {reason}."))
+            call.fail(NetworkError(f"Cannot end {call.what} within the timeout of {self._timeout_s:g} s: {reason}."))
         elif waited_s > _REPORT_S and not call.is_reported:
             call.is_reported = True
             _log.warning("Waiting for %.0f s in %s: %s.", waited_s, call.what, reason)

@@ -14,10 +14,7 @@ names who and where.
 from __future__ import annotations
 
 import functools
-import json
-import os
 import queue
-import socket
 import threading
 import time
 from datetime import timedelta
@@ -28,6 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from offbeat.c10d.calls import CallBoard, CallWork
+from offbeat.c10d.members import meet_members
 from offbeat.errors import NetworkError, OffbeatError, PlanError
 from offbeat.fabric.fabric import BindContext
 from offbeat.fabric.generation import StoreMeeting
@@ -87,12 +85,18 @@ def make_group(options: Any, spec: Any = None) -> OffbeatGroup:
 
     Raises:
         PlanError: if it is something else.
-        NetworkError, PeerError: if there is no link with one of the members.
+        DisagreementError: if not all run the same offbeat.
+        NetworkError, PeerError: if one of the members does not come, or there is no link with it.
     """
     if spec is not None and not isinstance(spec, Routed):
         raise PlanError(
             f"Cannot make a group with pg_options={spec!r}: give offbeat.Routed(...), which says along which paths "
             "sums go, or nothing."
+        )
+    if spec is not None and spec.grouped:
+        raise PlanError(
+            "Cannot make a group with Routed(grouped=True): it would need another group of torch's to carry out its "
+            "paths. Give Routed(...) without `grouped`, or the plan fabric=Routed(grouped=True) to offbeat.init."
         )
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     return OffbeatGroup(options.store, options.group_rank, ranks, options.timeout, options.group_id, spec or Routed())
@@ -115,12 +119,12 @@ class OffbeatGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(place, len(ranks))  # type: ignore[call-arg]
         self._place, self._ranks, self._group_name, self._spec = place, tuple(ranks), name, spec
+        self._hosts = meet_members(PrefixStore("members", store), place, self._ranks, timeout)
         self._gloo = _gloo(PrefixStore("gloo", store), place, len(ranks), timeout)
         # Some of torch asks a group for its backends: of what devices they are, and for how long they wait.
         for device in ("cpu", "cuda"):
             backend = self._gloo._get_backend(torch.device(device))
             self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend)
-        self._hosts: dict[int, str] = {}
         self._board = CallBoard(PrefixStore("calls", store), self._ranks, place, timeout, self._lost)
         self._opening, self._ends = threading.Lock(), _DaemonThreads()
         self._planning: Call | None = None
@@ -138,15 +142,13 @@ class OffbeatGroup(dist.ProcessGroup):
         )  # fmt: skip
         deadline = _Deadline(patience)
         meet = StoreMeeting(store, self._place, len(self._ranks), deadline.has_passed)
-        hosts = meet(json.dumps(f"{socket.gethostname()}, pid {os.getpid()}"))
-        self._hosts = {rank: str(json.loads(text)) for rank, text in zip(self._ranks, hosts, strict=True)}
         name, group_sum = f"c10d/{self._group_name}", GlooCollectives(self._gloo).all_reduce
         return LinkedGroup(self._spec.method, context, self._ranks, name, meet, group_sum)
 
     def _lost(self) -> dict[int, str]:
         """The reasons why those are lost that are, by rank."""
         lost = {} if self._links is None else self._links.lost
-        return {rank: f"rank {rank} ({self._hosts.get(rank, '?')}) is lost: {error}" for rank, error in lost.items()}
+        return {rank: f"rank {rank} ({self._hosts[rank]}) is lost: {error}" for rank, error in lost.items()}
 
     def _is_over(self) -> bool:
         """Whether planning need not be waited for any more."""
@@ -306,6 +308,7 @@ def _delegates(name: str, what: str) -> Callable[..., Any]:
 def _passes_on(name: str) -> Callable[..., Any]:
     @functools.wraps(getattr(dist.ProcessGroup, name))
     def call(self: OffbeatGroup, *arguments: Any, **options: Any) -> Any:
+        self._board.check_process(name)
         return getattr(self._gloo, name)(*arguments, **options)
 
     return call

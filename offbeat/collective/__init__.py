@@ -1,7 +1,7 @@
 """Along which paths?
 
 * `algorithm` - the noun: `Algorithm`, a collective as data, with its proof
-* `rank_part` - what one rank does
+* `rank_part` - what one rank does, as chunks grow; `rounds` - in batches of whole chunks
 * `trees` - algorithms from spanning trees
 * `paths` - a network, as methods see it; `tour` - the shortest way through all ranks; `rarest_first` - a swarm
 * `cost_model` - how long an algorithm takes; `bounds` - how long any takes at least; `slots` - the check of time slots

@@ -42,6 +42,7 @@ from offbeat.fabric.retryable import (
     RetryableReduceScatter,
     RetryableSumGather,
 )
+from offbeat.fabric.routed import Routed
 from offbeat.fabric.spare_memory import SpareMemory
 from offbeat.fabric.staging import CudaCopies, StagedFabric
 from offbeat.payload import Sum
@@ -74,7 +75,7 @@ class Elastic:
 
     >>> from offbeat.fabric import Routed
     >>> Elastic(), Elastic(over=Routed())
-    (Elastic(), Elastic(over=Routed(method=None)))
+    (Elastic(), Elastic(over=Routed(method=None, grouped=False)))
     """
 
     over: FabricSpec | None = None
@@ -86,6 +87,11 @@ class Elastic:
             raise PlanError(
                 f"Cannot be elastic over {self.over!r}: its workers cannot be connected anew without one that is lost. "
                 "Use ProcessGroup() or Routed() - at `plan.fabric.over`."
+            )
+        if isinstance(self.over, Routed) and self.over.grouped:
+            raise PlanError(
+                "Cannot be elastic over Routed(grouped=True): a worker cannot leave the sends and receives of torch's "
+                "group. Use Routed() - at `plan.fabric.over.grouped`."
             )
 
     def __repr__(self) -> str:

@@ -98,6 +98,12 @@ class LaneNetwork:
         return self._mesh
 
     @property
+    def lost(self) -> dict[int, str]:
+        """The reasons why those are lost that are, by rank; who has left in order is not."""
+        mesh = self.mesh
+        return {rank: str(error) for rank, error in list(mesh.lost.items()) if rank not in mesh.left}
+
+    @property
     def is_broken(self) -> bool:
         """Whether there is no connection with one of the others just now."""
         return self.mesh.is_broken

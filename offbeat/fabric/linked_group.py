@@ -10,9 +10,10 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from offbeat.errors import DisagreementError, PlanError
+from offbeat.fabric.algorithm_runner import LaneRunner
 from offbeat.fabric.discovery import known_among, known_network, measure_network
 from offbeat.fabric.lane_network import LaneNetwork, first_unlike
-from offbeat.fabric.path_collectives import AlgorithmRunner, PathCollectives, PathTrials, check_alike, log_paths
+from offbeat.fabric.path_collectives import PathCollectives, PathTrials, check_alike, log_paths
 from offbeat.fabric.path_planner import plan_paths, replan_paths, suited
 from offbeat.topology_spec import NetworkFile
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from offbeat.collective import CollectiveMethod
+    from offbeat.fabric.algorithm_runner import AlgorithmRunner
     from offbeat.fabric.discovery import MeasuredNetwork
     from offbeat.fabric.fabric import BindContext
     from offbeat.fabric.path_collectives import GroupSum
@@ -41,6 +43,7 @@ class LinkedGroup:
         meet: tells the others a text, and returns what all say, by place.
         group_sum: sums up by torch's group.
         group: that, if exchanges of other kinds are asked of what `plan` returns.
+        make_runner: what carries out algorithms among members who have these links.
 
     Raises:
         NetworkError, PeerError: if there is no link with one of the others.
@@ -56,16 +59,16 @@ class LinkedGroup:
         meet: Callable[[str], list[str]],
         group_sum: GroupSum,
         group: dist.ProcessGroup | None = None,
+        make_runner: Callable[[LaneNetwork], AlgorithmRunner] = LaneRunner,
     ) -> None:
-        self._method, self._group_sum, self._group = method, group_sum, group
+        self._method, self._group_sum, self._group, self._make_runner = method, group_sum, group, make_runner
         self._given = None if context.topology is None else _read(context.topology, context.world)
         self._network = LaneNetwork(context.rank, members, name, meet, context.settings, context.timeout)
 
     @property
     def lost(self) -> dict[int, str]:
         """The reasons why those are lost that are, by rank; who has left in order is not."""
-        mesh = self._network.mesh
-        return {rank: str(error) for rank, error in list(mesh.lost.items()) if rank not in mesh.left}
+        return self._network.lost
 
     def plan(
         self, meet: Callable[[str], list[str]], known: MeasuredNetwork | None = None, *, is_first: bool = True
@@ -83,7 +86,7 @@ class LinkedGroup:
             PlanError: if the method does not suit the network that the job begins with.
         """
         try:
-            runner = AlgorithmRunner(self._network)
+            runner = self._make_runner(self._network)
             measured, plan = self._planned(runner, meet, known, is_first=is_first)
             check_alike(plan, meet, self._network)
         except BaseException:
@@ -119,7 +122,8 @@ class LinkedGroup:
             names = [given.hosts[rank].name for rank in network.members]
             measured = known_network(network, given.among(names), meet)
         method = method if is_first else suited(method, measured.network)
-        return measured, plan_paths(measured, method, PathTrials(runner, self._group_sum).measure, meet)
+        trials = PathTrials(runner, self._group_sum)
+        return measured, plan_paths(measured, method, trials.measure, meet, rounds=runner.in_rounds)
 
     def _check_topologies(self, meet: Callable[[str], list[str]]) -> None:
         """See that all were told the same of the links, before they measure what they were not told."""

@@ -5,9 +5,7 @@ All workers make the same paths of what they know of the network, and compare di
 
 from __future__ import annotations
 
-import functools
 import logging
-import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -16,16 +14,14 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from offbeat.collective.programs import broadcast
-from offbeat.collective.rank_part import part_of
+from offbeat.collective.rounds import in_rounds
 from offbeat.errors import DisagreementError, NetworkError
 from offbeat.fabric.discovery import can_measure_again, measure_again
-from offbeat.fabric.lane_exchange import LaneExchange
 from offbeat.fabric.lane_network import first_unlike
 from offbeat.fabric.path_planner import plan_paths, suited, timed
 from offbeat.fabric.process_group import never_destroy
 from offbeat.fabric.throughput_watch import ThroughputWatch
 from offbeat.payload import Total
-from offbeat.tensors import dtype_name
 from offbeat.topology import MAX_RATE_MBPS
 from offbeat.wire.lane import BusyTime
 
@@ -35,8 +31,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from offbeat.collective import CollectiveMethod
-    from offbeat.collective.algorithm import Algorithm
-    from offbeat.collective.rank_part import RankPart
+    from offbeat.fabric.algorithm_runner import AlgorithmRunner, Exchange
     from offbeat.fabric.discovery import MeasuredNetwork
     from offbeat.fabric.lane_network import LaneNetwork
     from offbeat.fabric.path_planner import PathPlan, PricedPaths
@@ -51,38 +46,6 @@ GroupSum: TypeAlias = "Callable[[torch.Tensor], Pending]"
 
 _TRIAL = timedelta(seconds=20)
 _SMALL_BYTES, _PIECES = 1 << 20, 16  # of broadcasts
-
-
-class AlgorithmRunner:
-    """A channel on which algorithms are carried out on vectors.
-
-    Args:
-        network: the links.
-    """
-
-    def __init__(self, network: LaneNetwork) -> None:
-        self.network, self._channel = network, network.channel()
-        self._issued, self._order = 0, threading.Lock()
-
-    def part_of(self, algorithm: Algorithm) -> RankPart:
-        """The worker's part of an algorithm, whose ranks are places."""
-        return part_of(algorithm, self.network.place, self.network.members)
-
-    def start(self, algorithm: Algorithm, part: RankPart, whole: torch.Tensor) -> LaneExchange:
-        """Begin to sum a vector [D], contiguous and on the CPU, which the sum is written to."""
-        terms = f"a sum of {whole.numel()} {dtype_name(whole.dtype)} ({algorithm.digest[:8]})"
-        bytes_of_all = memoryview(whole.detach().view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
-        size = whole.element_size()
-        places = [
-            bytes_of_all[size * place.start : size * place.stop]
-            for place in (chunk.place(whole.numel()) for chunk in algorithm.chunks)
-        ]
-        add, pool = functools.partial(_add, whole.dtype), self.network.pool
-        with self._order:
-            exchange = LaneExchange(self._channel, self._issued, part, terms, places, add, pool)
-            self._issued += 1
-            self.network.loop.call(exchange.begin)
-        return exchange
 
 
 class PathTrials:
@@ -102,15 +65,15 @@ class PathTrials:
         Raises:
             NetworkError: if it does not come to an end.
         """
-        part, whole = self._runner.part_of(paths.algorithm), torch.zeros(paths.size_bytes // 4)
-        if paths.by_group:
-            return timed(lambda: _until_over(self._group(whole)))
-        return timed(lambda: _until_over(self._runner.start(paths.algorithm, part, whole)))
+        whole = torch.zeros(paths.size_bytes // 4, device=self._runner.device)
+        begin = self._group if paths.by_group else self._runner.prepared(paths.algorithm)
+        return timed(lambda: self._until_over(begin(whole)))
 
-
-def _until_over(exchange: LaneExchange | Pending) -> None:
-    if not exchange.wait(_TRIAL):
-        raise NetworkError(f"Cannot choose paths: a trial did not end within {_TRIAL.total_seconds():g} s.")
+    def _until_over(self, exchange: Exchange | Pending) -> None:
+        if not exchange.wait(_TRIAL):
+            raise NetworkError(f"Cannot choose paths: a trial did not end within {_TRIAL.total_seconds():g} s.")
+        if self._runner.device.type == "cuda":  # NCCL's collectives hold up the stream alone
+            torch.cuda.synchronize(self._runner.device)
 
 
 class PathCollectives:
@@ -141,8 +104,8 @@ class PathCollectives:
 
     def _go_by(self, measured: MeasuredNetwork, plan: PathPlan) -> None:
         self.measured, self.plan = replace(measured, group_ratios=plan.group_ratios), plan
-        self._broadcasts: dict[tuple[int, int], tuple[Algorithm, RankPart]] = {}  # by place and pieces
-        self._parts = [self._runner.part_of(one.algorithm) for one in plan.chosen]
+        self._broadcasts: dict[tuple[int, int], Callable[[torch.Tensor], Exchange]] = {}  # by place and pieces
+        self._sums = [self._runner.prepared(one.algorithm) for one in plan.chosen]
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -159,8 +122,7 @@ class PathCollectives:
 
     def sum_along_paths(self, tensor: torch.Tensor, reply: Callable[[], Reply] | None = None) -> PathPending:
         """Begin to sum a tensor [D] in place, though not by torch's group."""
-        place = self.plan.for_size(tensor.numel() * tensor.element_size())
-        exchange = self._runner.start(self.plan.chosen[place].algorithm, self._parts[place], tensor)
+        exchange = self._sums[self.plan.for_size(tensor.numel() * tensor.element_size())](tensor)
         return PathPending(exchange, reply or (lambda: Total(tensor)), self._network.silence_of)
 
     def all_reduce(self, tensor: torch.Tensor, reply: Callable[[], Reply] | None = None) -> Pending:
@@ -173,13 +135,12 @@ class PathCollectives:
         key = place, _PIECES if data.numel() > _SMALL_BYTES else 1
         if key not in self._broadcasts:
             algorithm = broadcast(self.plan.network, place, pieces=key[1])
-            self._broadcasts[key] = algorithm, self._runner.part_of(algorithm)
-        exchange = self._runner.start(*self._broadcasts[key], data)
-        return PathPending(exchange, reply or (lambda: Total(tensor)), self._network.silence_of)
+            self._broadcasts[key] = self._runner.prepared(in_rounds(algorithm) if self._runner.in_rounds else algorithm)
+        return PathPending(self._broadcasts[key](data), reply or (lambda: Total(tensor)), self._network.silence_of)
 
     def wants_reroute(self) -> bool:
         """See `Reroutes`: what the links carry has changed, as far as this worker can tell."""
-        now_s, busy, group = time.monotonic(), self._network.mesh.busy, self._group_busy
+        now_s, busy, group = time.monotonic(), self._runner.busy, self._group_busy
         self._watch.sample(busy.sent_bytes + group.sent_bytes, busy.busy_s(now_s) + group.busy_s(now_s))
         return self._watch.is_alarming(now_s) and can_measure_again(self.measured.network)
 
@@ -197,7 +158,7 @@ class PathCollectives:
             self._watch.was_false(time.monotonic())
             return ""
         trials, method = PathTrials(self._runner, self._group_sum), suited(self._method, measured.network)
-        plan = plan_paths(measured, method, trials.measure, meet)
+        plan = plan_paths(measured, method, trials.measure, meet, rounds=self._runner.in_rounds)
         check_alike(plan, meet, self._network)
         before, self._watch = self.measured, ThroughputWatch()
         self._go_by(measured, plan)
@@ -208,9 +169,11 @@ class PathCollectives:
         )
 
     def close(self) -> None:
+        self._runner.close()
         self._network.close()
 
     def abandon(self) -> None:
+        self._runner.abandon()
         self._network.abandon()
         if self._group is not None:
             never_destroy(self._group)
@@ -253,7 +216,7 @@ class PathPending:
         silence_of: says of a rank that it is silent.
     """
 
-    def __init__(self, exchange: LaneExchange, reply: Callable[[], Reply], silence_of: Callable[[int], str]) -> None:
+    def __init__(self, exchange: Exchange, reply: Callable[[], Reply], silence_of: Callable[[int], str]) -> None:
         self._exchange, self._reply, self._silence_of = exchange, reply, silence_of
         self.sent_bytes = exchange.sent_bytes
 
@@ -276,7 +239,7 @@ class PathPending:
         return self._exchange.done()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """See `LaneExchange.add_done_callback`."""
+        """See `Exchange.add_done_callback`."""
         self._exchange.add_done_callback(callback)
 
     def result(self) -> Reply:
@@ -335,9 +298,3 @@ def log_paths(plan: PathPlan, measured: MeasuredNetwork, network: LaneNetwork) -
             "OFFBEAT_TOPOLOGY.",
             *(network.members[a], network.members[b]),
         )
-
-
-def _add(dtype: torch.dtype, out: memoryview, own: memoryview, received: bytearray) -> None:
-    """Add two parts of a vector."""
-    mine, theirs = torch.frombuffer(own, dtype=dtype), torch.frombuffer(received, dtype=dtype)
-    torch.add(mine, theirs, out=torch.frombuffer(out, dtype=dtype))

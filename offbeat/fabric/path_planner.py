@@ -30,6 +30,7 @@ from offbeat.collective import (
     WaterFilling,
     cost,
 )
+from offbeat.collective.rounds import in_rounds
 from offbeat.errors import NetworkError, PlanError
 
 if TYPE_CHECKING:
@@ -107,6 +108,8 @@ def plan_paths(
     method: CollectiveMethod | None,
     measure: Callable[[PricedPaths], float],
     meet: Callable[[str], list[str]],
+    *,
+    rounds: bool = False,
 ) -> PathPlan:
     """Choose paths. Collective.
 
@@ -115,13 +118,14 @@ def plan_paths(
         method: the only one that may be used; None for any.
         measure: tries some: how long it took here.
         meet: tells the others a text, and returns what all say, in rank order.
+        rounds: whether algorithms are carried out in rounds (`in_rounds`).
 
     Raises:
         PlanError: if the method cannot be used on this network.
         NetworkError: if a link is lost meanwhile; on all, behind as many meetings.
     """
     chosen, ratios, known = [], [], measured.group_ratios
-    for place, close in enumerate(priced_paths(measured, method)):
+    for place, close in enumerate(priced_paths(measured, method, rounds=rounds)):
         if method is not None or close[0].predicted_s > _WORTH_S:
             chosen.append(close[0])
             continue
@@ -140,9 +144,9 @@ def plan_paths(
     return PathPlan(measured.network, tuple(chosen), tuple(ratios) if len(ratios) == len(SIZES) else known)
 
 
-def predict_paths(measured: MeasuredNetwork, method: CollectiveMethod | None) -> PathPlan:
+def predict_paths(measured: MeasuredNetwork, method: CollectiveMethod | None, *, rounds: bool = False) -> PathPlan:
     """Choose paths by what is predicted alone; raises as `plan_paths`."""
-    return PathPlan(measured.network, tuple(close[0] for close in priced_paths(measured, method)))
+    return PathPlan(measured.network, tuple(close[0] for close in priced_paths(measured, method, rounds=rounds)))
 
 
 def replan_paths(measured: MeasuredNetwork, method: CollectiveMethod | None) -> PathPlan:
@@ -189,30 +193,33 @@ def _by_group(measured: MeasuredNetwork, size_bytes: int) -> PricedPaths:
     return PricedPaths(ring, size_bytes, predicted(ring, measured, size_bytes), by_group=True)
 
 
-def priced_paths(measured: MeasuredNetwork, method: CollectiveMethod | None) -> list[list[PricedPaths]]:
+def priced_paths(
+    measured: MeasuredNetwork, method: CollectiveMethod | None, *, rounds: bool = False
+) -> list[list[PricedPaths]]:
     """The paths of each class of sizes that may be best, the one of which that is predicted first.
 
     Raises:
         PlanError: if the method cannot be used on this network.
     """
     if method is not None:
-        algorithm = method.plan(measured.network)
-        return [[PricedPaths(algorithm, SIZES[-1], predicted(algorithm, measured, SIZES[-1]))]]
-    algorithms, found = list(_algorithms(measured)), []
+        algorithm = _planned(method, measured.network, rounds=rounds)
+        return [[PricedPaths(algorithm, SIZES[-1], predicted(algorithm, measured, SIZES[-1], rounds=rounds))]]
+    algorithms, found = _algorithms(measured, rounds=rounds), []
     for size_bytes in SIZES:
         priced = sorted(
-            (PricedPaths(one, size_bytes, predicted(one, measured, size_bytes)) for one in algorithms),
+            (PricedPaths(one, size_bytes, predicted(one, measured, size_bytes, rounds=rounds)) for one in algorithms),
             key=lambda one: one.predicted_s,
         )
         found.append([one for one in priced[:_TRIED] if one.predicted_s <= _CLOSE * priced[0].predicted_s])
     return found
 
 
-def predicted(algorithm: Algorithm, measured: MeasuredNetwork, size_bytes: int) -> float:
-    """Predict how long an algorithm takes, in seconds."""
+def predicted(algorithm: Algorithm, measured: MeasuredNetwork, size_bytes: int, *, rounds: bool = False) -> float:
+    """Predict how long an algorithm takes, in seconds; in rounds as if each began everywhere at once."""
     return cost(
-        algorithm, measured.network, size_bytes, block_bytes=measured.block_bytes, overhead_s=measured.message_s
-    )
+        algorithm, measured.network, size_bytes, block_bytes=measured.block_bytes, overhead_s=measured.message_s,
+        lock_step=rounds,
+    )  # fmt: skip
 
 
 def methods_for(network: Topology) -> Sequence[CollectiveMethod]:
@@ -225,11 +232,15 @@ def methods_for(network: Topology) -> Sequence[CollectiveMethod]:
     return (*small, *pieces, Ring(), BidirectionalRing(), MultiTree())
 
 
-def _algorithms(measured: MeasuredNetwork) -> list[Algorithm]:
+def _planned(method: CollectiveMethod, network: Topology, *, rounds: bool) -> Algorithm:
+    return in_rounds(method.plan(network)) if rounds else method.plan(network)
+
+
+def _algorithms(measured: MeasuredNetwork, *, rounds: bool) -> list[Algorithm]:
     found: dict[str, Algorithm] = {}
     for method in methods_for(measured.network):
         try:
-            algorithm = method.plan(measured.network)
+            algorithm = _planned(method, measured.network, rounds=rounds)
         except PlanError:  # it is for another kind of network
             continue
         found.setdefault(algorithm.digest, algorithm)

@@ -50,9 +50,7 @@ class ProcessGroup:
 
     def bind(self, context: BindContext) -> BoundProcessGroup:
         """Make a group of our own over all ranks of the default one. Collective: every rank calls it."""
-        group = dist.new_group(timeout=_NEVER, backend=context.backend)
-        assert isinstance(group, dist.ProcessGroup)
-        return BoundProcessGroup(group)
+        return BoundProcessGroup(new_group(context.backend))
 
     def reconnector(self, context: BindContext) -> GlooReconnector:
         """Make what connects this worker in each generation of an elastic group.
@@ -66,6 +64,13 @@ class ProcessGroup:
                 "ProcessGroup(), Elastic(over=Routed()) or ParameterServer() - at `plan.fabric`."
             )
         return GlooReconnector()
+
+
+def new_group(backend: str) -> dist.ProcessGroup:
+    """Make a group over all ranks of the default one, whose timeout never comes. Collective: every rank calls it."""
+    group = dist.new_group(timeout=_NEVER, backend=backend)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 class GlooReconnector:

@@ -9,24 +9,28 @@ import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from offbeat.collective import CollectiveMethod
 from offbeat.errors import PlanError
+from offbeat.fabric.algorithm_runner import LaneRunner
 from offbeat.fabric.fabric import BindContext, Offers
+from offbeat.fabric.grouped_rounds import GroupedRunner
 from offbeat.fabric.in_memory import InMemory
 from offbeat.fabric.lane_network import texts_of_all
 from offbeat.fabric.linked_group import LinkedGroup
 from offbeat.fabric.path_collectives import PathCollectives
-from offbeat.fabric.process_group import GlooCollectives, ProcessGroup, joined
+from offbeat.fabric.process_group import GlooCollectives, ProcessGroup, joined, new_group
 from offbeat.fabric.staging import CudaCopies, StagedFabric
 from offbeat.payload import Sum, Total
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
-
+    from offbeat.fabric.algorithm_runner import AlgorithmRunner
     from offbeat.fabric.fabric import Fabric
     from offbeat.fabric.generation import Generation, GroupCollectives
+    from offbeat.fabric.lane_network import LaneNetwork
     from offbeat.fabric.path_planner import PathPlan
     from offbeat.payload import Payload
     from offbeat.pending import Pending
@@ -40,16 +44,19 @@ class Routed:
 
     Args:
         method: how the paths are found; None for what suits the network best.
+        grouped: whether they are carried out by torch's group (NCCL, where the tensors are on GPUs), each round of an
+            algorithm as one grouped batch of sends and receives; else over lanes, through the memory of the host.
 
     Raises:
         PlanError: if it is no method.
 
     >>> from offbeat.collective import WaterFilling
     >>> Routed(WaterFilling())
-    Routed(method=WaterFilling(pieces=32))
+    Routed(method=WaterFilling(pieces=32), grouped=False)
     """
 
     method: CollectiveMethod | None = None
+    grouped: bool = False
 
     def __post_init__(self) -> None:
         if self.method is not None and (isinstance(self.method, type) or not isinstance(self.method, CollectiveMethod)):
@@ -81,18 +88,23 @@ class Routed:
         """
         if context.world == 1:
             return InMemory().bind(context)
-        if context.backend != "gloo":
+        if context.backend != "gloo" and not self.grouped:
             return StagedFabric(self.bind(replace(context, backend="gloo")), CudaCopies())
         companion = self.companion.bind(context)
-        meet = functools.partial(texts_of_all, companion, patience=context.timeout)
+        # What the others say is text, in the memory of the host.
+        told = companion if context.backend == "gloo" else self.companion.bind(replace(context, backend="gloo"))
+        meet = functools.partial(texts_of_all, told, patience=context.timeout)
         try:
             linked = LinkedGroup(
-                self.method, context, range(context.world), "lanes", meet, lambda tensor: companion.start(Sum(tensor))
-            )
+                self.method, context, range(context.world), "lanes", meet, lambda tensor: companion.start(Sum(tensor)),
+                make_runner=_grouped_runner(context.backend) if self.grouped else LaneRunner,
+            )  # fmt: skip
             collectives = linked.plan(meet)
         except BaseException:
             companion.abandon()
             raise
+        if told is not companion:
+            told.close()
         return BoundRouted(context.rank, context.world, companion, collectives)
 
     def reconnector(self, context: BindContext) -> PathReconnector:
@@ -157,6 +169,12 @@ class PathReconnector:
             GlooCollectives(generation.group).all_reduce, generation.group,
         )  # fmt: skip
         return linked.plan(generation.meet, known, is_first=not generation.number)
+
+
+def _grouped_runner(backend: str) -> Callable[[LaneNetwork], AlgorithmRunner]:
+    """Make what makes a runner by a new group of torch's. Collective."""
+    device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
+    return functools.partial(GroupedRunner, group=new_group(backend), device=device)
 
 
 def _total(payload: Sum, whole: torch.Tensor) -> Total:

@@ -226,7 +226,7 @@ def _sum_time(scenario: Scenario, plan: Plan | None, links: Links) -> allreduce.
     if plan is not None and (paths := _paths_of(plan)) is not None:
         from offbeat.sim.routed_sums import RoutedSums
 
-        return RoutedSums(scenario.workers, paths.method, links.slowest)
+        return RoutedSums(scenario.workers, paths.method, links.slowest, rounds=paths.grouped)
     if not scenario.workers.is_star:
         from offbeat.sim.routed_sums import ring_on
 

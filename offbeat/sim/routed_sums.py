@@ -25,15 +25,18 @@ class RoutedSums:
         network: of the workers, with nothing amiss.
         method: by which paths are found; None for what suits the network.
         slowest: bytes per second of the slowest link, when nothing is amiss.
+        rounds: whether algorithms are carried out in rounds.
     """
 
-    def __init__(self, network: Topology, method: CollectiveMethod | None, slowest: float) -> None:
+    def __init__(
+        self, network: Topology, method: CollectiveMethod | None, slowest: float, *, rounds: bool = False
+    ) -> None:
         links = tuple(_behind_headers(link) for link in network.links)
         self._slowest, world = slowest, len(network.hosts)
         self._tries_ring = method is None and network.is_star
         block_bytes = block_bytes_for(slowest / max(1, world - 1))
         self._measured = MeasuredNetwork(dataclasses.replace(network, links=links), LATENCY_S / 2, block_bytes)
-        self._paths = predict_paths(self._measured, method)
+        self._paths, self._rounds = predict_paths(self._measured, method, rounds=rounds), rounds
         self._healthy_s = functools.cache(self._priced)
 
     def __call__(self, size_bytes: float, world: int, slowest: float, to_worker_s: float) -> float:
@@ -48,7 +51,7 @@ class RoutedSums:
 
     def _priced(self, size_bytes: int) -> float:
         algorithm = self._paths.chosen[self._paths.for_size(size_bytes)].algorithm
-        return predicted(algorithm, self._measured, size_bytes)
+        return predicted(algorithm, self._measured, size_bytes, rounds=self._rounds)
 
 
 def ring_on(network: Topology, slowest: float) -> RoutedSums:

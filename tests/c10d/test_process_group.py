@@ -13,9 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
+from offbeat.c10d import members
 from offbeat.collective import Ring, WaterFilling
 from offbeat.errors import PlanError
 from tests.workers import run_workers
@@ -257,3 +260,124 @@ def begin_with_nonsense() -> str:
 def test_options_that_are_none() -> None:
     for said in run_workers(2, begin_with_nonsense):
         assert "Cannot make a group with pg_options=Ring(by_links=False): give offbeat.Routed(...)" in said
+
+
+def torch_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def ask_alone() -> str:
+    try:
+        begin("gloo" if torch_rank() else "offbeat", timeout_s=3)
+    except Exception as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_backend_asked_for_on_one_rank_only() -> None:
+    said = run_workers(2, ask_alone)[0]
+    assert "Cannot make a group within the timeout of 3 s: rank 1 has not come." in said
+
+
+def make_group_alone() -> str:
+    begin("offbeat", timeout_s=10)
+    if torch_rank():
+        dist.barrier()
+        return ""
+    try:
+        dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    except Exception as error:
+        dist.barrier()
+        return str(error)
+    return "nothing"
+
+
+def test_a_new_group_on_one_rank_only() -> None:
+    said = run_workers(2, make_group_alone)[0]
+    assert "Cannot make a group within the timeout of 2 s: rank 1 has not come." in said
+
+
+def run_another_version() -> str:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(members, "__version__", f"1.{torch_rank()}")
+        try:
+            begin("offbeat")
+        except Exception as error:
+            return str(error)
+    return "nothing"
+
+
+def test_versions_that_differ() -> None:
+    said = run_workers(2, run_another_version)
+    assert re.search(r"rank 1 \(.+\) runs offbeat 1\.1, and rank 0 1\.0\. Install the same", said[0]), said[0]
+    assert re.search(r"rank 0 \(.+\) runs offbeat 1\.0, and rank 1 1\.1\. Install the same", said[1]), said[1]
+
+
+def call_in_fork() -> str:
+    begin("offbeat", PATHS)
+    dist.all_reduce(torch.ones(100_000))  # there are threads now
+    ours, theirs = os.pipe()
+    if not (child := os.fork()):
+        said = "nothing"
+        try:
+            dist.all_reduce(torch.ones(10))
+        except Exception as error:
+            said = str(error)
+        os.write(theirs, said.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    said = os.read(ours, 1000).decode().replace(str(child), "CHILD").replace(str(os.getpid()), "PARENT")
+    dist.all_reduce(torch.ones(10))
+    dist.destroy_process_group()
+    return said
+
+
+def test_a_process_that_was_forked_has_no_group() -> None:
+    for said in run_workers(2, call_in_fork):
+        assert said.startswith("Cannot call all_reduce"), said
+        assert "in process CHILD: it was forked from PARENT" in said
+
+
+def load_in_forks() -> float:
+    """Workers of a loader are forked, and end while there is a group."""
+    begin("offbeat", PATHS)
+    data = torch.utils.data.TensorDataset(torch.arange(40.0))
+    total = torch.zeros(30_000)
+    for _ in range(2):
+        for (values,) in torch.utils.data.DataLoader(data, batch_size=8, num_workers=2):
+            total += values.sum()
+            dist.all_reduce(total)
+            total /= 2
+    dist.destroy_process_group()
+    return float(total[-1])
+
+
+def test_a_loader_with_workers() -> None:
+    assert run_workers(2, load_in_forks) == [1560.0, 1560.0]
+
+
+def train_in_shards(backend: str) -> list[torch.Tensor]:
+    """FSDP: all-gather of parameters, reduce-scatter of gradients."""
+    rank, world = begin(backend)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
+    mesh = init_device_mesh("cpu", (world,))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(4):
+        x, y = torch.randn(8, 64, generator=generator), torch.randint(0, 10, (8,), generator=generator)
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = [parameter.full_tensor().detach().clone() for parameter in model.parameters()]  # type: ignore[attr-defined]
+    if backend == "offbeat":
+        dist.destroy_process_group()
+    return state
+
+
+def test_fsdp_has_the_bits_of_gloo() -> None:
+    expected = run_workers(2, train_in_shards, "gloo")
+    for state, theirs in zip(run_workers(2, train_in_shards, "offbeat"), expected, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(state, theirs, strict=True))

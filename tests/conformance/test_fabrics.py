@@ -66,16 +66,21 @@ def test_elastic(world: int, over: Routed | None) -> None:
     run_workers(world, check_elastic, over)
 
 
-def check_routed() -> None:
+def check_routed(spec: Routed) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=f"file://{os.environ['OFFBEAT_STORE']}", rank=rank, world_size=world)
-    check_fabric(Routed().bind(BindContext(rank, world)))
+    check_fabric(spec.bind(BindContext(rank, world)))
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_routed(world: int) -> None:
-    run_workers(world, check_routed)
+    run_workers(world, check_routed, Routed())
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_routed_in_rounds(world: int) -> None:
+    run_workers(world, check_routed, Routed(grouped=True))
 
 
 def in_memory(world: int, strategy: Strategy | None = None) -> list[BoundSwitch]:

@@ -60,10 +60,10 @@ def test_three_workers_agree() -> None:
         torch.testing.assert_close(first[name], expected[name], atol=1e-5, rtol=1e-5)
 
 
-def lose_one() -> tuple[float, str]:
+def lose_one(fabric: Routed | None = None) -> tuple[float, str]:
     began_s = time.monotonic()
     try:
-        train(Routed(Ring()), steps=200, kill_at=20)
+        train(fabric or Routed(Ring()), steps=200, kill_at=20)
     except WorkerLostError as error:
         return time.monotonic() - began_s, str(error)
     raise AssertionError("nobody was lost")

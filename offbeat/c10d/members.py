@@ -1,0 +1,87 @@
+"""The members of a group, before there is one: all of them come, and run the same offbeat."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch.distributed as dist
+
+from offbeat.errors import DisagreementError, NetworkError
+from offbeat.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import timedelta
+
+    from torch._C._distributed_c10d import Store
+
+_log = logging.getLogger("offbeat")
+
+_PAUSE_S, _REPORT_S = 0.005, 10.0
+
+
+class GroupMember(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker says of itself."""
+
+    host: str
+    pid: int
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.host}, pid {self.pid}"
+
+
+def meet_members(store: Store, place: int, ranks: Sequence[int], timeout: timedelta) -> dict[int, str]:
+    """Wait until all have come; who each is, by rank, for people. Collective.
+
+    Args:
+        store: for this meeting alone.
+        place: of this worker.
+        ranks: the members' in the job, by place.
+
+    Raises:
+        NetworkError: if not all come in time.
+        DisagreementError: if they do not run the same offbeat.
+    """
+    mine = GroupMember(host=socket.gethostname(), pid=os.getpid(), version=__version__)
+    try:
+        store.set(str(place), msgspec.json.encode(mine).decode())
+        _wait_for_all(store, ranks, timeout.total_seconds())
+        found = {
+            rank: msgspec.json.decode(store.get(str(number)), type=GroupMember) for number, rank in enumerate(ranks)
+        }
+    except (RuntimeError, dist.DistError, msgspec.MsgspecError) as error:
+        raise NetworkError(f"Cannot make a group: torch's store does not answer ({_first_line(error)}).") from error
+    for rank, one in found.items():
+        if one.version != mine.version:
+            raise DisagreementError(
+                f"Cannot make a group: rank {rank} ({one}) runs offbeat {one.version}, and rank {ranks[place]} "
+                f"{mine.version}. Install the same everywhere."
+            )
+    return {rank: str(one) for rank, one in found.items()}
+
+
+def _wait_for_all(store: Store, ranks: Sequence[int], timeout_s: float) -> None:
+    began_s, is_reported = time.monotonic(), False
+    missing = dict(enumerate(ranks))
+    while missing := {place: rank for place, rank in missing.items() if not store.check([str(place)])}:
+        waited_s = time.monotonic() - began_s
+        names = ", ".join(map(str, missing.values()))
+        if waited_s > timeout_s:
+            raise NetworkError(
+                f"Cannot make a group within the timeout of {timeout_s:g} s: rank {names} has not come. All of its "
+                'ranks have to ask for it, by init_process_group("offbeat") or new_group.'
+            )
+        if waited_s > _REPORT_S and not is_reported:
+            is_reported = True
+            _log.warning("Waiting for %.0f s for rank %s to make a group.", waited_s, names)
+        time.sleep(_PAUSE_S)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
