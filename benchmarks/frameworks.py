@@ -4,8 +4,9 @@ Each framework's script (benchmarks/workloads/framework_job.py) is run by turns 
 on offbeat: the backend, by one word, on equal links and where one of four has a slow network card; and a plan, by its
 adapter, where workers are late now and then. With two workers the parameters in the end have to be the same bits.
 
-Needs root, for the lab, and the frameworks: pip install -e ".[frameworks,lab]". Takes half an hour on two cores. The
-result is benchmarks/results/frameworks.json; docs/frameworks.md shows it.
+Needs root, for the lab, and the frameworks: pip install -e ".[frameworks,lab]". Takes half an hour on two cores; with
+names of frameworks only these are measured again. The result is benchmarks/results/frameworks.json; docs/frameworks.md
+shows it.
 """
 
 from __future__ import annotations
@@ -155,8 +156,11 @@ def _imports() -> str:
 
 
 def main() -> None:
-    cells = []
-    for framework in reversed(FRAMEWORKS):  # what is most likely to fail comes first
+    if unknown := set(sys.argv[1:]) - set(FRAMEWORKS):
+        sys.exit(f"Cannot measure {', '.join(sorted(unknown))}: there are {', '.join(FRAMEWORKS)}.")
+    wanted = sys.argv[1:] or FRAMEWORKS
+    cells = [one for one in read().cells if one.framework not in wanted] if sys.argv[1:] else []
+    for framework in reversed([one for one in FRAMEWORKS if one in wanted]):  # what is most likely to fail comes first
         for setting in SETTINGS:
             cells.append(cell := measure(framework, setting))
             print(f"{setting}: {framework} {cell.ratio:.3f} x {cell}", file=sys.stderr, flush=True)  # noqa: T201

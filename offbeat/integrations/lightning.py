@@ -87,6 +87,7 @@ class OffbeatStrategy(DDPStrategy):  # type: ignore[misc]
         run_dir = self._run_dir or Environment().run_dir or Path(self._trainer.default_root_dir) / RUN_DIR
         self._run = run = begin(LIGHTNING, self._plan, run_dir=run_dir, **self._of_run)
         self._meetings, self._figures = StepMeetings(run), RunFigures(Path(run_dir))
+        _heed_own_signals(self._trainer)
 
     def configure_ddp(self) -> None:
         """Do nothing yet: a replica is made of the model and its optimizer."""
@@ -242,3 +243,20 @@ class OffbeatStrategy(DDPStrategy):  # type: ignore[misc]
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             state_files.remove(str(filepath))
+
+
+def _heed_own_signals(trainer: Any) -> None:
+    """Have each worker end by the SIGTERM that it gets itself.
+
+    Since 2.6 Lightning has the first worker broadcast in each step, by torch's group, whether it got one: all others
+    would wait for it there, whatever the plan says. Who ends tells the others by the run.
+    """
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+
+    def note(signum: int, _: Any) -> None:
+        if not connector.received_sigterm and trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(signum)
+        connector.received_sigterm = True
+
+    connector._sigterm_notifier_fn = note
+    loop._broadcast_sigterm_tensor = lambda: None

@@ -45,7 +45,8 @@ def date() -> str:
 
 def command_line() -> str:
     """The command that was given, without the folder the program lies in."""
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    name = Path(sys.argv[0]).name
+    return " ".join(["python -m offbeat" if name == "__main__.py" else name, *sys.argv[1:]])
 
 
 def _processor() -> str:

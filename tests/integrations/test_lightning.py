@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,44 @@ def fit(plan: str, folder: str, options: dict[str, Any]) -> tuple[list[torch.Ten
     made.fit(model, *loaders())
     values = {name: float(value) for name, value in made.callback_metrics.items()}
     return [parameter.detach().clone() for parameter in model.parameters()], values
+
+
+def count_broadcasts(plan: str, folder: str) -> int:
+    broadcast, count = torch.distributed.broadcast, 0
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        return broadcast(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.distributed, "broadcast", counting)
+        fit(plan, folder, {"max_epochs": 3})
+    return count
+
+
+def test_no_step_waits_for_the_first_worker(tmp_path: Path) -> None:
+    """Lightning itself broadcasts in each of the 18 steps whether that has got a SIGTERM."""
+    assert all(count < 10 for count in run_workers(2, count_broadcasts, "local", str(tmp_path)))
+
+
+def end_by_signal(folder: str) -> str:
+    class Ends(pl.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 4 and trainer.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        fit("local", folder, {"callbacks": [Ends()]})
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_who_gets_a_sigterm_ends_and_the_others_are_told(tmp_path: Path) -> None:
+    told, ended = run_workers(2, end_by_signal, str(tmp_path))
+    assert ended.startswith("SIGTERMException")
+    assert "rank 1" in told.lower(), told
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
