@@ -8,8 +8,9 @@
   `elastic_group` - who is left, and how they find together; `generation` - what carries it among those
 * `routed` - all-reduce along planned paths (`offbeat.collective`); `linked_group` - links, and paths over them;
   `path_collectives` - sums along these; `path_planner` - which paths for which size; `algorithm_runner` - what carries
-  them out: `lane_exchange` over lanes, `grouped_rounds` by torch's group, on GPUs by NCCL; `lane_network` - the links
-  between workers; `discovery` - what these carry; `throughput_watch` - whether that has changed
+  them out: `lane_exchange` over lanes, `grouped_rounds` by torch's group, on GPUs by NCCL; `completion` - its end;
+  `lane_network` - the links between workers; `discovery` - what these carry; `throughput_watch` - whether that has
+  changed
 * `switch` - sums in the network, beside an elastic companion (`offbeat.switch`); `switch_table` - sums there that last;
   `staging` - the way of tensors on a GPU over such a fabric
   `switch_session` - a worker's place at a switch, also at one that was started again

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from offbeat.collective.rounds import rank_rounds
 from offbeat.errors import NetworkError
+from offbeat.fabric.completion import Completion
 from offbeat.fabric.process_group import never_destroy
 from offbeat.wire.lane import BusyTime
 
@@ -134,50 +135,42 @@ class GroupedExchange:
 
     def __init__(self, sent_bytes: int, busy: BusyTime, lost: Callable[[], str]) -> None:
         self.sent_bytes, self._busy, self._lost = sent_bytes, busy, lost
-        self._over, self._ending = threading.Event(), threading.Lock()
-        self._callbacks: list[Callable[[], None]] = []
-        self._error: NetworkError | None = None
+        self._completion = Completion()
 
     def carry_out(self, rounds: Callable[[], None]) -> None:
         """Have it done, on this thread."""
         self._busy.began(time.monotonic())
+        failed: NetworkError | None = None
         try:
             rounds()
-        except RuntimeError as error:
-            self._error = NetworkError(f"The connection to another worker broke: {str(error).splitlines()[0]}")
+        except Exception as error:
+            first_line = str(error).partition("\n")[0]
+            failed = NetworkError(f"The connection to another worker broke: {first_line}")
         self._busy.sent_bytes += self.sent_bytes
         self._busy.ended(time.monotonic())
-        with self._ending:
-            self._over.set()
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+        self._completion.end(failed)
 
     def wait(self, timeout: timedelta) -> bool:
-        is_over = self._over.wait(timeout.total_seconds())
-        if is_over and self._error is None:
+        is_over, error = self._completion.wait(timeout), self._completion.error
+        if is_over and error is None:
             return True
         # Of a process that ends torch's group may know before the links do, and not who it was.
-        deadline_s = time.monotonic() + (0.0 if self._error is None else _MOMENT_S)
+        deadline_s = time.monotonic() + (0.0 if error is None else _MOMENT_S)
         while True:
             if lost := self._lost():
                 raise NetworkError(lost)
             if time.monotonic() >= deadline_s:
                 break
             time.sleep(_POLL_S)
-        if self._error is not None:
-            raise self._error
+        if error is not None:
+            raise error
         return False
 
     def done(self) -> bool:
-        return self._over.is_set()
+        return self._completion.done()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        with self._ending:
-            if not self._over.is_set():
-                self._callbacks.append(callback)
-                return
-        callback()
+        self._completion.add_done_callback(callback)
 
     def owed(self) -> Sequence[Owed]:
         return ()

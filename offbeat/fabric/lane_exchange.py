@@ -7,11 +7,11 @@ last byte that leaves it has arrived.
 from __future__ import annotations
 
 import heapq
-import threading
 import time
 from collections import Counter, deque
 from typing import TYPE_CHECKING, NamedTuple
 
+from offbeat.fabric.completion import Completion
 from offbeat.wire.lane import AddingSink, CopyingSink, GrowingBuffer, LaneKey, OutgoingLane
 from offbeat.wire.mesh import MeshExchange
 
@@ -97,9 +97,7 @@ class LaneExchange:
     ) -> None:
         self._channel, self.number, self._part, self._terms = channel, number, part, terms
         self._places, self._add, self._pool = places, add, pool
-        self._over, self._ending = threading.Event(), threading.Lock()
-        self._callbacks: list[Callable[[], None]] = []
-        self._error: OffbeatError | None = None
+        self._completion = Completion()
         self._left = 0
         self._held = _HeldLanes(None, [])
         self._sinks: dict[tuple[int, int], CopyingSink | AddingSink] = {}
@@ -127,23 +125,18 @@ class LaneExchange:
         Raises:
             OffbeatError: that it failed with.
         """
-        if not self._over.wait(timeout.total_seconds()):
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
+        is_over = self._completion.wait(timeout)
+        if self._completion.error is not None:
+            raise self._completion.error
+        return is_over
 
     def done(self) -> bool:
         """Whether it is over."""
-        return self._over.is_set()
+        return self._completion.done()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Have something called when it is over, well or not: on the event loop, or at once."""
-        with self._ending:
-            if not self._over.is_set():
-                self._callbacks.append(callback)
-                return
-        callback()
+        self._completion.add_done_callback(callback)
 
     def owed(self) -> list[Owed]:
         """List the transfers that have not come, on any thread; those that miss most come first."""
@@ -201,16 +194,7 @@ class LaneExchange:
                 if buffer.memory is not self._places[chunk]:
                     self._places[chunk][:] = buffer.memory
             self._channel.end(self.number)
-            self._end()
+            self._completion.end()
 
     def _fail(self, error: OffbeatError) -> None:
-        if not self._over.is_set():
-            self._error = error
-            self._end()
-
-    def _end(self) -> None:
-        with self._ending:
-            self._over.set()
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+        self._completion.end(error)

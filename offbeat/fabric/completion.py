@@ -1,0 +1,52 @@
+"""The end of something that is under way on another thread: waited for, or heard of."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import timedelta
+
+    from offbeat.errors import OffbeatError
+
+
+class Completion:
+    """Whether it is over, well or not, and who is to be told.
+
+    Attributes:
+        error: that it ended with; None if it is under way, or ended well.
+    """
+
+    def __init__(self) -> None:
+        self.error: OffbeatError | None = None
+        self._over, self._ending = threading.Event(), threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Wait until it is over; whether it is."""
+        return self._over.wait(timeout.total_seconds())
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self._over.is_set()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Have something called when it is over: on the thread on which it ends, or at once."""
+        with self._ending:
+            if not self._over.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def end(self, error: OffbeatError | None = None) -> None:
+        """It is over; only the first time counts."""
+        with self._ending:
+            if self._over.is_set():
+                return
+            self.error = error
+            self._over.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
