@@ -36,13 +36,8 @@ _BY_NAME = (
 )
 EXPLAINED = {
     "test_get_backend": "It wants the group to be called gloo; it is called offbeat.",
-    "test_monitored_barrier_allreduce_hang": _BY_NAME,
-    "test_monitored_barrier_allreduce_hang_wait_all_ranks": _BY_NAME,
-    "test_monitored_barrier_failure_order": _BY_NAME,
     "test_monitored_barrier_gloo": _BY_NAME,
-    "test_monitored_barrier_gloo_rank_0_timeout": _BY_NAME,
     "test_monitored_barrier_gloo_subgroup": _BY_NAME,
-    "test_monitored_barrier_wait_all_ranks": _BY_NAME,
 }
 """Why a test that passes on Gloo does not on offbeat."""
 # Runs the tests named on its command line, one after the other, in workers that are forked from it; a line for each.
@@ -141,7 +136,7 @@ def section(lines: Callable[[list[str], Sequence[Sequence[str]]], str]) -> str:
     worse = [[f"`{one.name}`", EXPLAINED.get(one.name, "**not explained**")] for one in found.tests if one.is_worse]
     return (
         "\n### torch's own tests\n\nThose of collectives and of DistributedDataParallel that come with torch "
-        f"{found.versions['torch']}, with {found.world} workers. Those are skipped that need a GPU, NCCL, UCC or MPI."
+        f"{found.versions['torch']}, with {found.world} workers. Most of those that are skipped need a GPU or NCCL."
         "\n\n"
         f"{lines(['', PASSED, SKIPPED, FAILED], rows)}\nThose that pass on Gloo alone:\n\n"
         f"{lines(['', 'why'], worse)}\n`{found.command}`, {found.date}. [Raw records](torch_tests.json).\n"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import schedules, switch_page, windows
+from benchmarks import schedules, switch_page, torch_tests, windows
 from benchmarks.claims import CLAIMS, IDEAL
 from benchmarks.first_screen import PICTURE, ROWS, course, draw
 from benchmarks.page import PAGE, RESULTS, measured, page
@@ -187,3 +187,7 @@ def test_the_section_on_switches_says_what_is_wrong() -> None:
         "it hung",
     ):
         assert one in text
+
+
+def test_each_difference_in_torchs_own_tests_has_its_reason() -> None:
+    assert {one.name for one in torch_tests.read().tests if one.is_worse} == set(torch_tests.EXPLAINED)
