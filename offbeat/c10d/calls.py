@@ -173,6 +173,12 @@ class CallBoard:
                 self._thread.start()
         return call
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call is under way."""
+        with self._lock:
+            return any(not call.ended.is_set() for call in self._calls)
+
     def lose(self, reason: str) -> None:
         """Fail what is under way: a member is lost."""
         with self._lock:

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offbeat")
 
-_PAUSE_S, _REPORT_S = 0.005, 10.0
+_PAUSE_S, _MOMENT_S, _REPORT_S = 0.005, 2.0, 10.0
 
 
 class GroupMember(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +60,7 @@ def meet_members(store: Store, place: int, ranks: Sequence[int], timeout: timede
         raise NetworkError(f"Cannot make a group: torch's store does not answer ({_first_line(error)}).") from error
     for rank, one in found.items():
         if one.version != mine.version:
+            _linger(store, place, len(ranks))
             raise DisagreementError(
                 f"Cannot make a group: rank {rank} ({one}) runs offbeat {one.version}, and rank {ranks[place]} "
                 f"{mine.version}. Install the same everywhere."
@@ -81,6 +83,15 @@ def _wait_for_all(store: Store, ranks: Sequence[int], timeout_s: float) -> None:
             is_reported = True
             _log.warning("Waiting for %.0f s for rank %s to make a group.", waited_s, names)
         time.sleep(_PAUSE_S)
+
+
+def _linger(store: Store, place: int, world: int) -> None:
+    """Wait a moment for the others to read what they all find: who ends may take the store with it."""
+    deadline_s = time.monotonic() + _MOMENT_S
+    with suppress(RuntimeError, dist.DistError):
+        store.set(f"read/{place}", "")
+        while time.monotonic() < deadline_s and not store.check([f"read/{one}" for one in range(world)]):
+            time.sleep(_PAUSE_S)
 
 
 def _first_line(error: Exception) -> str:

@@ -13,10 +13,12 @@ names who and where.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import queue
 import threading
 import time
+import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +28,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from offbeat.c10d.calls import CallBoard, CallWork
 from offbeat.c10d.members import meet_members
-from offbeat.errors import NetworkError, OffbeatError, PlanError
+from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PlanError
 from offbeat.fabric.fabric import BindContext
 from offbeat.fabric.generation import StoreMeeting
 from offbeat.fabric.linked_group import LinkedGroup
@@ -99,7 +101,19 @@ def make_group(options: Any, spec: Any = None) -> OffbeatGroup:
             "paths. Give Routed(...) without `grouped`, or the plan fabric=Routed(grouped=True) to offbeat.init."
         )
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    return OffbeatGroup(options.store, options.group_rank, ranks, options.timeout, options.group_id, spec or Routed())
+    # The store of a group that was destroyed may still be there, with all that was said in it.
+    times = options.store.add(f"begun/{options.group_rank}", 1)
+    store = PrefixStore(str(times), options.store)
+    group = OffbeatGroup(store, options.group_rank, ranks, options.timeout, options.group_id, spec or Routed())
+    atexit.register(_let_go, weakref.ref(group))
+    return group
+
+
+def _let_go(reference: weakref.ReferenceType[OffbeatGroup]) -> None:
+    """Let go of a group at the end of the process, while its threads can still be heard of."""
+    group = reference()
+    if group is not None:
+        group.let_go()
 
 
 class OffbeatGroup(dist.ProcessGroup):
@@ -120,7 +134,13 @@ class OffbeatGroup(dist.ProcessGroup):
         super().__init__(place, len(ranks))  # type: ignore[call-arg]
         self._place, self._ranks, self._group_name, self._spec = place, tuple(ranks), name, spec
         self._hosts = meet_members(PrefixStore("members", store), place, self._ranks, timeout)
-        self._gloo = _gloo(PrefixStore("gloo", store), place, len(ranks), timeout)
+        try:
+            self._gloo = _gloo(PrefixStore("gloo", store), place, len(ranks), timeout)
+        except (RuntimeError, dist.DistError) as error:
+            raise NetworkError(
+                f"Cannot make a group of {', '.join(f'rank {rank} ({who})' for rank, who in self._hosts.items())}: "
+                f"{str(error).partition(chr(10))[0]}. One of them may have ended meanwhile; see what each said."
+            ) from error
         # Some of torch asks a group for its backends: of what devices they are, and for how long they wait.
         for device in ("cpu", "cuda"):
             backend = self._gloo._get_backend(torch.device(device))
@@ -167,19 +187,24 @@ class OffbeatGroup(dist.ProcessGroup):
             if timeout is not None:
                 opts.timeout = timeout
         call = self._board.begin(_words("all_reduce", tensors, _operation(opts.reduceOp)))
-        if not self._goes_along_paths(tensors, opts):
-            return self._delegated(call, lambda: self._gloo.allreduce(tensors, opts), tensors)
-        (tensor,) = tensors
-        whole = tensor.detach().reshape(-1)  # a copy, if it is not contiguous
+        try:
+            packed = [_packed(tensor) for tensor in tensors]  # Gloo takes any tensor to be so
+        except ValueError as error:
+            call.fail(error)
+            raise
 
         def end() -> None:
-            if whole.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(whole.view(tensor.shape))
+            for tensor, copy in zip(tensors, packed, strict=True):
+                if copy is not tensor:
+                    tensor.detach().copy_(copy)
 
+        if not self._goes_along_paths(tensors, opts):
+            return self._delegated(call, lambda: self._gloo.allreduce(packed, opts), tensors, end)
+        whole = packed[0].detach().view(-1)
         try:
             collectives = self._planned(call)
             if collectives.goes_by_group(whole.numel() * whole.element_size()):
-                return self._delegated(call, lambda: self._gloo.allreduce(tensors, opts), tensors)
+                return self._delegated(call, lambda: self._gloo.allreduce(packed, opts), tensors, end)
             pending = collectives.sum_along_paths(whole)
         except (OffbeatError, RuntimeError) as error:
             call.fail(error)
@@ -192,7 +217,10 @@ class OffbeatGroup(dist.ProcessGroup):
         with self._opening:
             if self._collectives is None:
                 self._planning = call
-                self._meet("")  # some may come much later than others
+                said = self._meet(call.what)  # some may come much later than others
+                if unlike := {rank: what for rank, what in zip(self._ranks, said, strict=True) if what != call.what}:
+                    told = "; ".join(f"rank {rank} has called {what}" for rank, what in unlike.items())
+                    raise DisagreementError(f"Cannot begin {call.what}: {told}. All workers have to call the same.")
                 self._collectives = self._links.plan(self._meet)
             return self._collectives
 
@@ -231,8 +259,10 @@ class OffbeatGroup(dist.ProcessGroup):
 
     # -- what Gloo does ------------------------------------------------------------------------------------------
 
-    def _delegated(self, call: Call, begin: Callable[[], Any], value: Any = None) -> Any:
-        """Have Gloo do it; returns a work that ends with it, or when somebody is lost."""
+    def _delegated(
+        self, call: Call, begin: Callable[[], Any], value: Any = None, end: Callable[[], None] | None = None
+    ) -> Any:
+        """Have Gloo do it, and something behind it; returns a work that ends with it, or when somebody is lost."""
         if lost := self._lost():
             call.fail(NetworkError(f"Cannot begin {call.what}: {'; '.join(lost.values())}"))
             return CallWork(call)
@@ -245,6 +275,8 @@ class OffbeatGroup(dist.ProcessGroup):
         def over(ended: Callable[[], Any]) -> None:
             try:
                 found = ended()
+                if end is not None:
+                    end()
             except Exception as error:
                 why = NetworkError(f"Cannot end {call.what}: {str(error).splitlines()[0]}")
                 self._ends.submit(lambda: call.fail(self._named(why)))
@@ -272,6 +304,15 @@ class OffbeatGroup(dist.ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         self._board.set_timeout(timeout)
         self._gloo.set_timeout(timeout)
+
+    def let_go(self) -> None:
+        """Let go at the end of the process, of a group that nobody has destroyed."""
+        if self._is_closed:
+            return
+        if self._board.is_busy or self._lost():
+            self.abort()
+        else:
+            self.shutdown()
 
     def shutdown(self) -> None:
         """Let go, once nothing is under way."""
@@ -344,6 +385,22 @@ def _tensors(arguments: Sequence[Any]) -> list[torch.Tensor]:
             if found:
                 return found
     return []
+
+
+def _packed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a contiguous copy.
+
+    Raises:
+        ValueError: if several of its elements are one place in memory.
+    """
+    if tensor.layout != torch.strided or tensor.is_contiguous():
+        return tensor
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ValueError(
+            "Cannot sum a tensor of which several elements are one place in memory, as of an expanded one. Give its "
+            ".contiguous()."
+        )
+    return tensor.contiguous()
 
 
 def _operation(operation: Any) -> str:

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
 
-    from offbeat.errors import OffbeatError
-
 
 class Completion:
     """Whether it is over, well or not, and who is to be told.
@@ -20,7 +18,7 @@ class Completion:
     """
 
     def __init__(self) -> None:
-        self.error: OffbeatError | None = None
+        self.error: Exception | None = None
         self._over, self._ending = threading.Event(), threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
 
@@ -40,7 +38,7 @@ class Completion:
                 return
         callback()
 
-    def end(self, error: OffbeatError | None = None) -> None:
+    def end(self, error: Exception | None = None) -> None:
         """It is over; only the first time counts."""
         with self._ending:
             if self._over.is_set():

@@ -86,7 +86,7 @@ class Elastic:
         if self.over is not None and (isinstance(self.over, type) or not isinstance(self.over, Reconnects)):
             raise PlanError(
                 f"Cannot be elastic over {self.over!r}: its workers cannot be connected anew without one that is lost. "
-                "Use ProcessGroup() or Routed() - at `plan.fabric.over`."
+                "Use ProcessGroup() or Routed(), made with (...) - at `plan.fabric.over`."
             )
         if isinstance(self.over, Routed) and self.over.grouped:
             raise PlanError(

@@ -120,7 +120,11 @@ class StoreMeeting:
         keys, pause_s = [f"{number}/{place}" for place in range(self._world)], _FIRST_PAUSE_S
         while not self._store.check(keys):
             if self._is_over():
-                raise NetworkError("Cannot connect the workers: not all have come in time, or one was lost meanwhile.")
+                missing = [place for place, key in enumerate(keys) if not self._store.check([key])]
+                raise NetworkError(
+                    f"Cannot connect the workers: of {self._world} those at {', '.join(map(str, missing)) or 'none'} "
+                    "(from 0 on) have not come in time, or one was lost. Start all of them, and see what each said."
+                )
             time.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
         return [self._store.get(key).decode() for key in keys]

@@ -3,8 +3,9 @@
 On GPUs that NCCL connects nothing passes through the host then. The links between the workers, over which they have
 measured the network, stay: they tell who is lost, which NCCL does not.
 
-A thread has the rounds done, one exchange behind the other, so that operations of the group match on all workers. It
-does not come back from an exchange with who is lost; then the group is left as it is.
+A thread carries the rounds out, one exchange behind the other, so that operations of the group match on all workers. It
+does not come back from an exchange with a worker that is lost; then the group is left as it is. A chunk that was on its
+way by then may still be copied to the vector, which over lanes it may not; nothing is added to it any more.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class GroupedRunner:
     def __init__(self, network: LaneNetwork, group: dist.ProcessGroup, device: torch.device) -> None:
         self.network, self.device, self.busy = network, device, BusyTime()
         self._group: dist.ProcessGroup | None = group
+        self._is_abandoned = False
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="offbeat-rounds", daemon=True)
@@ -61,7 +63,7 @@ class GroupedRunner:
         def start(whole: torch.Tensor) -> GroupedExchange:
             parts = [whole.detach()[chunk.place(whole.numel())] for chunk in chunks]
             sent_bytes = sum(parts[send.chunk].nbytes for one in rounds for send in one.sends)
-            exchange = GroupedExchange(sent_bytes, self.busy, self._lost)
+            exchange = GroupedExchange(sent_bytes, self.busy, self._why_lost)
             made = None if self._stream is None else torch.cuda.current_stream(self.device).record_event()
             self._tasks.put(lambda: exchange.carry_out(lambda: self._carried_out(rounds, parts, made)))
             return exchange
@@ -76,9 +78,11 @@ class GroupedRunner:
             dist.destroy_process_group(group)
 
     def abandon(self) -> None:
+        self._is_abandoned = True
         self._tasks.put(None)
-        if self._group is not None:
-            never_destroy(self._group)
+        group, self._group = self._group, None
+        if group is not None:
+            never_destroy(group)
 
     def _carried_out(self, rounds: Sequence[RankRound], parts: Sequence[torch.Tensor], made: Any) -> None:
         """Carry out all rounds.
@@ -95,33 +99,45 @@ class GroupedRunner:
                 self._stream.synchronize()
 
     def _round(self, one: RankRound, parts: Sequence[torch.Tensor]) -> None:
+        group = self._group
+        if self._is_abandoned or group is None:
+            raise NetworkError("Cannot go on with a sum: its links were given up.")
         sends = [send for send in one.sends if parts[send.chunk].numel()]
-        batch = [self._op(dist.isend, parts[send.chunk], send.destination) for send in sends]
+        batch = [_op(dist.isend, parts[send.chunk], send.destination, group) for send in sends]
         came = []
         for receive in one.receives:
             part = parts[receive.chunk]
             if part.numel():
                 into = torch.empty_like(part) if receive.needs_memory else part
-                batch.append(self._op(dist.irecv, into, receive.source))
+                batch.append(_op(dist.irecv, into, receive.source, group))
                 came.append((receive, part, into))
-        # Of NCCL's these hold up the stream alone.
-        for work in dist.batch_isend_irecv(batch) if batch else ():
-            work.wait()
+        try:
+            # Of NCCL's these hold up the stream alone.
+            for work in dist.batch_isend_irecv(batch) if batch else ():
+                work.wait()
+        except RuntimeError as error:
+            first_line = str(error).partition("\n")[0]
+            raise NetworkError(f"The connection to another worker broke: {first_line}") from error
+        if self._is_abandoned:
+            return
         for receive, part, into in came:
             if receive.adds:
                 part.add_(into)
             elif receive.needs_memory:
                 part.copy_(into)
 
-    def _op(self, what: Callable[..., Any], tensor: torch.Tensor, place: int) -> dist.P2POp:
-        return dist.P2POp(what, tensor, group=self._group, group_peer=place)
-
-    def _lost(self) -> str:
-        return "; ".join(self.network.lost.values())
+    def _why_lost(self) -> str:
+        lost = "; ".join(self.network.lost.values())
+        self._is_abandoned = self._is_abandoned or bool(lost)
+        return lost
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
+
+
+def _op(what: Callable[..., Any], tensor: torch.Tensor, place: int, group: dist.ProcessGroup) -> dist.P2POp:
+    return dist.P2POp(what, tensor, group=group, group_peer=place)
 
 
 class GroupedExchange:
@@ -138,14 +154,13 @@ class GroupedExchange:
         self._completion = Completion()
 
     def carry_out(self, rounds: Callable[[], None]) -> None:
-        """Have it done, on this thread."""
+        """Carry the rounds out, on this thread."""
         self._busy.began(time.monotonic())
-        failed: NetworkError | None = None
+        failed: Exception | None = None
         try:
             rounds()
         except Exception as error:
-            first_line = str(error).partition("\n")[0]
-            failed = NetworkError(f"The connection to another worker broke: {first_line}")
+            failed = error
         self._busy.sent_bytes += self.sent_bytes
         self._busy.ended(time.monotonic())
         self._completion.end(failed)
@@ -155,7 +170,7 @@ class GroupedExchange:
         if is_over and error is None:
             return True
         # Of a process that ends torch's group may know before the links do, and not who it was.
-        deadline_s = time.monotonic() + (0.0 if error is None else _MOMENT_S)
+        deadline_s = time.monotonic() + (_MOMENT_S if isinstance(error, NetworkError) else 0.0)
         while True:
             if lost := self._lost():
                 raise NetworkError(lost)

@@ -85,11 +85,12 @@ class LinkedGroup:
             DisagreementError: if others were told of other links, or have other paths.
             PlanError: if the method does not suit the network that the job begins with.
         """
+        runner = self._make_runner(self._network)
         try:
-            runner = self._make_runner(self._network)
             measured, plan = self._planned(runner, meet, known, is_first=is_first)
             check_alike(plan, meet, self._network)
         except BaseException:
+            runner.abandon()
             self._network.abandon()
             raise
         log_paths(plan, measured, self._network)

@@ -262,7 +262,10 @@ def _tried(
         mine = [min(column) for column in zip(*took, strict=True)]
     except NetworkError as failed:  # told, so that all meet as often
         error = str(failed)
-    said = [json.loads(text) for text in meet(json.dumps([mine, error]))]
+    try:
+        said = [json.loads(text) for text in meet(json.dumps([mine, error]))]
+    except NetworkError as failed:
+        raise NetworkError(error or str(failed)) from failed
     if len({len(one) for one, _ in said}) > 1:
         raise NetworkError("Cannot choose paths: the workers try others.")
     if error := next((one for _, one in said if one), ""):

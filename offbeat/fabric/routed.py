@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from offbeat.collective import CollectiveMethod
 from offbeat.errors import PlanError
@@ -64,6 +65,8 @@ class Routed:
                 f"Cannot find paths by {self.method!r}: use a method of offbeat.collective, made with (...), such as "
                 "Ring(), or None - at `plan.fabric.method`."
             )
+        if not isinstance(self.grouped, bool):
+            raise PlanError(f"Cannot use grouped={self.grouped!r}: it is True or False - at `plan.fabric.grouped`.")
 
     @property
     def offers(self) -> Offers:
@@ -102,6 +105,8 @@ class Routed:
             collectives = linked.plan(meet)
         except BaseException:
             companion.abandon()
+            if told is not companion:
+                told.abandon()
             raise
         if told is not companion:
             told.close()
@@ -172,9 +177,12 @@ class PathReconnector:
 
 
 def _grouped_runner(backend: str) -> Callable[[LaneNetwork], AlgorithmRunner]:
-    """Make what makes a runner by a new group of torch's. Collective."""
+    """Make a group of torch's, and what makes a runner that uses it. Collective."""
     device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
-    return functools.partial(GroupedRunner, group=new_group(backend), device=device)
+    group = new_group(backend)
+    # All have to take part in the first operation of a group of NCCL's; in a round of sends some may not.
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return functools.partial(GroupedRunner, group=group, device=device)
 
 
 def _total(payload: Sum, whole: torch.Tensor) -> Total:

@@ -125,6 +125,20 @@ class OffbeatAccelerator(Accelerator):  # type: ignore[misc]
 
     # -- checkpoints and end -------------------------------------------------------------------------------------
 
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """The state of a model, such as for `save_model`.
+
+        Each tensor has memory of its own: a server's parameters are views of one buffer, of which Accelerate would keep
+        one, and take the others for copies of it.
+        """
+        copies: dict[tuple[Any, ...], torch.Tensor] = {}  # what is tied stays so
+        return {
+            name: copies.setdefault((one.data_ptr(), one.shape, one.stride()), one.clone())
+            if isinstance(one, torch.Tensor)
+            else one
+            for name, one in super().get_state_dict(model, unwrap).items()
+        }
+
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = False, **options: Any) -> Any:
         """Save all that was prepared, of replicas that are equal, and the run. Collective.
 

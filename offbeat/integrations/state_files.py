@@ -36,7 +36,9 @@ def save(run: Run, prefix: str) -> None:
     if run.is_first:
         _write(_common(prefix), run.state_dict())
     if codec := run_state.codec_state(run._session):
-        _write(_own(prefix, run.rank), codec)
+        _write(_own(prefix, run.rank), {"step": run.step, "codec": codec})
+    else:
+        _own(prefix, run.rank).unlink(missing_ok=True)
 
 
 def load(run: Run, prefix: str) -> None:
@@ -54,8 +56,16 @@ def load(run: Run, prefix: str) -> None:
             )
         return
     run.load_state_dict(_read(_common(prefix)))
-    if _own(prefix, run.rank).exists():
-        run_state.load_codec_state(run._session, _read(_own(prefix, run.rank)))
+    if not _own(prefix, run.rank).exists():
+        return
+    own = _read(_own(prefix, run.rank))
+    if own["step"] == run.step:
+        run_state.load_codec_state(run._session, own["codec"])
+    else:  # such as one of a job that had more workers
+        _log.warning(
+            "Rank %d goes on without what its codec kept: %s is of step %d, and the run of step %d.",
+            *(run.rank, _own(prefix, run.rank), own["step"], run.step),
+        )
 
 
 def remove(prefix: str) -> None:

@@ -76,13 +76,18 @@ class WeightsAndBiases:
         options: of `wandb.init`, such as project="mine", if none is open.
 
     Raises:
-        PlanError: if wandb is not installed.
+        PlanError: if wandb is not installed, or begins no run.
     """
 
     def __init__(self, **options: Any) -> None:
         wandb = _imported("wandb", "Weights & Biases", "wandb")
         self._is_own = wandb.run is None
-        self._run = wandb.init(**options) if self._is_own else wandb.run
+        try:
+            self._run = wandb.init(**options) if self._is_own else wandb.run
+        except wandb.errors.Error as error:  # such as that nobody is logged in
+            raise PlanError(
+                f"Cannot begin a run of Weights & Biases: {error} WANDB_MODE=offline needs no login."
+            ) from error
         # Its own steps only grow, and are the script's: these figures bring theirs.
         self._run.define_metric(f"{PREFIX}step")
         self._run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}step")
@@ -171,7 +176,10 @@ def track(run: Run, *trackers: Tracker, every_s: float = _EVERY_S) -> Iterator[N
         time.sleep(_WRITTEN_S)
         tell([figures.new()], left)
         for tracker in left:
-            tracker.close()
+            try:
+                tracker.close()
+            except Exception as error:
+                _log.warning("%s was not closed: %s", type(tracker).__name__, error)
 
 
 def tell(windows: Iterable[Window], trackers: list[Tracker]) -> None:

@@ -416,7 +416,7 @@ class Run:
         self._check_open("take a mean over all workers")
         question, numbers = "the mean over all workers", (_number(value, "value") * weight, weight)
         session = self._session
-        if session.server is None:
+        if session.server is None or not session.models.synchronizers:  # a server knows nobody without a model
             total, weights = session.context.control.sum(question, numbers)
         else:
             total, weights = session.server.sum(question, numbers, session.waiter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -311,6 +312,63 @@ def test_versions_that_differ() -> None:
     said = run_workers(2, run_another_version)
     assert re.search(r"rank 1 \(.+\) runs offbeat 1\.1, and rank 0 1\.0\. Install the same", said[0]), said[0]
     assert re.search(r"rank 0 \(.+\) runs offbeat 1\.0, and rank 1 1\.1\. Install the same", said[1]), said[1]
+
+
+def begin_again(port: int) -> list[float]:
+    """Make a group, and end it, several times in one process, by the store of torch's own launchers."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    found = []
+    for _ in range(3):
+        dist.init_process_group("offbeat", timeout=timedelta(seconds=20))
+        total = torch.ones(50_000)
+        dist.all_reduce(total)
+        found.append(float(total[-1]))
+        dist.destroy_process_group()
+    return found
+
+
+def test_a_group_is_made_again() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert run_workers(2, begin_again, port) == [[2.0] * 3] * 2
+
+
+def sum_strided(spec: offbeat.Routed | None) -> list[bool | str]:
+    rank, _ = begin("offbeat", spec)
+    found: list[bool | str] = []
+    for size in (10, 200_000):
+        whole = torch.arange(2.0 * size) * (rank + 1)
+        dist.all_reduce(whole[::2])
+        expected = torch.arange(2.0 * size) * (rank + 1)
+        expected[::2] = torch.arange(2.0 * size)[::2] * 3
+        found.append(torch.equal(whole, expected))
+    try:
+        dist.all_reduce(torch.ones(1).expand(10))
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("spec", [PATHS, None], ids=repr)
+def test_a_tensor_that_is_not_contiguous(spec: offbeat.Routed | None) -> None:
+    for small, large, said in run_workers(2, sum_strided, spec):
+        assert (small, large) == (True, True)
+        assert str(said).endswith("Give its .contiguous().")
+
+
+def sum_other_sizes_at_once() -> str:
+    rank, _ = begin("offbeat")
+    try:
+        dist.all_reduce(torch.ones(100_000 + rank))
+    except Exception as error:
+        return str(error)
+    return "nothing"
+
+
+def test_who_sums_what_is_told_at_the_first_sum() -> None:
+    first, second = run_workers(2, sum_other_sizes_at_once)
+    assert "rank 1 has called all_reduce (SUM) of 100001 float32" in first, first
+    assert "rank 0 has called all_reduce (SUM) of 100000 float32" in second, second
 
 
 def call_in_fork() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -98,6 +99,36 @@ def test_who_is_killed_is_named() -> None:
     for took_s, said in (one for rank, one in enumerate(run_workers(3, lose_one_in_rounds, faulty=1)) if rank != 1):
         assert "rank 1" in said.lower()
         assert took_s < 15, "they knew by the links, not by a timeout"
+
+
+def give_up() -> bool:
+    """Whether memory stays as it is, once an exchange with somebody who does not come was given up."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{os.environ['OFFBEAT_STORE']}", rank=rank, world_size=world)
+    fabric = Routed(Ring(), grouped=True).bind(BindContext(rank, world))
+    vector = torch.ones(1000)
+    if rank == 1:
+        time.sleep(1)
+        fabric.start(Sum(torch.ones(1000)))
+        time.sleep(0.5)
+    else:
+        pending = fabric.start(Sum(vector))
+        assert not pending.wait(timedelta(seconds=0.3))
+        fabric.abandon()
+        fabric.abandon()
+        vector.fill_(7)
+        time.sleep(1.5)
+    fabric.abandon()
+    return bool((vector == (7 if rank == 0 else 1)).all())
+
+
+def test_nothing_is_added_once_it_was_given_up() -> None:
+    assert run_workers(2, give_up) == [True, True]
+
+
+def test_options_that_are_none() -> None:
+    with pytest.raises(PlanError, match=r"Cannot use grouped='yes': it is True or False - at `plan.fabric.grouped`"):
+        Routed(grouped="yes")  # type: ignore[arg-type]
 
 
 def test_it_is_not_elastic() -> None:
