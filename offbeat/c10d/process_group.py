@@ -207,7 +207,7 @@ class OffbeatGroup(dist.ProcessGroup):
                 return self._delegated(call, lambda: self._gloo.allreduce(packed, opts), tensors, end)
             pending = collectives.sum_along_paths(whole)
         except (OffbeatError, RuntimeError) as error:
-            call.fail(error)
+            call.fail(self._named(error))
             return CallWork(call)
         return self._watched(call, pending, end, tensors)
 

@@ -54,6 +54,7 @@ T = TypeVar("T")
 # For the last words to those that are still connected: an onlooker that was stopped or killed never hears them.
 _GOOD_BYE_S = 0.5
 _LAST_SNAPSHOT_S = 10.0
+_GONE_S, _LOOKS_S = 15.0, 0.2  # for workers that have connected, and left before they trained
 _ORPHAN_S = 2.0  # for the rest when `offbeat run` is gone
 _FIRST_PATIENCE = timedelta(seconds=20)
 # For the workers of a snapshot to come back before it is gone on without them; the timeout may have to pass until they
@@ -193,10 +194,16 @@ async def _live(
     shard.begin_with_who_is_here_after(max(_RETURN_S, 2 * settings.timeout_s + 1))
 
     async def end_if_nobody_comes() -> None:
-        await asyncio.sleep(settings.patience_s)
-        # Between connecting and training a worker may prepare its data for as long as it likes.
-        while any(link.role == "worker" for link in listener.links):
-            await asyncio.sleep(settings.patience_s)
+        left_s, looks_s = settings.patience_s, min(_LOOKS_S, settings.patience_s)
+        while not shard.was_visited and left_s > 0:
+            await asyncio.sleep(looks_s)
+            left_s -= looks_s
+            # Between connecting and training a worker may prepare its data for as long as it likes. Those that leave
+            # without having trained do not come back, or hardly, if their script has failed.
+            if any(link.role == "worker" for link in listener.links):
+                left_s = min(settings.patience_s, _GONE_S)
+            elif shard.was_declined:
+                left_s = 0.0
         if not shard.was_visited:
             ended.set()
 

@@ -461,7 +461,7 @@ class Run:
             return
         for one in models:
             one.settle()
-        if session.server is not None:
+        if session.server is not None and models:
             session.server.settle(session.waiter)
             session.plans.take_plan()  # one may have been agreed upon while this worker waited for the others
             for one in models:

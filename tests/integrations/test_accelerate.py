@@ -124,6 +124,20 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, plan: str) -> No
             assert all(torch.equal(first, second) for first, second in zip(*states, strict=True))
 
 
+def save_model(folder: str) -> list[str]:
+    accelerator, model = made("server"), network()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.save_model(model, folder)
+    accelerator.end_training()
+    return sorted(model.module.state_dict())
+
+
+def test_a_model_is_saved_whole_where_a_server_has_it(tmp_path: Path) -> None:
+    names, _ = run_workers(2, save_model, str(tmp_path))
+    safetensors: Any = pytest.importorskip("safetensors.torch")
+    assert sorted(safetensors.load_file(tmp_path / "model.safetensors")) == names
+
+
 def refused(what: str) -> str:
     try:
         accelerator = made("asp")

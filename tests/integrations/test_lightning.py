@@ -244,3 +244,18 @@ def logged(folder: str) -> list[str]:
 def test_lightnings_loggers_are_told_how_the_workers_train(tmp_path: Path) -> None:
     names, _ = run_workers(2, logged, str(tmp_path))
     assert {"offbeat/wait_s", "offbeat/bytes_sent", "offbeat/samples_per_s", "offbeat/rank1/compute_s"} <= set(names)
+
+
+def validate_alone(folder: str) -> list[float]:
+    fit("server", folder, {"max_epochs": 1})
+    made = trainer(PLANS["server"], folder)
+    model, (_, held_out) = Digits(), loaders()
+    found = [float(made.validate(model, held_out, verbose=False)[0]["val_loss"])]
+    made.fit(model, *loaders())
+    return [*found, float(made.validate(model, held_out, verbose=False)[0]["val_loss"])]
+
+
+def test_validation_outside_of_fit_with_a_server(tmp_path: Path) -> None:
+    (before, after), other = run_workers(2, validate_alone, str(tmp_path))
+    assert (before, after) == pytest.approx(other)
+    assert after < before

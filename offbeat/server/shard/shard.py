@@ -184,6 +184,7 @@ class Shard:
         self.is_over = False
         self._beginning: asyncio.TimerHandle | None = None
         self.is_finished = False  # the last worker has said good-bye
+        self.was_declined = False  # a worker that had never trained has
         self.refusal = ""  # why the shard that coordinates does not want this one
         if self._coordinator is not None:
             self._begin_if_all_are_here()
@@ -531,6 +532,7 @@ class Shard:
             if isinstance(error, PeerError):
                 _log.warning("%s", error)
             if peer.role == "worker" and peer.rank not in self._peers:
+                self.was_declined = self.was_declined or error is None
                 self._post_event(WorkerMissed(now_s(), peer.rank))
             return
         for model_shard in self._model_shards.values():
