@@ -27,7 +27,7 @@ _PAUSE_S, _MOMENT_S, _REPORT_S = 0.005, 2.0, 10.0
 
 
 class GroupMember(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker says of itself."""
+    """A worker that takes part, as it tells the others."""
 
     host: str
     pid: int

@@ -41,7 +41,7 @@ class RoundReceive(NamedTuple):
 
 
 class RankRound(NamedTuple):
-    """What one rank does in a round; with each other rank in an order that is that one's, too."""
+    """The part of one rank in a round; with each other rank in an order that is that one's, too."""
 
     sends: tuple[RoundSend, ...]
     receives: tuple[RoundReceive, ...]
@@ -68,7 +68,7 @@ def in_rounds(algorithm: Algorithm) -> Algorithm:
 
 
 def rank_rounds(algorithm: Algorithm, rank: int) -> list[RankRound]:
-    """What one rank does in each round of an algorithm that is in rounds; nothing in some, maybe."""
+    """List the parts of one rank, round by round, of an algorithm that is in rounds; some may be empty."""
     outgoing: list[list[RoundSend]] = [[] for _ in range(algorithm.steps)]
     incoming: list[list[RoundReceive]] = [[] for _ in range(algorithm.steps)]
     for op in algorithm.ops:

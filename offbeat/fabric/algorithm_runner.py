@@ -1,4 +1,4 @@
-"""What carries out algorithms on vectors: over lanes, or in rounds of a process group's sends and receives."""
+"""Runners of algorithms on vectors: over lanes, or in rounds of a process group's sends and receives."""
 
 from __future__ import annotations
 
@@ -106,10 +106,10 @@ class LaneRunner:
         return start
 
     def close(self) -> None:
-        """The links are the network's."""
+        """Do nothing: links belong to the network."""
 
     def abandon(self) -> None:
-        """The links are the network's."""
+        """Do nothing: links belong to the network."""
 
 
 def _add(dtype: torch.dtype, out: memoryview, own: memoryview, received: bytearray) -> None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Completion:
-    """Whether it is over, well or not, and who is to be told.
+    """The state of such a thing: under way, or over, well or not; and who is to be told.
 
     Attributes:
         error: that it ended with; None if it is under way, or ended well.
@@ -39,7 +39,7 @@ class Completion:
         callback()
 
     def end(self, error: Exception | None = None) -> None:
-        """It is over; only the first time counts."""
+        """Note that it is over; only the first time counts."""
         with self._ending:
             if self._over.is_set():
                 return

@@ -125,7 +125,8 @@ def test_a_hub_that_is_lost(job: Watched, monkeypatch: pytest.MonkeyPatch) -> No
         job.hang_up()
         job.end()
         looker.rest(10.0)
-        with pytest.raises(NetworkError, match=r"Lost the hub of the workers at .*, and nobody answers there any more"):
+        # Somebody else may listen at its port by now.
+        with pytest.raises((NetworkError, PeerError), match=r"and nobody answers there any more|it is no hub"):
             looker.look(10.0)
         end = {"kind": "end", "rank": 0, "step": 9, "time_s": 1.0, "steps": 9, "error": None}
         (job.folder / "metrics.jsonl").write_text(json.dumps(end) + "\n")
