@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,7 @@ EXPLAINED = {
     "test_monitored_barrier_gloo_subgroup": _BY_NAME,
 }
 """Why a test that passes on Gloo does not on offbeat."""
+_PLACE = re.compile(r"/\S*/(?=(site-packages|python3\.\d+)/)")  # where this machine has its files
 # Runs the tests named on its command line, one after the other, in workers that are forked from it; a line for each.
 _RUNNER = """
 import os, sys, unittest
@@ -152,7 +154,7 @@ def run(backend: str, *names: str) -> dict[str, tuple[str, str]]:
         for line in done.splitlines():
             if line.startswith("ENDED "):
                 _, name, how, *said = line.split(" ", 3)
-                ended[name] = how, said[0] if said else ""
+                ended[name] = how, _PLACE.sub("", said[0]) if said else ""
         first = next((name for name in left if name not in ended), None)
         if first is not None:
             ended[first] = FAILED, f"its process ended: {done.strip().splitlines()[-1:]}"
