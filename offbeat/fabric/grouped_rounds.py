@@ -72,10 +72,10 @@ class GroupedRunner:
 
     def close(self) -> None:
         self._tasks.put(None)
-        group, self._group = self._group, None
-        if group is not None:
+        if self._group is not None:
             self._thread.join()
-            dist.destroy_process_group(group)
+            dist.destroy_process_group(self._group)
+            self._group = None
 
     def abandon(self) -> None:
         self._is_abandoned = True

@@ -59,6 +59,11 @@ def load(run: Run, prefix: str) -> None:
     if not _own(prefix, run.rank).exists():
         return
     own = _read(_own(prefix, run.rank))
+    if not isinstance(own, dict) or own.keys() != {"step", "codec"}:
+        raise ModelError(
+            f"Cannot go on from {_own(prefix, run.rank)}: it is not what a codec keeps. Resume from another "
+            "checkpoint, or take the file away to go on without."
+        )
     if own["step"] == run.step:
         run_state.load_codec_state(run._session, own["codec"])
     else:  # such as one of a job that had more workers
