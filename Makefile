@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 
 SCENARIOS ?= $(sort $(basename $(notdir $(wildcard benchmarks/scenarios/*.toml))))
 
-.PHONY: demo test test-slow frameworks test-random lint mutants docs faults growth schedule-overhead threads windows schedules results results-page predictions limits clean
+.PHONY: demo test test-slow test-torch frameworks test-random lint mutants docs faults growth schedule-overhead threads windows schedules results results-page predictions limits clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { echo "offbeat needs Python 3.11, 3.12 or 3.13: install one, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -18,11 +18,23 @@ demo: $(STAMP)  ## train on four local workers
 	$(BIN)/offbeat run --workers 4 examples/digits.py
 
 # Most tests wait for processes most of the time: three at a time on two cores take a fifth less than two.
-test: $(STAMP) lint  ## everything CI runs
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow"
+PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
-test-slow: $(STAMP)  ## the long ones, which CI leaves out
-	$(BIN)/python -m pytest -m slow --timeout 600
+test: $(STAMP) lint  ## what the README and the pages promise (tests/promises.toml), then every other fast test
+	$(PYTEST) -m promise --timeout 300
+	$(PYTEST) -m "not promise and not slow"
+
+test-slow: $(STAMP)  ## the other tests; SLICE=3/8 runs the fourth of eight parts, as CI does for some commits
+	$(PYTEST) -m "slow and not promise" --timeout 600 $(if $(SLICE),--slice $(SLICE))
+
+# The package index has this version as a build for GPUs of several GB, which runs on CPUs, too.
+test-torch: TORCH ?= 2.14.1
+test-torch: TORCH_BIN = .venv-torch-$(TORCH)/bin
+test-torch:  ## parity, engine, fabrics and the backend on another version of torch: TORCH=2.14.1
+	test -x $(TORCH_BIN)/python || $(PYTHON) -m venv .venv-torch-$(TORCH)
+	sed '/^torch==/d' constraints.txt > .venv-torch-$(TORCH)/constraints.txt
+	$(TORCH_BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv-torch-$(TORCH)/constraints.txt torch==$(TORCH) -e ".[examples,lab,plot,dev]"
+	$(TORCH_BIN)/python -m pytest -n 3 --dist worksteal --timeout 300 tests/parity tests/engine tests/fabric tests/c10d tests/conformance
 
 frameworks: $(STAMP)  ## the adapters' tests, with the frameworks, and the table that is made of them (minutes)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[frameworks,examples]"
@@ -30,7 +42,7 @@ frameworks: $(STAMP)  ## the adapters' tests, with the frameworks, and the table
 
 test-random: SEED ?= $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 test-random: $(STAMP)  ## the tests of `make test` in another order each time, or in that of SEED=...
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow" --random-order-seed $(SEED)
+	$(PYTEST) -m "not slow or promise" --timeout 300 --random-order-seed $(SEED)
 
 mutants: $(STAMP)  ## small faults, one at a time, that the tests have to find (half an hour; ARGS="--room sync" for one room)
 	$(BIN)/python -m tests.mutants --json tests/mutants/result.json $(ARGS)

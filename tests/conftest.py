@@ -6,33 +6,43 @@ import itertools
 import random
 import signal
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import slow_tests, warm
+from tests import promises, warm
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """No test may need what another one leaves behind: `make test-random`."""
+    """No test may need what another one leaves behind: `make test-random`. Slow tests run in slices: `.ci/run`."""
     parser.addoption("--random-order-seed", type=int, help="run files, and tests within a file, in this seed's order")
+    parser.addoption("--slice", metavar="K/N", help="run only the tests of slice K of N, K from 0 to N - 1")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Say how to run them so again."""
-    seed = config.getoption("--random-order-seed")
-    return None if seed is None else f"in random order: --random-order-seed {seed}"
+    """Say how to run the same tests again."""
+    options = [(name, config.getoption(name)) for name in ("--random-order-seed", "--slice")]
+    given = [f"{name} {value}" for name, value in options if value is not None]
+    return f"selected by {' '.join(given)}" if given else None
 
 
-@pytest.hookimpl(tryfirst=True)  # before what deselects them
+@pytest.hookimpl(tryfirst=True)  # before marks select tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what is slow. Shuffle files, and tests within a file: a file's tests stay together, with what is set up for
-    all of them.
+    """Mark the promised tests, keep one slice, and shuffle files and the tests within each file.
+
+    A file's tests stay together, with the fixtures that all of them share.
     """
-    slow = slow_tests.read()
+    names = {name for promise in promises.read() for name in promise.tests}
     for item in items:
-        if item.nodeid in slow:
-            item.add_marker(pytest.mark.slow)
+        if promises.promised(item.nodeid, names):
+            item.add_marker(pytest.mark.promise)
+    everything = [Path(argument).absolute() for argument in config.args] == [config.rootpath / "tests"]
+    if everything and (gone := promises.missing(names, (item.nodeid for item in items))):
+        raise pytest.UsageError(f"tests/promises.toml names tests that do not exist: {', '.join(gone)}")
+    if (chosen := config.getoption("--slice")) is not None:
+        number, _, slices = chosen.partition("/")
+        items[:] = [item for item in items if promises.slice_of(item.nodeid, int(slices)) == int(number)]
     seed = config.getoption("--random-order-seed")
     if seed is None:
         return

@@ -137,6 +137,7 @@ RESUMED: dict[tuple[str, str], dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("version", "where"), RESUMED)
 def test_a_checkpoint_is_gone_on_from(version: str, where: str, tmp_path: Path) -> None:
     """The numbers are what the version that wrote it gets."""

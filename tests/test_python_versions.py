@@ -68,6 +68,7 @@ def run(interpreter: str, code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_every_source_compiles(interpreter: str) -> None:
     assert int(run(interpreter, COMPILE)) > 300
 

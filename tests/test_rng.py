@@ -157,6 +157,7 @@ def test_each_worker_has_its_own(plan: str, tmp_path: Path) -> None:
     assert [seamless for seamless, _ in whole_and_parts(2, tmp_path, plan, lambda folder: None)] == [True, True]
 
 
+@pytest.mark.slow
 def test_who_has_none_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     def between(folder: Path) -> None:
         (folder / "run-000002.rank1.json").unlink()

@@ -75,6 +75,7 @@ def told(popen: Any, path: Path) -> tuple[dict[str, Any], list[str]]:
     return json.loads(out), errors.split()
 
 
+@pytest.mark.slow
 def test_it_has_what_a_new_interpreter_has(tmp_path: Path) -> None:
     path = script(tmp_path, TELL)
     cold, (is_new, _) = told(warm.ColdPopen, path)

@@ -138,6 +138,7 @@ def both(folder: Path) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.slow
 def test_replicas_are_compared_where_they_are_equal(tmp_path: Path) -> None:
     """Without a server, too; with local steps after each average."""
     run_workers(2, both, tmp_path)

@@ -39,6 +39,7 @@ def begun(leases: Leases, workers: int) -> LeasePool:
     return pool
 
 
+@pytest.mark.slow
 def test_every_sample_of_every_epoch_is_used_once_in_any_history() -> None:
     happened: Counter[str] = Counter()
     for seed in range(HISTORIES):
@@ -348,6 +349,7 @@ def computing_s(do: Callable[[], object]) -> float:
     return time.process_time() - began_s
 
 
+@pytest.mark.slow
 def test_four_times_as_many_leases_come_back_in_about_four_times_the_time() -> None:
     """And not in sixteen times: the coordinator does nothing else meanwhile."""
 

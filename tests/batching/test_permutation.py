@@ -87,6 +87,7 @@ def test_positions_are_left_as_they_are() -> None:
     assert positions.tolist() == list(range(50))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [2, 3, 5, 6])
 def test_all_orders_of_few_samples_are_as_likely(samples: int) -> None:
     """Chi-square against equal likelihood; five standard deviations are never reached by chance."""

@@ -243,6 +243,7 @@ def test_a_round_is_planned_once() -> None:
     assert cluster.tuning.plan(cluster.state, 3)[0] == cluster.state
 
 
+@pytest.mark.slow
 def test_any_history_keeps_the_sum_the_bounds_and_the_pace_of_change() -> None:
     """Thousands of rounds of clusters in which everything happens."""
     happened: Counter[str] = Counter()

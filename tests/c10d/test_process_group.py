@@ -246,6 +246,7 @@ def be_late() -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_who_does_not_come_in_time_is_named() -> None:
     assert "rank 1 has not called it" in run_workers(2, be_late)[0]
 

@@ -23,6 +23,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
     return output, msgspec.json.decode((folder / "wire.json").read_bytes())
 
 
+@pytest.mark.slow
 def test_every_row_is_measured_as_often_as_asked(measured: tuple[str, Any]) -> None:
     output, report = measured
     rows = {row["name"]: row for row in report["rows"]}

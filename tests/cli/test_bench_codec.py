@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 FAST = ("--model", "transformer-small", "--seconds", "0", "--repeats", "2", "--workers", "4")
 
 
+@pytest.mark.slow
 def test_what_is_measured_stands_in_the_file(tmp_path: Path) -> None:
     asked = ("Dense()", "Cast()", "TopK(0.01)", "GRBS(8)", "PowerSGD(2)", "ErrorFeedback(Sign())")
     code, output = offbeat("bench", "codec", *asked, *FAST, "--json", "codec.json", folder=tmp_path)

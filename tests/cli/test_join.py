@@ -100,6 +100,7 @@ def present(folder: Path) -> dict[int, int]:
     return {one["worker"]: one["applied"] for one in scene["workers"] if one["phase"] != "gone" and scene["started"]}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_workers_join_and_train_with_the_others(
     tmp_path: Path, job: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
@@ -135,6 +136,7 @@ def test_workers_join_and_train_with_the_others(
     assert "Cannot join the job in job: it has ended. `offbeat report job` says how." in " ".join(output.split())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_who_comes_when_the_job_has_just_ended_is_told_at_once(tmp_path: Path, job: subprocess.Popen[str]) -> None:
     assert soon(lambda: len(present(tmp_path)) == 2)

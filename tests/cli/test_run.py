@@ -283,6 +283,7 @@ def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
     assert "Choose another folder with --run-dir." in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_everything_within_3_s(tmp_path: Path, number: signal.Signals) -> None:
     """Also workers that ignore signals, are stopped, or started something themselves."""
@@ -311,6 +312,7 @@ def test_a_signal_ends_everything_within_3_s(tmp_path: Path, number: signal.Sign
         assert not alive(below)
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_killed_takes_its_workers_along(tmp_path: Path) -> None:
     text = "import time; print('ready', flush=True); time.sleep(1000)"
     with start("run", script(tmp_path, text), folder=tmp_path, cold=True) as process:

@@ -77,6 +77,7 @@ def test_a_policy_that_needs_a_server_says_so(tmp_path: Path) -> None:
     assert "ParameterServer()" in output
 
 
+@pytest.mark.slow
 def test_a_server_by_itself(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("a secret of more than sixteen bytes\n")
     with start("serve", "--job", "digits", "--token-file", "token", folder=tmp_path, cold=True) as server:
@@ -145,6 +146,7 @@ def test_what_a_server_cannot_use_is_said_in_a_sentence(tmp_path: Path, name: st
     assert output.startswith(f"offbeat: {says.format(taken=taken)}")
 
 
+@pytest.mark.slow
 def test_servers_that_the_plan_does_not_use(tmp_path: Path) -> None:
     code, output = offbeat("run", "--workers", 2, "--servers", 1, script(tmp_path, TRAIN), folder=tmp_path)
     assert code == 0, output

@@ -116,6 +116,7 @@ def test_everything_ends_within_3_s_while_shards_start(
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_server_beside_a_worker_ends_with_the_launcher_that_is_killed(started: Callable[..., Started]) -> None:
     job = started(TRAIN, *SERVED)

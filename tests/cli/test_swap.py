@@ -68,6 +68,7 @@ def test_who_asks_before_a_job_trains_is_told_to_ask_again(tmp_path: Path) -> No
     assert "it has not reached run.prepare yet: ask again when it trains" in " ".join(output.split())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_job_without_a_server_is_asked_through_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "job"
@@ -121,6 +122,7 @@ def test_a_job_goes_over_to_a_server_and_back(tmp_path: Path) -> None:
         process.communicate(timeout=40)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_an_operator_swaps_and_is_refused(tmp_path: Path, job: subprocess.Popen[str]) -> None:
     (place,) = tmp_path.glob("runs/**/server.json")

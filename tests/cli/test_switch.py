@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 WIDE = TRAIN.replace("Linear(4, 2)", "Linear(64, 64)").replace("randn(3, 4)", "randn(3, 64)")
 
 
+@pytest.mark.slow
 def test_a_switch_by_itself(tmp_path: Path) -> None:
     path = script(tmp_path, WIDE + "print('norm', float(model.weight.norm()))\n")
     with start("switch", "serve", folder=tmp_path) as served:
@@ -67,6 +68,7 @@ def test_a_worker_is_evicted_from_the_tables_of_its_job_too(tmp_path: Path) -> N
     assert left == {"b": 1}, "a job ends with its last worker"
 
 
+@pytest.mark.slow
 def test_a_switch_with_certificates(tmp_path: Path) -> None:
     make(tmp_path / "certs")
     path = script(tmp_path, WIDE + "print('norm', float(model.weight.norm()))\n")

@@ -66,6 +66,7 @@ def test_what_cannot_be(kwargs: dict[str, int]) -> None:
         MultiTree(**kwargs)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DIRECT)
 def test_four_trees_per_root_come_within_two_percent_of_the_bound(name: str) -> None:
     """As measured in the spec: 0.469, 0.486 and 0.50 S/B on tori, 0.9375, 0.972 and 0.984 on meshes."""

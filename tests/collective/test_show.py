@@ -119,6 +119,7 @@ def test_no_such_chunk(chunk: int, tmp_path: Path) -> None:
         draw_trees(made, TORUS, tmp_path / "trees.png", [chunk])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "network",
     [TORUS, star(*[MB_S] * 4), Topology.torus(2, 2, 3, rate_mbps=MB_S), Topology.bigraph(1, 4, rate_mbps=MB_S)],

@@ -63,6 +63,7 @@ def test_all_gather_beside_its_bound(name: str, lock_step: float, when_ready: fl
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_greedy_all_reduce_is_no_slower_than_its_phases_have_to_be(name: str) -> None:
     network = NETWORKS[name]

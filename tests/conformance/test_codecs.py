@@ -152,6 +152,7 @@ def test_updates_and_residuals_add_up_to_the_gradients(inner: Codec) -> None:
     assert largest < 60 * float(given.norm()) / steps, "the residual stays within bounds"
 
 
+@pytest.mark.slow
 def test_blocks_are_those_of_the_turn_whatever_else_is_drawn() -> None:
     """Of 10,000 steps all ranks draw the same, each its own block as often as any other."""
     bucket = _bucket([(1000,), (37,)])

@@ -83,6 +83,7 @@ def test_in_worlds_of_other_sizes(policy: Policy, world: int) -> None:
     check_policy(policy, world=world, interleavings=15, seed=1_000_000, evicts=evicts(policy))
 
 
+@pytest.mark.slow
 def test_every_fault_fires() -> None:
     """Where a policy lets a worker go on at once it is never in some phases; two policies together show all."""
     played = Counter(check_policy(BSP(), interleavings=300)) + Counter(check_policy(QUICK, interleavings=150))

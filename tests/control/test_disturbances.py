@@ -32,6 +32,7 @@ def scores(trouble: str) -> dict[str, tuple[float, float]]:
     }
 
 
+@pytest.mark.slow
 def test_the_quorum_falls_while_a_worker_is_stopped_and_rises_again() -> None:
     controller, trouble = AdaptQuorum(6, 8), "stopped for 20 s"
     fixed, adapted = play(KSync(8), None, trouble, steps=330), play(KSync(8), controller, trouble, steps=330)
@@ -41,6 +42,7 @@ def test_the_quorum_falls_while_a_worker_is_stopped_and_rises_again() -> None:
     assert adapted.swaps[-1][1] == KSync(8), "it is back"
 
 
+@pytest.mark.slow
 def test_who_is_stopped_for_long_is_not_waited_for() -> None:
     trouble = "stopped for 20 s"
     fixed, controlled = play(BSP(), None, trouble, steps=150), play(BSP(), WaitThreshold(), trouble, steps=150)
@@ -56,6 +58,7 @@ def test_where_nobody_is_late_it_does_nothing() -> None:
     assert play(BSP(), WaitThreshold(), "stopped for 0.5 s", steps=120).swaps == []
 
 
+@pytest.mark.slow
 def test_where_rounds_crowd_the_link_it_stays_with_the_policy_that_brings_more() -> None:
     """At 25 MB/s a round of eight takes 0.08 s to push and as long to pull, which ASP spends computing."""
     trouble, servers = "stopped for 3 s", 25e6

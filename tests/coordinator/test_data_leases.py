@@ -121,6 +121,7 @@ def test_one_that_never_comes_is_not_waited_for() -> None:
     assert one.dealer.lose(1) == {}, "once"
 
 
+@pytest.mark.slow
 def test_who_brings_nothing_is_not_dealt_to_without_end() -> None:
     one = Class(2, samples=100_000)
     for worker in range(2):

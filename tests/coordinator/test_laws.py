@@ -277,6 +277,7 @@ def seen(coordinator: Coordinator) -> tuple[object, ...]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS, ids=repr)
 @settings(max_examples=40, deadline=None)
 @given(first=st.booleans(), shards=st.integers(1, 2), script=st.lists(moves, min_size=25, max_size=60))

@@ -168,6 +168,7 @@ def test_the_stack_of_the_hubs_own_worker_is_shown(begin: Callable[..., Other]) 
         watch.close()
 
 
+@pytest.mark.slow
 def test_how_rank_0_ended_is_known_long_after_its_hub_is_gone(begin: Callable[..., Other]) -> None:
     """Who was busy meanwhile, and comes to wait only now, learns it as well."""
     first = begin(0, DEEDS["raised"])

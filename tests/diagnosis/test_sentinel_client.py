@@ -32,6 +32,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "end",
     ["os.kill(os.getpid(), 9)", "os._exit(0)", "watch.close()", "os.fork() or time.sleep(30); os._exit(1)"],

@@ -81,6 +81,7 @@ def starts_slowly(folder: Path) -> list[str]:
     return [text for _, text in told.texts]
 
 
+@pytest.mark.slow
 def test_who_takes_long_to_start_the_server_says_so(tmp_path: Path) -> None:
     first, second = run_workers(2, starts_slowly, tmp_path)
     assert any(text.startswith("starting the parameter server has taken ") for text in first)
@@ -109,6 +110,7 @@ def dials_early(folder: Path) -> list[str]:
     return [text.replace(address, "ADDRESS") for _, text in told.texts]
 
 
+@pytest.mark.slow
 def test_who_dials_the_server_says_so(tmp_path: Path) -> None:
     for told in run_workers(2, dials_early, tmp_path):
         assert any(text.startswith("dialling the parameter server at ADDRESS has taken 1.") for text in told), told
@@ -122,6 +124,7 @@ def wake(pid: int) -> None:
         os._exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=lambda n: n.name)
 def test_a_server_that_says_nothing_is_named(tmp_path: Path, number: signal.Signals) -> None:
     results = run_workers(2, train, tmp_path, number)

@@ -94,6 +94,7 @@ def test_who_is_stopped_meanwhile_is_named_soon(other: subprocess.Popen[bytes], 
     assert json.loads((tmp_path / "stall.json").read_text())["culprits"][0]["reason"] == "paused"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [IDLE], indirect=True)
 def test_who_sleeps_is_named_after_the_timeout(other: subprocess.Popen[bytes], tmp_path: Path) -> None:
     told = Told(tmp_path)

@@ -41,6 +41,7 @@ def _shell(command: str) -> None:
     print(done.stdout)  # noqa: T201
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_its_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = tmp_path / "examples"

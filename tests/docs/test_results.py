@@ -22,6 +22,7 @@ from offbeat.sync import ASP, SSP
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.slow
 def test_the_page_is_made_from_the_files() -> None:
     assert PAGE.read_text() == page(), "run `make results-page`"
 
@@ -105,6 +106,7 @@ def test_the_picture_of_the_readme_is_made_from_a_result(tmp_path: Path) -> None
     assert longest["ddp+restarts"] > 11, "what README.md says"
 
 
+@pytest.mark.slow
 def test_columns_have_plain_headings() -> None:
     headings = {cell for line in re.findall(r"(\|.*)\n\| --- \|", page()) for cell in line.strip("| ").split(" | ")}
     assert "physical limit, ms per step" in headings
@@ -138,6 +140,7 @@ def test_what_schedules_come_to_is_what_the_timeline_says() -> None:
     assert all(cell.ratio("Prophet", "Credit") <= 1 for cell in found.cells if cell.gap_ms)
 
 
+@pytest.mark.slow
 def test_the_file_of_windows_is_what_the_simulator_says() -> None:
     cell = next(cell for cell in windows.read().cells if (cell.workers, cell.window) == (4, 2))
     assert windows.simulate(4, 2) == cell, "run `make windows`"

@@ -129,6 +129,7 @@ def come() -> tuple[int, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         return run.rank, begins_with, trained.kept
 
 
+@pytest.mark.slow
 def test_who_joins_has_not_kept_what_another_has_not_sent() -> None:
     results = run_workers(WORLD, come, newcomers=1, timeout_s=100)
     rank, begins_with, kept = results[-1]
@@ -165,6 +166,7 @@ def test_each_worker_goes_on_with_its_own(tmp_path: Path) -> None:
         assert told == []
 
 
+@pytest.mark.slow
 def test_with_more_or_fewer_workers_what_is_missing_is_said(tmp_path: Path) -> None:
     saved = [one["gradients"] for one in run_workers(WORLD, save, tmp_path)]
     alone, told = run_workers(1, load, tmp_path)[0]
@@ -193,6 +195,7 @@ def scaled(enabled: bool, codec: Any) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_scaled_gradients_have_no_residual() -> None:
     feedback = offbeat.ErrorFeedback(offbeat.TopK(0.5))
     said = run_workers(WORLD, scaled, True, feedback)

@@ -90,6 +90,7 @@ def train_each(plans: list[Plan]) -> list[dict[str, torch.Tensor]]:
     return [train(plan)[0] for plan in plans]
 
 
+@pytest.mark.slow
 def test_replicas_stay_equal_and_learn() -> None:
     plans = [Plan(codec=codec, bucket_bytes=BUCKET_BYTES) for codec in CODECS]
     elastic: list[Codec] = [QSGD(8), FixedPoint(8), GRBS(4, 4)]
@@ -105,6 +106,7 @@ def test_replicas_stay_equal_and_learn() -> None:
         assert all(not torch.equal(states[0][name], start[name]) for name in start if "weight" in name), plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [ErrorFeedback(GRBS(4, 4)), ErrorFeedback(TopK(0.2)), QSGD(8)], ids=repr)
 def test_a_worker_that_has_less_data_contributes_nothing_then(codec: Any) -> None:
     results = run_workers(WORLD, train, Plan(codec=codec, bucket_bytes=BUCKET_BYTES), 3)
@@ -118,6 +120,7 @@ def interrupted(codecs: list[Any], stop: int) -> list[bool]:
     return [is_the_same_when_resumed(plan, model, optimizer_of, batches, stop, begun=1) for plan in plans]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one() -> None:
     codecs = [GRBS(4, 4), QSGD(4), ErrorFeedback(GRBS(8, 4)), ErrorFeedback(PowerSGD(2)), ErrorFeedback(Sign())]
     assert run_workers(WORLD, interrupted, codecs, 4, timeout_s=100) == [[True] * len(codecs)] * WORLD
@@ -185,6 +188,7 @@ def come(codec: Any) -> tuple[dict[int, float], dict[int, int]]:
     return sums, members_at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "codec",
     [ErrorFeedback(GRBS(4, 4)), ErrorFeedback(TopK(0.2)), ErrorReset(GRBS(2, 4), step=GRBS(4, 4), every=3)],

@@ -87,6 +87,7 @@ def add_up(policy: LocalSGD, codec: Codec, steps: int, settles: tuple[int, ...])
         return model.moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [LocalSGD(3, delay=1), LocalSGD(4, fragments=2), DELAYED], ids=repr)
 @pytest.mark.parametrize("settles", [(), (3, 4, 8)], ids=["to the end", "settled now and then"])
 def test_what_all_have_done_is_in_the_parameters_once(policy: LocalSGD, settles: tuple[int, ...]) -> None:
@@ -223,6 +224,7 @@ def resume_with_buffers(stop: int) -> bool:
     return all(torch.equal(tensor, resumed[i][name]) for i in (0, 3) for name, tensor in whole[i].items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [4, 5, 7])
 def test_what_is_on_its_way_is_in_a_checkpoint(stop: int) -> None:
     assert run_workers(2, resume_with_buffers, stop) == [True] * 2
@@ -250,6 +252,7 @@ def resume_otherwise(policy: LocalSGD) -> tuple[str, float]:
     return "", float(model.moved.mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [LocalSGD(4, delay=1), LocalSGD(2), LocalSGD(2, fragments=2)], ids=repr)
 def test_a_checkpoint_of_other_fragments_is_refused_or_loses_nothing(policy: LocalSGD) -> None:
     for refusal, moved in run_workers(2, resume_otherwise, policy):
@@ -336,6 +339,7 @@ def wait(policy: LocalSGD) -> float:
         return waited_s
 
 
+@pytest.mark.slow
 def test_who_is_late_in_turns_is_waited_for_without_a_delay_alone() -> None:
     (at_once, *_), (delayed, *_) = (sorted(run_workers(2, wait, LocalSGD(2, delay=delay))) for delay in (0, 1))
     assert at_once > 0.6, "0.3 s in each second interval of six"

@@ -230,6 +230,7 @@ def sent_bytes(plan: Plan, steps: int) -> float:
         return run._session.context.metrics.total_sent_bytes / steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "ratio"),
     [
@@ -273,6 +274,7 @@ def saved(folder: Path, first: int, last: int) -> tuple[torch.Tensor, list[str]]
         return flat(net), told
 
 
+@pytest.mark.slow
 def test_each_worker_has_a_file_of_its_own_beside_the_checkpoint(tmp_path: Path) -> None:
     whole = run_workers(WORLD, saved, tmp_path / "whole", 0, 7)
     run_workers(WORLD, saved, tmp_path / "parts", 0, 4)

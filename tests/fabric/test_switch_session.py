@@ -45,6 +45,7 @@ def open_table(session: SwitchSession, rank: int, name: str) -> SwitchTable:
     return SwitchTable(client, Strategy("table"), session, name)
 
 
+@pytest.mark.slow
 def test_a_table_that_one_has_closed_keeps_nobody_from_the_next_one() -> None:
     with KilledSwitch() as switch, ThreadPoolExecutor(2) as pool:
         sessions = [open_session(switch.address, rank) for rank in range(2)]

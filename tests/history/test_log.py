@@ -168,6 +168,7 @@ def test_whatever_a_file_holds_is_read_or_refused(
 _numbers = st.integers(0, 3)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.lists(_numbers, min_size=1, max_size=4)), max_size=12), st.data())
 def test_whatever_is_recorded_is_judged(

@@ -100,6 +100,7 @@ def run(folder: Path, row: int, *faults: dict[str, Any], steps: int = 20) -> Run
     return runner.run_once(job, places, runs, 0, None)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_worker_is_stopped_and_the_result_says_when(tmp_path: Path) -> None:
     """Stock DDP, which knows nothing of it; what takes a server is left out of its row."""

@@ -122,6 +122,7 @@ def run_first_row(folder: Path, path: Path) -> RunResult:
     return runner.run_once(job, launch.loopback_places(["h0", "h1"]), runs, 0, None)
 
 
+@pytest.mark.slow
 def test_from_a_scenario_to_a_result_and_a_picture(tmp_path: Path) -> None:
     """Without root: plain processes on loopback."""
     path = scenario(tmp_path)
@@ -150,6 +151,7 @@ def test_from_a_scenario_to_a_result_and_a_picture(tmp_path: Path) -> None:
     assert "\x1b[" not in output, "not a terminal: no progress, no colours"
 
 
+@pytest.mark.slow
 def test_a_row_with_a_schedule_tells_how_far_its_blocks_end_from_where_that_predicts(tmp_path: Path) -> None:
     text = REPLAY.replace("rate_mbps = 100", 'network = "loopback"').replace("steps = 3", "steps = 9")
     first = '[[row]]\nname = "Prophet"\nsystem = "offbeat"\nplan = { scheduling = { kind = "Prophet" } }\n'
@@ -410,6 +412,7 @@ plan = "plan.toml"
     assert made["ours"].tolerance < 1e-4 < made["table"].tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_replay_that_sums_wrongly_fails(tmp_path: Path) -> None:
     """Nothing sums without rounding: with no tolerance for it, the workers' own check must end the run."""
@@ -432,6 +435,7 @@ class TestInNamespaces:
         self.check(report, Scenario.from_toml(REPLAY))
         assert not list(DIRECTORY.glob("offbeat-*-h[2-9]")), "two hosts are two"
 
+    @pytest.mark.slow
     @pytest.mark.timeout(240)
     def test_a_ring_of_three_hosts(self, tmp_path: Path) -> None:
         """Every direction is measured and counted; a link that becomes slower in the middle makes the steps behind it
@@ -503,6 +507,7 @@ class TestInNamespaces:
         assert 0 < server.share <= 1.1
         assert "uneven" in output
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
     def test_ctrl_c_leaves_nothing(self, tmp_path: Path, number: signal.Signals) -> None:
         text = LOOPBACK.replace('network = "loopback"', "rate_mbps = 100")

@@ -96,6 +96,7 @@ def test_links_without_a_rate_are_not_shaped(tmp_path: Path) -> None:
             net.shape("a", 10)
 
 
+@pytest.mark.slow
 def test_a_rate_changes_and_the_others_stay(tmp_path: Path) -> None:
     """In both directions of that link, down and up, beyond what it was built with."""
     with Network(Topology.star(["a", "b", "c"], rate_mbps=50), directory=tmp_path) as net:
@@ -111,6 +112,7 @@ def test_a_rate_changes_and_the_others_stay(tmp_path: Path) -> None:
             net.shape("a", None)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_stream_goes_on_at_another_rate(tmp_path: Path) -> None:
     """What was packed for a fast link, and what waits in its queue, passes the slow one: nothing is stuck."""

@@ -119,6 +119,7 @@ def test_elsewhere_they_are_those_of_the_interface(monkeypatch: pytest.MonkeyPat
     assert sent_bytes() == 0
 
 
+@pytest.mark.slow
 def test_a_row_whose_policy_is_refused_is_not_measured(
     result: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

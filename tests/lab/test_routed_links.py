@@ -69,6 +69,7 @@ def connects(net: Network, source: str, target: str, timeout_s: float = 5.0) -> 
     raise AssertionError("somebody listens there")
 
 
+@pytest.mark.slow
 def test_each_direction_carries_its_rate(mesh: Network) -> None:
     """All of them at the same time; and behind that the longest way."""
     rates = {f"{arc.source}>{arc.target}": arc.rate_mbps for arc in mesh.topology.arcs}
@@ -128,6 +129,7 @@ def test_a_host_has_one_address_and_nothing_of_this_machine(mesh: Network) -> No
         }
 
 
+@pytest.mark.slow
 def test_one_direction_changes_and_the_other_stays(mesh: Network) -> None:
     (there,) = mesh.topology.route("h1", "h2")
     (back,) = mesh.topology.route("h2", "h1")
@@ -196,6 +198,7 @@ def ask(run: FaultRun, folder: Path) -> None:
     assert soon(lambda: len(run.fired) == 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "lost", "kept"),
     [
@@ -238,6 +241,7 @@ def test_who_is_mute_still_hears(mesh: Network, tmp_path: Path) -> None:
     assert heard == [bytes(DATAGRAM_BYTES)]
 
 
+@pytest.mark.slow
 def test_a_link_is_slow_for_a_while_at_the_rate_that_holds(mesh: Network, tmp_path: Path) -> None:
     with fault_run(mesh, tmp_path, kind="slow-link", link=["h4", "h5"], factor=8.0, seconds=60.0) as run:
         ask(run, tmp_path)
@@ -257,6 +261,7 @@ def test_switches_forward_as_well(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_star_with_another_rate_back_is_routed(tmp_path: Path) -> None:
     hosts = tuple(map(Host, "abc"))
     links = (Link("a", "switch", 20, 5), Link("b", "switch", 20), Link("c", "switch", 20))

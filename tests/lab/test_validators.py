@@ -103,6 +103,7 @@ plan = { fabric = { kind = "ParameterServer" }, validator = { kind = "ZenoPS" } 
 PLACES = ["h0", "h1", "s0"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_what_it_rejects_moves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two workers lies, and the model ends where the honest one alone would bring it."""

@@ -63,6 +63,7 @@ def test_the_first_machine_may_not_know_itself_by_that_name(chooses: Callable[..
     assert chooses(towards="127.0.0.1", outward=(("eth0", "10.0.0.1"),), LOCAL_WORLD_SIZE="0") is None
 
 
+@pytest.mark.slow
 def test_the_first_one_there_says_where_it_waits() -> None:
     """Nobody else may ever come: another address, another port, a firewall."""
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -215,6 +215,7 @@ def odd_model(what: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "named"), [("shape", "2.weight [6, 64]"), ("dtype", "float64"), ("more", "2.0.weight")]
 )
@@ -465,6 +466,7 @@ def sparse_nan(policy: str) -> dict[str, Any]:
     return {"finite": bool(model.weight.isfinite().all()), "error": ""}
 
 
+@pytest.mark.slow
 def test_nan_in_a_sparse_gradient() -> None:
     for result in run_workers(2, sparse_nan, "raise"):
         assert "NaN or Inf in the gradient of rank 1: weight" in result["error"]
@@ -774,5 +776,6 @@ def test_torch_compile_with_generated_code() -> None:
     assert run_workers(2, compiled, "inductor", timeout_s=500) == [True, True]
 
 
+@pytest.mark.slow
 def test_torch_compile() -> None:
     assert run_workers(2, compiled, "aot_eager") == [True, True]

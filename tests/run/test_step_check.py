@@ -100,6 +100,7 @@ def test_who_is_alone_may_train_without_prepare() -> None:
     assert not trained_unprepared()
 
 
+@pytest.mark.slow
 def test_the_job_ends_with_a_code_of_its_own(tmp_path: Path) -> None:
     text = "\n".join(line for line in TRAIN.splitlines() if "prepare" not in line)
     text = text.replace("for step", "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nfor step")

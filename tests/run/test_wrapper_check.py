@@ -118,6 +118,7 @@ def every_way() -> dict[str, str]:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_no_wrapper_averages_a_prepared_model_again() -> None:
     for said in run_workers(2, every_way):
         assert said.pop("left alone") == "trained"

@@ -58,6 +58,7 @@ LONG = {
 MOST_PER_BYTE = 64  # of memory, for each byte that came
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoder", DECODERS)
 @given(data=st.one_of(st.binary(max_size=100), NEARLY))
 @settings(max_examples=300, deadline=None)
@@ -80,6 +81,7 @@ def test_what_is_read_takes_no_more_memory_than_its_length_allows(decoder: str, 
     assert peak_bytes < MOST_PER_BYTE * len(data) + 20_000
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=300))
 # It comes first, with a model of no blocks, and goes on talking.
 @example(b"\xf6\x01\x1a\x01\xb6\xe3\xf6p|F\xb5\x80\x92\xec\xc6l{\xd1\xb1C\xa1")

@@ -149,6 +149,7 @@ def test_a_liar_that_never_sends_stops_nobody(tmp_path: Path, options: tuple[str
     assert code != 0, "a worker was lost"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(110)
 def test_a_slow_link_that_makes_progress_is_waited_for(tmp_path: Path) -> None:
     """2.6 MB at 0.4 MB/s take three times what a worker may be without a byte."""

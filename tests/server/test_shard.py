@@ -441,6 +441,7 @@ def test_contributions_of_the_wrong_kind_are_refused(together: Callable[[Policy,
 # -- what cannot be ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_question_before_any_model_is_refused(together: Callable[[Policy, int], Together]) -> None:
     (client,) = together(BSP(), 1).clients
     with pytest.raises(ModelError, match="Cannot ask all workers for the mean"):

@@ -136,6 +136,7 @@ def test_a_link_that_is_too_slow_carries_all_bytes_there_and_then_back() -> None
     assert 2 * there_s * (1 - BLOCK_BYTES / SIZE_BYTES) < seconds(found, plan()) < 2 * there_s * 1.05
 
 
+@pytest.mark.slow
 def test_where_nobody_waits_for_others_a_slow_link_is_busy_both_ways() -> None:
     found = scenario(8, rate_mbps=100, computes=1e-3)
     assert 8 * copy_s(100) * 0.99 < seconds(found, plan(ASP())) < 2 * 8 * copy_s(100)
@@ -146,6 +147,7 @@ def test_two_servers_carry_twice_as_much() -> None:
     assert two == pytest.approx(one / 2, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [BSP(), SSP(4), ASP()], ids=repr)
 def test_a_scenario_of_the_lab_is_played(policy: Policy) -> None:
     """Early pushes gain, whoever waits for whom."""

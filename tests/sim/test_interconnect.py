@@ -76,6 +76,7 @@ def test_small_vectors_are_a_matter_of_links_latency() -> None:
     assert took == pytest.approx(30 * (interconnect.LINK_CYCLES + 1 + 1), rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_command_writes_all_figures(tmp_path: Path) -> None:
     arguments = ("collective", "evaluate", "--network", "torus 4x4", "--json", "all.json", "--png", "all.png")
     code, output = offbeat(*arguments, folder=tmp_path)

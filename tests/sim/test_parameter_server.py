@@ -53,6 +53,7 @@ def test_every_worker_takes_every_step_with_every_policy(policy: Policy) -> None
     assert all(waited > -1e-9 for waits in result.waited_s for waited in waits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_the_same_again_is_the_same(policy: Policy) -> None:
     scenario = world(workload="jitter = 0.2")
@@ -87,6 +88,7 @@ SLOW = "".join(
 SLOW += '[[host]]\nname = "server"\nrole = "server"\nrate_mbps = 1000\n'
 
 
+@pytest.mark.slow
 def test_a_slow_worker_holds_up_who_waits_for_it_and_tuned_batches_mend_that() -> None:
     scenario = world(hosts=SLOW, warmup=60, workload="jitter = 0.05\nfixed = 0.1")
     strict = played(served(RoundRobin(strict=True)), scenario)

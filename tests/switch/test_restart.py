@@ -75,6 +75,7 @@ class RestartPlay(StreamPlay):
             self.supplied += sum(one.supplier is not None for one in self.exchanges[worker])
 
 
+@pytest.mark.slow
 def test_all_have_the_same_sums_whenever_the_switch_forgets_them() -> None:
     assert supplied(range(120)) > 10, "hardly ever did one have what another lacked"
 

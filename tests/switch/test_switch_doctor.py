@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.slow
 def test_a_good_path() -> None:
     told: list[str] = []
     with served_switch() as address:
@@ -46,6 +47,7 @@ def test_a_good_path() -> None:
     assert len(told) >= 6
 
 
+@pytest.mark.slow
 def test_nobody_is_there_and_the_exit_code_says_so(tmp_path: Path) -> None:
     code, output = offbeat("switch", "doctor", "127.0.0.1:9", "--json", folder=tmp_path)
     assert code == 1, output

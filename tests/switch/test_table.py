@@ -176,6 +176,7 @@ class TablePlay:
                     assert self.pushed[worker] - 1 <= added <= self.pushed[worker], f"seed {self.seed}: {added}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(4))
 def test_no_update_is_lost_or_counted_twice_and_no_window_is_passed(block: int) -> None:
     plays = [TablePlay(seed) for seed in range(50 * block, 50 * (block + 1))]

@@ -93,6 +93,7 @@ def test_a_gated_policy_between_groups_holds_back_pushes() -> None:
         assert len({worker // 3 for worker in holders}) <= 1, "the turn of one group at a time"
 
 
+@pytest.mark.slow
 def test_turns_of_groups_keep_gradients_young() -> None:
     """The reason for groups: twelve workers that take turns bring gradients that are 11 updates old."""
     server = Server(Hybrid(BSP(), RoundRobin(), groups=4), even(), 12, 0.02, 4).run(600)

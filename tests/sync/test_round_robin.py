@@ -109,6 +109,7 @@ def test_one_slow_worker_does_not_hold_up_all() -> None:
     assert ages["loose"] < ages["asp"] + 2 < 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sigma", [0.3, 1.0])
 @pytest.mark.parametrize("lead", [0, 2])
 def test_no_gradient_is_older_than_promised(lead: int, sigma: float) -> None:

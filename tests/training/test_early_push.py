@@ -138,6 +138,7 @@ def overflow(net: nn.Module) -> None:
     gradient[0, 0] = torch.inf
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("kind", ["plain", "clipped", "scaled", "asked", "accumulated", "left out", "evaluated"])
@@ -156,6 +157,7 @@ def test_gradients_that_are_not_finite_are_not_taken_for_changed_ones() -> None:
         assert with_early >= steps - 7 - 3
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_turns_that_begin_in_backward_have_the_bits_of_those_that_do_not() -> None:
     policy = RoundRobin(strict=True)
@@ -569,6 +571,7 @@ def resumed(first: int) -> bool:
     return all(torch.equal(result[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not_stopped() -> None:
     assert run_workers(2, resumed, 12, timeout_s=110) == [True, True]

@@ -94,6 +94,7 @@ def test_updates_and_residuals_are_the_gradients(policy: Any) -> None:
         torch.testing.assert_close(moved, whole, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_what_a_policy_drops_stays_a_residual() -> None:
     """Updates are of the first of three; what came too late is sent with a later gradient."""
     plans = [Plan(sync=KSync(1), codec=codec, fabric=FABRIC) for codec in FEEDBACK[:3]]
@@ -103,6 +104,7 @@ def test_what_a_policy_drops_stays_a_residual() -> None:
         torch.testing.assert_close(results[0]["moved"], whole, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_unbiased_codecs_need_no_residual_and_plain_ones_change_nothing() -> None:
     plans = [Plan(codec=codec, fabric=FABRIC) for codec in (Dense(), QSGD(8), RandomK(0.5, is_unbiased=True))]
     results = run_workers(WORLD, train_each, plans)[0]
@@ -115,6 +117,7 @@ def test_unbiased_codecs_need_no_residual_and_plain_ones_change_nothing() -> Non
     assert 0.3 < float((drawn * dense).sum() / dense.square().sum()) < 1.7
 
 
+@pytest.mark.slow
 def test_a_rule_compares_what_was_decoded() -> None:
     """Blocks that all workers send: where none is sent, the median is zero."""
     plans = [Plan(codec=ErrorFeedback(GRBS(4, 16)), fabric=FABRIC, rule=Median())]

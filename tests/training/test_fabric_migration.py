@@ -94,6 +94,7 @@ def test_a_server_for_a_while_changes_no_bit(made: str) -> None:
     assert " ms)." in moved[0], "it is said how long it took"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_with_a_scheduler_the_bits_are_those_of_the_same_swap_without() -> None:
     """In loops over a prepared loader, whose last batches are uneven."""
@@ -151,6 +152,7 @@ def go_over(
         return [p.detach().clone() for p in model.parameters()], steps
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("first", "fabric"), [(0, "group"), (1, "group"), (1, "elastic")])
 def test_a_step_under_way_is_at_its_end_before_all_go_over(tmp_path: Path, first: int, fabric: str) -> None:

@@ -93,6 +93,7 @@ def train(early: str = "", *, waits: bool = False, checks: bool = True) -> tuple
         return "", is_ahead(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("early", EARLY)
 def test_whoever_reads_too_early_is_told_where_and_what_to_do(early: str) -> None:
     for said, was_ahead in run_workers(2, train, early):
@@ -102,6 +103,7 @@ def test_whoever_reads_too_early_is_told_where_and_what_to_do(early: str) -> Non
         assert said.endswith("Call run.synchronize() before.")
 
 
+@pytest.mark.slow
 def test_whoever_has_waited_may_read() -> None:
     for early in EARLY:
         assert run_workers(2, waited, early) == [("", True)] * 2
@@ -163,6 +165,7 @@ def compiled() -> tuple[bool, float, bool]:
     return was_ahead, weight, _get_current_dispatch_mode() is None
 
 
+@pytest.mark.slow
 def test_a_compiled_model_raises_no_alarm() -> None:
     first, second = run_workers(2, compiled)
     assert first == second
@@ -185,6 +188,7 @@ with offbeat.init() as run:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_the_command_line_asks_for_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -354,12 +354,14 @@ def resume(folder: str, loads: bool) -> tuple[list[str], str]:
     return digests, ""
 
 
+@pytest.mark.slow
 def test_who_joins_and_loads_a_checkpoint_over_what_it_was_handed_is_refused(tmp_path: Path) -> None:
     *_, (digests, why) = run_workers(2, resume, str(tmp_path), True, newcomers=1)
     assert "its script has put other values in their place" in why
     assert not digests
 
 
+@pytest.mark.slow
 def test_who_joins_and_loads_only_the_state_of_the_run_trains_with_the_others(tmp_path: Path) -> None:
     (first, _), _, (newcomer, why) = run_workers(2, resume, str(tmp_path), False, newcomers=1)
     assert not why
@@ -525,6 +527,7 @@ def play(folder: str, steps: int) -> tuple[dict[int, str], list[str]]:
     return digests, said
 
 
+@pytest.mark.slow
 def test_with_two_models_a_newcomer_begins_with_the_first(tmp_path: Path) -> None:
     results = run_workers(2, play, str(tmp_path), 120, newcomers=1)
     newcomer = results[2][0]

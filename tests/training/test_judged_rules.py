@@ -122,6 +122,7 @@ def fabric() -> ParameterServer:
     return ParameterServer(block_bytes=4096)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [Krum(1), GeometricMedian(), CentredClipping()], ids=repr)
 def test_a_liar_moves_two_shards_no_further_than_the_rule_lets_it(rule: Rule, tmp_path: Path) -> None:
     results = run_workers(WORLD, train, tmp_path, Plan(fabric=fabric(), rule=rule))
@@ -142,6 +143,7 @@ def test_a_liar_moves_two_shards_no_further_than_the_rule_lets_it(rule: Rule, tm
     assert verdict.compared > 0, "replicas are equal"
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_while_it_pushes_is_not_judged(tmp_path: Path) -> None:
     rule, dies = GeometricMedian(), 3
     results = run_workers(WORLD, train, tmp_path, Plan(fabric=fabric(), rule=rule), dies, faulty=dies)
@@ -185,6 +187,7 @@ def count(folder: Path, steps: int, killed: int) -> float:
         return counter.count
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_shard_that_is_killed_comes_back_without_updates_that_were_held(tmp_path: Path) -> None:
     results = run_workers(3, count, tmp_path, 30, 12, timeout_s=290)

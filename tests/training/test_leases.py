@@ -210,6 +210,7 @@ def progress_of(plan: offbeat.Plan) -> tuple[list[float], list[float], int]:
         return at_batches, behind, run.step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [offbeat.Plan(), offbeat.Plan(tuning=BatchTuning()), offbeat.Plan(sync=ASP(), fabric=SERVER)],
@@ -258,6 +259,7 @@ def normalized(plan: offbeat.Plan) -> list[list[int]]:
         return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -299,6 +301,7 @@ def odd_loops() -> list[str]:
         return [*told, " ".join(map(str, seen.elements()))]
 
 
+@pytest.mark.slow
 def test_two_loops_at_a_time_and_endless_ones_are_ended_in_a_sentence() -> None:
     results = run_workers(2, odd_loops)
     for twice, endless, _ in results:
@@ -367,6 +370,7 @@ def hashes(policy: Policy, seed: int, folder: Path | None = None) -> list[str]:
     return told
 
 
+@pytest.mark.slow
 def test_strict_turns_are_bit_identical_from_run_to_run(tmp_path: Path) -> None:
     """With seven blocks, whether one shard holds them or two."""
     strict = RoundRobin(strict=True)

@@ -97,6 +97,7 @@ def zeros() -> torch.Tensor:
     return torch.zeros(NUMEL, dtype=torch.float64)
 
 
+@pytest.mark.slow
 def test_what_is_carried_is_in_the_consensus_or_in_the_offset() -> None:
     """ErrorReset and Carry are one algorithm where all wait: x_i - e_i is what the server has, on all workers."""
     codecs = [make(inner) for inner in INNER for make in (Carry, lambda inner: ErrorReset(inner, variant="explicit"))]
@@ -116,6 +117,7 @@ def test_what_is_carried_is_in_the_consensus_or_in_the_offset() -> None:
             assert torch.equal(one["common"][-1], other["common"][-1])
 
 
+@pytest.mark.slow
 def test_what_is_dropped_leads_one_interval_and_is_gone() -> None:
     plans = [Plan(sync=LocalSGD(EVERY), codec=LookAhead(inner), fabric=FABRIC) for inner in INNER]
     for of_workers in zip(*run_workers(WORLD, train_each, plans), strict=True):
@@ -172,6 +174,7 @@ def resume(plan: Plan, stop: int) -> bool:
     return is_the_same_when_resumed(plan, classifier, momentum, batches, stop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [Carry(GRBS(4, 4)), LookAhead(GRBS(4, 4)), ErrorReset(TopK(0.2), variant="explicit")])
 def test_a_run_goes_on_to_the_bit_in_the_middle_of_an_interval(codec: Any) -> None:
     plan = Plan(sync=LocalSGD(EVERY), codec=codec, fabric=FABRIC)

@@ -80,6 +80,7 @@ def train_each(folder: str) -> list[dict[str, Any]]:
     return [train(f"{folder}/{number}", plan, STEPS) for number, plan in enumerate(PLANS)]
 
 
+@pytest.mark.slow
 def test_what_leaves_a_worker_is_noise_and_little_else(tmp_path: Path) -> None:
     """A server under BSP with residuals, and under local steps; then resumed, which goes on counting."""
     fed, local = zip(*run_workers(WORLD, train_each, str(tmp_path)), strict=True)
@@ -131,6 +132,7 @@ def test_a_swap_counts_on(tmp_path: Path) -> None:
         assert spent == expected
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_judged_run_is_proved(tmp_path: Path) -> None:
     """Noised contributions are accepted by a norm, the run says at its end what they spent, and the audit holds."""

@@ -64,6 +64,7 @@ def asked_between(fabric: str, scheduling: Scheduler | None) -> list[float]:
         return [float(p.double().sum()) for p in net.state_dict().values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fabric", ["group", "elastic"])
 def test_questions_between_steps_and_steps_without_backward(fabric: str) -> None:
     waited = run_workers(2, asked_between, fabric, None)
@@ -87,6 +88,7 @@ def trained(fabric: str, codec: Codec) -> tuple[list[torch.Tensor], bool, int]:
         return list(net.state_dict().values()), is_ahead(run), len(state["schedule"]["after"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fabric", "codec"), [("group", offbeat.Dense()), ("elastic", offbeat.Dense()), ("group", offbeat.Cast("bf16"))]
 )
@@ -125,6 +127,7 @@ def at_barrier(nonfinite: Nonfinite, codec: Codec, hides: bool) -> tuple[list[to
         return list(net.state_dict().values()), hides and is_ahead(run), said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nonfinite", "codec", "why"),
     [
@@ -216,6 +219,7 @@ def stays(how: str) -> tuple[bool, list[int], list[str]]:
         return is_ahead(run), held, [text for text in told if "waited for behind backward" in text]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "why"),
     [
@@ -262,6 +266,7 @@ def test_who_is_back_at_the_barrier_stays_there_when_it_is_resumed() -> None:
     assert run_workers(2, resumed, "clips") == [(False, False, [])] * 2
 
 
+@pytest.mark.slow
 def test_a_schedule_from_a_checkpoint_is_gone_by_if_the_optimizer_allows_that() -> None:
     for before, after, told in run_workers(2, resumed, "own"):
         assert before

@@ -63,6 +63,7 @@ def branched(hides: bool, skips_on: int | None) -> tuple[list[torch.Tensor], boo
         return [p.clone() for p in net.state_dict().values()], hides and is_ahead(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skips_on", [None, 0, 1])
 def test_modules_run_in_another_order_or_not_at_all(skips_on: int | None) -> None:
     hidden, usual = run_workers(2, branched, True, skips_on), run_workers(2, branched, False, skips_on)
@@ -149,6 +150,7 @@ def struck_in_turns() -> tuple[int, list[float], list[bool]]:
         return step + 1, sums, [gradients.is_ahead for gradients in both]
 
 
+@pytest.mark.slow
 def test_two_models_of_elastic_workers_go_on_without_who_fails_with_blocks_of_both_on_their_way() -> None:
     """Two threads of each notice it, and wait for the same new generation."""
     first, _, last = run_workers(3, struck_in_turns, faulty=1)
@@ -234,6 +236,7 @@ def uneven(hides: bool) -> tuple[list[torch.Tensor], bool]:
         return [p.clone() for p in net.state_dict().values()], was_ahead
 
 
+@pytest.mark.slow
 def test_uneven_inputs_come_to_the_same() -> None:
     hidden, usual = run_workers(2, uneven, True), run_workers(2, uneven, False)
     for (mine, was_ahead), (theirs, _) in zip(hidden, usual, strict=True):
@@ -259,6 +262,7 @@ def loaded(hides: bool) -> list[torch.Tensor]:
         return [p.clone() for p in net.state_dict().values()]
 
 
+@pytest.mark.slow
 def test_a_state_that_is_loaded_is_not_stepped_by_the_step_before() -> None:
     hidden, usual = run_workers(2, loaded, True), run_workers(2, loaded, False)
     assert all(

@@ -173,6 +173,7 @@ def resume_in_data(policy: Policy, kind: str) -> tuple[bool, list[int]]:
     return all(torch.equal(result[name], expected[name]) for name in expected), seen
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_leased_data_goes_on_where_it_was() -> None:
     """BSP: to the bit; and every sample twice in two epochs, the order of the first seed."""
@@ -330,6 +331,7 @@ def load_while_the_server_is_killed(folder: Path) -> float:
         return counter.count
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_server_that_is_killed_while_one_waits_for_the_others_to_load(tmp_path: Path) -> None:
     counts = run_workers(2, load_while_the_server_is_killed, tmp_path, timeout_s=190)

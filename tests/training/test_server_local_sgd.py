@@ -118,11 +118,13 @@ def interrupted(stop: int) -> bool:
     return is_the_same_when_resumed(plan, model, heavy, batches, stop)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_run_resumed_between_two_averages_is_the_uninterrupted_one() -> None:
     assert run_workers(WORLD, interrupted, 6, timeout_s=110) == [True] * WORLD
 
 
+@pytest.mark.slow
 def test_with_three_workers_only_the_order_of_sums_differs() -> None:
     name = "heavy ball, after"
     (without, *_), (served, *_) = (run_workers(3, train, name, fabric) for fabric in (ProcessGroup(), SERVER))
@@ -202,6 +204,7 @@ def poisoned(policy: offbeat.Policy | LocalSGD) -> tuple[State, State]:
     return dict(net.state_dict()), {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [

@@ -175,6 +175,7 @@ def killed_without_snapshots(folder: Path) -> tuple[str, float]:
     raise AssertionError("the loop has no end")
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_a_server_that_will_not_come_back(tmp_path: Path) -> None:
     for said, waited_s in run_workers(2, killed_without_snapshots, tmp_path):
         assert "Cannot reconnect to the job" in said
@@ -213,6 +214,7 @@ def left_behind(folder: Path, policy: Policy, *, stops: bool) -> tuple[int, floa
         return run.step, counter.count, look(run)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("policy", "stops"), [(ASP(), True), (BSP(), True), (RoundRobin(compute_lease_s=0.5, warmup=3), False)], ids=repr

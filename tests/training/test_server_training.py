@@ -43,6 +43,7 @@ def exact(name: str) -> Any:
     return both(Job(**{**vars(job), "plan": offbeat.Plan(fabric=SERVER)}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_bsp_on_a_server_has_the_bits_of_ddp(name: str) -> None:
     for ddp, served in run_workers(2, exact, name):
@@ -373,6 +374,7 @@ def overflows(choice: str) -> tuple[str, float, list[str]]:
     return "", net.weight.item(), told
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_the_codec_does_not_reach_the_parameters() -> None:
     (_, first, _), (_, second, told) = run_workers(2, overflows, "skip")
     assert first == second == -3.0
@@ -418,6 +420,7 @@ def server_dies() -> tuple[str, str, float]:
     return "none", "", 0.0
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_ends_the_workers_with_a_sentence() -> None:
     for kind, said, waited_s in run_workers(2, server_dies):
         assert kind == "NetworkError", said

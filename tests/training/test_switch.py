@@ -87,6 +87,7 @@ def test_the_others_go_on_without_a_worker_that_is_killed() -> None:
     assert len(results[0][0]) == STEPS
 
 
+@pytest.mark.slow
 def test_a_switch_that_nobody_answers_for_is_named() -> None:
     plan = offbeat.Plan(fabric=offbeat.Switch("127.0.0.1:9"))
     with pytest.raises(WorkerFailed, match=r"Cannot reach 127\.0\.0\.1:9 .* within 4 s.*offbeat switch serve"):

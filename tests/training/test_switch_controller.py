@@ -57,6 +57,7 @@ def job(
         return run_workers(workers, train, plan(address), steps, paces, victim, faulty=victim)
 
 
+@pytest.mark.slow
 def test_by_progress_goes_from_policy_to_policy_on_a_table() -> None:
     policies = (offbeat.SSP(0), offbeat.SSP(3), offbeat.ASP())
     controller = offbeat.ByProgress(policies, at=(0.25, 0.5), steps=80)
@@ -110,6 +111,7 @@ def stop_in_the_middle(plan: offbeat.Plan) -> tuple[list[str], list[float]]:
     return policies, ends
 
 
+@pytest.mark.slow
 def test_a_controller_hears_of_a_worker_that_is_stopped_while_it_is() -> None:
     controller = offbeat.WaitThreshold(tight=offbeat.SSP(0), loose=offbeat.ASP(), window_s=0.5, least_s=0.7)
     with served_switch(timeout=timedelta(seconds=8)) as address:
@@ -120,6 +122,7 @@ def test_a_controller_hears_of_a_worker_that_is_stopped_while_it_is() -> None:
     assert "ASP()" in policies
 
 
+@pytest.mark.slow
 def test_a_controller_goes_on_without_the_worker_that_asked_it() -> None:
     policies = (offbeat.SSP(1), offbeat.SSP(6))
     controller = offbeat.ByProgress(policies, at=(0.7,), steps=80)
@@ -132,6 +135,7 @@ def test_a_controller_goes_on_without_the_worker_that_asked_it() -> None:
     assert 56 <= first.index("SSP(bound=6)") <= 70
 
 
+@pytest.mark.slow
 def test_a_controller_goes_from_the_stream_to_the_table_and_back() -> None:
     policies = (offbeat.BSP(), offbeat.SSP(4), offbeat.LocalSGD(4))
     controller = offbeat.ByProgress(policies, at=(0.25, 0.5), steps=80)

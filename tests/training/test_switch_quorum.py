@@ -173,6 +173,7 @@ def swap(plan: offbeat.Plan, folder: Path) -> Trained:
     return trained
 
 
+@pytest.mark.slow
 def test_the_policy_is_swapped_at_the_same_exchange_on_all(tmp_path: Path) -> None:
     with served_switch() as address:
         results = run_workers(3, swap, offbeat.Plan(fabric=offbeat.Switch(address)), tmp_path)
@@ -197,6 +198,7 @@ def go_on(plan: offbeat.Plan, folder: Path, steps: range) -> Trained:
     return trained
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_what_was_carried(tmp_path: Path) -> None:
     with served_switch() as address:
         plan = offbeat.Plan(sync=offbeat.KSync(2, "carry"), fabric=offbeat.Switch(address))
@@ -267,6 +269,7 @@ def adapt(plan: offbeat.Plan, seconds: float) -> tuple[str, str]:
     return sync, job.digests[-1]
 
 
+@pytest.mark.slow
 def test_a_controller_lowers_the_quorum_while_one_worker_is_late() -> None:
     with served_switch() as address:
         controller = offbeat.AdaptQuorum(2, 3, too_late=0.4, window_s=0.5, least_s=0.5)

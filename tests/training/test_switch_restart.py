@@ -110,6 +110,7 @@ def move_and_go(plan: offbeat.Plan, mark: Path) -> tuple[str, list[float]]:
     return "", moved
 
 
+@pytest.mark.slow
 def test_what_one_has_added_that_is_done_is_not_lost_with_the_switch(tmp_path: Path) -> None:
     with KilledSwitch() as switch:
         plan = offbeat.Plan(sync=offbeat.ASP(), fabric=offbeat.Switch(switch.address))
@@ -120,6 +121,7 @@ def test_what_one_has_added_that_is_done_is_not_lost_with_the_switch(tmp_path: P
         assert moved == pytest.approx([expected] * len(moved), abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sync", "settles"),
     [(offbeat.SSP(2), True), (offbeat.SSP(0), False), (offbeat.ASP(), False), (offbeat.DSSP(1, 4), True)],
@@ -144,6 +146,7 @@ def test_what_is_added_behind_a_settle_counts(tmp_path: Path) -> None:
     assert results[0][1] == pytest.approx([STEPS * 0.5 * (1 + 2) / 64 / 2] * len(results[0][1]), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_others_go_on_without_who_is_lost_with_the_switch(tmp_path: Path) -> None:
     with KilledSwitch() as switch:
         plan = offbeat.Plan(fabric=offbeat.Switch(switch.address, values=64), bucket_bytes=1 << 16)

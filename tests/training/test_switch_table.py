@@ -89,6 +89,7 @@ def test_nobody_gets_further_ahead_than_the_policy_says() -> None:
     assert fast[2] < slow[1], "it never went ahead"
 
 
+@pytest.mark.slow
 def test_one_that_makes_more_steps_is_not_held_up_by_those_that_are_through() -> None:
     with served_switch() as address:
         plan = offbeat.Plan(sync=offbeat.SSP(1), fabric=offbeat.Switch(address))
@@ -121,6 +122,7 @@ def looked_at(plan: offbeat.Plan, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_lag_and_waiting_are_seen_without_an_exchange(tmp_path: Path) -> None:
     with served_switch() as address:
         plan = offbeat.Plan(sync=offbeat.SSP(3), fabric=offbeat.Switch(address))
@@ -275,6 +277,7 @@ def test_a_swap_holds_for_all_from_the_same_step_on() -> None:
     assert fast[-5] < slow[-8]
 
 
+@pytest.mark.slow
 def test_a_swap_takes_hold_soon_after_a_policy_without_a_bound() -> None:
     with served_switch() as address:
         plan = offbeat.Plan(sync=offbeat.ASP(), fabric=offbeat.Switch(address))
@@ -333,6 +336,7 @@ def test_a_job_goes_from_the_stream_to_the_table_and_back() -> None:
     assert sum(losses[-5:]) < sum(losses[:5])
 
 
+@pytest.mark.slow
 def test_a_job_may_begin_with_the_table() -> None:
     with served_switch() as address:
         plan = offbeat.Plan(sync=offbeat.SSP(2), fabric=offbeat.Switch(address))
@@ -400,6 +404,7 @@ def to_a_server_and_back(plan: offbeat.Plan) -> tuple[list[tuple[str, bool]], li
     return list(dict.fromkeys(seen)), list(said), total
 
 
+@pytest.mark.slow
 def test_a_job_goes_from_the_table_to_a_server_and_back_and_says_whose_momentum_it_is() -> None:
     with served_switch() as address:
         plan = offbeat.Plan(sync=offbeat.SSP(2), fabric=offbeat.Switch(address))

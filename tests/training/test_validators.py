@@ -256,6 +256,7 @@ def resume(folder: str, saved: str) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in net.parameters()]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_that_of_the_validator(tmp_path: Path) -> None:
     saved = str(tmp_path / "saved.pt")
     for name in ("first", "second"):
@@ -321,6 +322,7 @@ print("validates" if run.is_validator else "is done", "OFFBEAT_VALIDATOR_TOKEN" 
 """
 
 
+@pytest.mark.slow
 def test_by_the_command(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "plan.toml").write_text(plan(LocalSGD(2), ZenoPS()).to_toml())
@@ -340,6 +342,7 @@ def test_by_the_command(tmp_path: Path) -> None:
     assert (tmp_path / "job" / "validator.token").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.slow
 def test_the_example(tmp_path: Path) -> None:
     """With its validator it learns although three of four lie."""
     example = Path(__file__).parents[2] / "examples/untrusted_workers.py"

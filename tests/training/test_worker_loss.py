@@ -80,6 +80,7 @@ def keep(codec: Codec, sync: offbeat.BSP | offbeat.LocalSGD, folder: Path, serve
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "sync", "served"),
     [
@@ -165,6 +166,7 @@ def test_what_a_lost_worker_has_not_used_goes_to_the_others(keeps: Keeps, tmp_pa
     assert set(later) == {30 if keeps == "local_batch" else 40}
 
 
+@pytest.mark.slow
 def test_what_it_had_loaded_ahead_goes_to_the_others_too(tmp_path: Path) -> None:
     results = run_workers(3, use, str(tmp_path), 1, 6, "local_batch", 2, 2, faulty=1)
     for epoch in range(2):

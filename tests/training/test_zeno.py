@@ -202,6 +202,7 @@ def lower_the_loss_of_a_liar(records: list[Any]) -> None:
     records[at] = msgspec.structs.replace(records[at], losses=(records[at].losses[0], -9.0, *records[at].losses[2:]))
 
 
+@pytest.mark.slow
 def test_those_that_are_kept_are_averaged_whoever_is_late(tmp_path: Path) -> None:
     """An update is of the first two workers, of which one is left out; the validator counts as none of them."""
     results = run_workers(WORLD, train, tmp_path, plan(KSync(2), Zeno(1)), (), newcomers=1, timeout_s=100)
@@ -247,6 +248,7 @@ def stop_when(there: Path) -> None:
     threading.Thread(target=look, daemon=True).start()
 
 
+@pytest.mark.slow
 def test_one_that_is_killed_while_it_scores_is_followed_by_another(tmp_path: Path) -> None:
     """The update waits for the losses, and whoever comes finds them out before it has made any step with the others."""
     results = run_workers(WORLD, train_with_two, tmp_path, newcomers=2, faulty=WORLD, timeout_s=100)

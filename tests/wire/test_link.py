@@ -436,6 +436,7 @@ def test_a_peer_that_closes_in_the_middle_of_a_body_is_noticed_at_once(reset: bo
     play(story)
 
 
+@pytest.mark.slow
 def test_a_body_that_trickles_in_comes_whole() -> None:
     """Never as much at once as the event loop is woken for; it is found at each tick."""
 
@@ -456,6 +457,7 @@ def test_a_body_that_trickles_in_comes_whole() -> None:
     play(story)
 
 
+@pytest.mark.slow
 def test_idle_links_stay() -> None:
     async def story() -> None:
         async with serving() as server:
