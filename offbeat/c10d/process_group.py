@@ -31,6 +31,7 @@ from offbeat.c10d.members import meet_members
 from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PlanError
 from offbeat.fabric.fabric import BindContext
 from offbeat.fabric.generation import StoreMeeting
+from offbeat.fabric.gloo_listener import stop_listening_at
 from offbeat.fabric.linked_group import LinkedGroup
 from offbeat.fabric.process_group import GlooCollectives, never_destroy
 from offbeat.fabric.routed import Routed
@@ -367,6 +368,7 @@ def _gloo(store: Any, place: int, size: int, timeout: timedelta) -> dist.Process
     """A group of Gloo's, for tensors of all devices that it takes."""
     group = dist.ProcessGroup(store, place, size)
     backend = dist.ProcessGroupGloo(store, place, size, timeout)
+    stop_listening_at(store, place, size)
     kind = dist.ProcessGroup.BackendType.GLOO
     for device in ("cpu", "cuda"):
         group._register_backend(torch.device(device), kind, backend)

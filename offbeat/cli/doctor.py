@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 _PROBE_S = 0.4
-_PATIENCE_S = 3.0
+_PATIENCE_S, _DROP_S = 3.0, 0.2
 _CHUNK = 1 << 20
 _FEW_FILES = 1024
 _SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
@@ -56,6 +56,7 @@ def examine() -> Iterator[Finding]:
     addresses = interface_addresses()
     yield check_interfaces(addresses)
     yield check_gloo(os.environ, addresses, resolve_hostname)
+    yield check_strangers(os.environ, try_to_drop)
     yield check_loopback(measure_loopback_gbps)
     yield check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield check_slow_start(_SLOW_START)
@@ -142,6 +143,34 @@ def check_gloo(environment: Mapping[str, str], addresses: Mapping[str, str], res
         reason = f"the hostname resolves to {address}, so only this machine can be reached"
         return Finding("gloo would use", "lo", "note" if outward else "ok", reason if outward else "", remedy)
     return Finding("gloo would use", f"{name} {address} (the hostname's)")
+
+
+def check_strangers(environment: Mapping[str, str], drop: Callable[[], None]) -> Finding:
+    """Check whether Gloo's ports can be shut once the workers are connected; else strangers can end a worker."""
+    name, remedy = "gloo's ports", "keep others from the workers' ports by a firewall"
+    if environment.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):
+        reason = "TORCH_GLOO_LAZY_INIT is set: workers connect at any time, and strangers can use up their sockets"
+        return Finding(name, "remain open", "note", reason, f"unset it, or {remedy}")
+    try:
+        drop()
+    except (ImportError, OSError) as error:
+        reason = f"cannot have the kernel drop what strangers send to a listening socket: {error}"
+        return Finding(name, "remain open", "note", reason, remedy)
+    return Finding(name, "shut once the workers are connected")
+
+
+def try_to_drop() -> None:
+    """Have the kernel drop what comes to a listening socket.
+
+    Raises:
+        OSError: if it cannot, or a connection is made all the same.
+    """
+    from offbeat.fabric.gloo_listener import drop_all
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        drop_all(listener)
+        with contextlib.suppress(TimeoutError), socket.create_connection(listener.getsockname(), _DROP_S):
+            raise OSError("the kernel took the filter, and a connection was made all the same")
 
 
 def measure_loopback_gbps() -> float:

@@ -3,7 +3,7 @@
 * `fabric` - the nouns: `FabricSpec` describes and `Offers`, what `Binds` makes a `Fabric`, which has handles; one with
   a server is `Served`
 * `process_group` - the collectives of a torch process group (Gloo, NCCL); `reduce_scatter` - sums there in two rounds;
-  `spare_memory` - what exchanges work in
+  `spare_memory` - what exchanges work in; `gloo_listener` - Gloo's sockets hear no strangers
 * `elastic` - all-reduce that goes on without the workers it loses; `retryable` - what it exchanges, again if need be;
   `elastic_group` - who is left, and how they find together; `generation` - what carries it among those
 * `routed` - all-reduce along planned paths (`offbeat.collective`); `linked_group` - links, and paths over them;

@@ -45,6 +45,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from offbeat.backoff import Backoff
 from offbeat.errors import NetworkError, PeerError, WorkerLostError
 from offbeat.fabric.generation import Generation, StoreMeeting
+from offbeat.fabric.gloo_listener import stop_listening_at
 from offbeat.protocol.group_progress import GroupProgress
 
 if TYPE_CHECKING:
@@ -368,6 +369,7 @@ class ElasticGroup:
         store = PrefixStore(f"{number}/groups/{index}", self._store)
         # By itself, without torch's registry of groups: that knows only the workers of the beginning.
         group: Any = dist.ProcessGroupGloo(store, members.index(self.rank), len(members), _NEVER)
+        stop_listening_at(store, group.rank(), group.size())
         return cast("dist.ProcessGroup", group)
 
 

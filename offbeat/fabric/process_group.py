@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from offbeat.errors import NetworkError, PlanError
 from offbeat.fabric.fabric import BindContext, Offers
+from offbeat.fabric.gloo_listener import stop_listening
 from offbeat.fabric.reduce_scatter import PartSums, sent_bytes_of_round
 from offbeat.fabric.spare_memory import SpareMemory
 from offbeat.payload import GatheredPart, Payload, Reply, Sum, Total
@@ -70,6 +71,8 @@ def new_group(backend: str) -> dist.ProcessGroup:
     """Make a group over all ranks of the default one, whose timeout never comes. Collective: every rank calls it."""
     group = dist.new_group(timeout=_NEVER, backend=backend)
     assert isinstance(group, dist.ProcessGroup)
+    if backend == "gloo":
+        stop_listening(group)
     return group
 
 

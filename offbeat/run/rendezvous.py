@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from offbeat.diagnosis.startup_barrier import StartupBarrier
 from offbeat.diagnosis.wait import WaitContext
 from offbeat.errors import NetworkError, PlanError
+from offbeat.fabric.gloo_listener import stop_listening
 from offbeat.safe_write import write_whole
 from offbeat.wire.interfaces import address_towards, interface_addresses, is_loopback, resolve_hostname
 
@@ -83,6 +84,7 @@ def join(waiter: BlockingWait, environment: Environment) -> Store | None:
             "GLOO_SOCKET_IFNAME, on each machine, to the interface by which the others reach it; `offbeat doctor` "
             "lists them."
         ) from error
+    stop_listening(dist.distributed_c10d._get_default_group())
     return store
 
 

@@ -50,6 +50,21 @@ def test_the_interface_of_gloo(environment: dict[str, str], hostname: str, level
     assert says in f"{finding.value} {finding.reason} {finding.remedy}"
 
 
+def test_whether_strangers_reach_the_ports_of_gloo() -> None:
+    assert doctor.check_strangers({}, doctor.try_to_drop).level == "ok"
+    later = doctor.check_strangers({"TORCH_GLOO_LAZY_INIT": "1"}, doctor.try_to_drop)
+    assert later.level == "note"
+    assert "unset it" in later.remedy
+
+    def refuses() -> None:
+        raise OSError(92, "Protocol not available")
+
+    without = doctor.check_strangers({"TORCH_GLOO_LAZY_INIT": "0"}, refuses)
+    assert without.level == "note"
+    assert "Protocol not available" in without.reason
+    assert "firewall" in without.remedy
+
+
 def test_no_network_at_all() -> None:
     assert doctor.check_interfaces({"lo": ""}).level == "bad"
     assert doctor.check_gloo({}, {"lo": "127.0.0.1"}, lambda: "127.0.0.1").level == "ok"
