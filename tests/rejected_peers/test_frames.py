@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
+from hypothesis import given, settings, strategies
 
+from offbeat.errors import PeerError
 from offbeat.protocol.data_leases import GetDataState, MemoryExhausted, RegisterLoader, RequestLease, ReturnLease
-from offbeat.protocol.messages import pack
+from offbeat.protocol.messages import SAYS, pack
 from offbeat.protocol.shards import AdmitWorker, ModelFilled, PushDone, RegisterShard, WorkerRemoved
 from offbeat.protocol.status import GetStatus
 from offbeat.protocol.training import (
@@ -24,22 +26,20 @@ from offbeat.protocol.training import (
     PushBlock,
 )
 from offbeat.wire.frame import HEADER_BYTES, VERSION, Frame, Kind, encode
-from offbeat.wire.messages import HandshakeClaim, Welcome
+from offbeat.wire.messages import MAX_WORLD, HandshakeClaim, Role, Welcome
 from offbeat.wire.messages import HandshakeRefused as TurnedAway
 from tests.rejected_peers.job import (
     BAD,
     GOOD,
     JOB,
     SECRET,
+    Heard,
     Job,
     details,
     in_log,
     told,
 )
 from tests.wire.peers import ByHand
-
-if TYPE_CHECKING:
-    from offbeat.wire.messages import Role
 
 
 def frame(metadata: bytes = b"m", body: bytes = b"", number: int = 1) -> bytearray:
@@ -193,6 +193,27 @@ def test_nobody_speaks_out_of_its_role(job: Job, role: Role, message: Any, body:
         f"{type(message).__name__} is not for {'an onlooker' if role == 'onlooker' else 'another shard'} to s" in said
     )
     in_log(job, address, f"Lost the link of the {role}")
+    job.goes_on()
+
+
+SAID = [OpenModel(0), Announce(0, 3, ContributionInfo(1.0, ())), PushDone(0, 1, 3), GetStatus(0), PullDone(0, 3)]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    role=strategies.sampled_from(get_args(Role)),
+    rank=strategies.integers(max(GOOD) + 1, MAX_WORLD - 1),
+    message=strategies.sampled_from(SAID),
+)
+def test_each_role_is_admitted_for_what_it_says_or_refused_in_a_sentence(
+    job: Job, role: Role, rank: int, message: Any
+) -> None:
+    if role not in SAYS or role == "validator":
+        with pytest.raises(PeerError, match=f"a {role} has nothing to say to a server|it is no validator"):
+            job.dial(lambda link: Heard(), rank, role=role)
+    elif type(message) not in SAYS[role]:
+        said, _ = told(job, (message, b""), rank=rank, role=role)
+        assert f"{type(message).__name__} is not for" in said
     job.goes_on()
 
 

@@ -38,7 +38,7 @@ from offbeat.history import ParametersReplaced, ShardServes
 from offbeat.protocol.checkpoints import FetchState, MayPut, RequestReplacement, StatePart, TransferDone
 from offbeat.protocol.data_leases import DataState, GetDataState, SetDataState
 from offbeat.protocol.loss_scores import ContributionsScored, FetchedBlock
-from offbeat.protocol.messages import pack
+from offbeat.protocol.messages import SAYS, pack
 from offbeat.protocol.plan_swap import AdoptPlan, PlanAgreement, SwapPlan
 from offbeat.protocol.rank_reservation import ReserveRanks
 from offbeat.protocol.shards import (
@@ -190,7 +190,13 @@ class Shard:
             self._begin_if_all_are_here()
 
     def accept(self, link: PeerLink) -> Peer:
-        """A worker, or another shard, has connected and proved who it is."""
+        """Take the link of a peer into use that has proved who it is.
+
+        Raises:
+            PeerError: if its role has nothing to do here.
+        """
+        if link.role not in SAYS:
+            raise PeerError(f"a {link.role} has nothing to say to a server")
         return Peer(self, link)
 
     def follow(self, link: PeerLink) -> CoordinatorPeer:
