@@ -40,6 +40,7 @@ from offbeat.fabric.switch_session import OtherWorkers, SwitchSession
 from offbeat.fabric.switch_table import SwitchTable
 from offbeat.number_range import WholeNumbers
 from offbeat.payload import Gather, Sum, Total
+from offbeat.protocol.bounds import SECRET_BYTES
 from offbeat.protocol.switch_control import SetSwitchStrategy, Strategy, SwitchReturn
 from offbeat.switch.client_thread import ClientThread, client_thread_of, socket_to
 from offbeat.switch.control_client import ControlClient
@@ -161,13 +162,14 @@ class Switch:
         deadline_s = time.monotonic() + context.timeout.total_seconds()
         job = _same_for_all(companion, secrets.token_hex(8), deadline_s)
         credentials = None if context.settings is None else context.settings.credentials()
-        patience = context.timeout
+        patience, secret = context.timeout, secrets.token_bytes(SECRET_BYTES)
 
         def dial(on_lost: Callable[[], None]) -> ControlClient:
             return ControlClient(
                 address,
                 rank=context.rank,
                 credentials=credentials,
+                secret=secret,
                 timeout=patience,
                 patience=patience,
                 on_lost=on_lost,
@@ -360,13 +362,17 @@ class BoundSwitch:
         """Have sums be made by another policy; see `SumsSome`."""
         self._stream.set_strategy(strategy)
 
-    def evict_lost(self) -> None:
-        """Tell the switch which workers the others have gone on without, or will where they meet; each does."""
+    def evict_lost(self, *, meets_nobody: bool = False) -> None:
+        """Tell the switch which workers the others have gone on without, or will where they meet; each does.
+
+        Args:
+            meets_nobody: whether this worker waits for the switch alone, so that it does not meet the others meanwhile.
+        """
         if self._group is None:
             return
         gone = set(self._members) - set(self._group.members)
         self._tables = [table for table in self._tables if not table.has_left]
-        if self._stream.has_quorum or self._tables:  # they need not meet for long
+        if meets_nobody or self._stream.has_quorum or self._tables:  # they need not meet for long
             gone |= set(self._group.lost_members(self._members))
         for rank in gone:
             self._stream.evict(rank, (table.job for table in self._tables))
@@ -405,7 +411,7 @@ class SwitchPending:
         """
         deadline_s = time.monotonic() + timeout.total_seconds()
         self._has_trailer = self._has_trailer or self._trailer.wait(timeout)
-        self._fabric.evict_lost()
+        self._fabric.evict_lost(meets_nobody=self._has_trailer)
         left = timedelta(seconds=max(0.0, deadline_s - time.monotonic()))
         return self._has_trailer and self._stream.wait(self._exchange, left)
 

@@ -18,7 +18,7 @@ Each request has a number from 1, which its answer repeats; number 0 is refused 
 A worker that says good-bye, or whose process is gone, is evicted; a job ends with its last worker.
 
 A worker whose link ended otherwise, since it or the switch stood still, comes back as the member that it is, by its
-cookie (`SwitchReturn`). Until then it is waited for: the others say if it is lost.
+cookie (`SwitchReturn`) and the secret with which it joined. Until then it is waited for: the others say if it is lost.
 
 A switch that was started again knows no job. Its workers join again and say how far they are (`SwitchReturn`); they are
 answered once all are there whom none of them takes for lost, and each is told how far the others are.
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 
 from offbeat.errors import PeerError
-from offbeat.protocol.bounds import Count, Seconds, Text
+from offbeat.protocol.bounds import Count, Seconds, Secret, Text
 from offbeat.protocol.group_progress import GroupProgress
 
 if TYPE_CHECKING:
@@ -107,6 +107,8 @@ class JoinSwitchJob(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         strategy: that it begins with.
         exponent: of all values in the table.
         again: of a job that the switch had before it was started again; None for a new one.
+        secret: of the process that asks. A rank belongs to the process that was admitted: only its secret moves the
+            rank to another link.
     """
 
     request: _Number
@@ -121,6 +123,7 @@ class JoinSwitchJob(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     strategy: Strategy = Strategy()
     exponent: _Exponent = 0
     again: SwitchReturn | None = None
+    secret: Secret = b""
 
 
 class SwitchJobJoined(msgspec.Struct, tag=True, frozen=True):

@@ -6,14 +6,12 @@ from typing import Annotated
 
 import msgspec
 
-from offbeat.protocol.bounds import Count, Digest, Dtype, Model, Samples, Seconds, Text
+from offbeat.protocol.bounds import Count, Digest, Dtype, Model, Samples, Seconds, Secret, Text
 from offbeat.protocol.data_leases import Used
 from offbeat.protocol.optimizer_spec import Hyper, Name, OptimizerSpec
 
 MOST_REFUSAL = 4096  # characters
 MOST_NUMBERS = 128  # of a question
-SECRET_BYTES = 16
-Secret = Annotated[bytes, msgspec.Meta(max_length=SECRET_BYTES)]
 
 
 class PieceOf(msgspec.Struct, frozen=True, array_like=True):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import secrets
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from offbeat.errors import NetworkError, OffbeatError, PeerError, PlanError
+from offbeat.protocol.bounds import SECRET_BYTES
 from offbeat.protocol.switch_control import (
     EvictFromSwitchJob,
     FromSwitch,
@@ -45,6 +47,7 @@ class ControlClient:
         address: "host:port" of the switch's control.
         rank, role: who comes.
         credentials: what both sides prove.
+        secret: by which the switch knows this worker again when it dials again; None for a new one.
         timeout: for answers, and after which a silent switch is lost.
         patience: for how long to dial.
         on_lost: called on the event loop's thread when the switch is lost, not when this end is closed.
@@ -61,12 +64,14 @@ class ControlClient:
         rank: int = 0,
         role: Role = "worker",
         credentials: Credentials | None = None,
+        secret: bytes | None = None,
         timeout: timedelta = timedelta(seconds=5),
         patience: timedelta = timedelta(seconds=20),
         on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_lost = on_lost
         self._address, self._rank, self._timeout = address, rank, timeout
+        self._secret = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
         self._requests = itertools.count(1)
         self._answers: dict[int, Future[FromSwitch]] = {}
         self._error: OffbeatError | None = None
@@ -185,6 +190,7 @@ class ControlClient:
                 strategy=strategy or Strategy(),
                 exponent=exponent,
                 again=again,
+                secret=self._secret,
             ),
             while_waiting,
         )

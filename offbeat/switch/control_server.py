@@ -1,15 +1,17 @@
 """The control plane of a switch: who takes part in which job, and by which policy; over authenticated links.
 
-A worker speaks for itself: it joins with the rank that its link has. Whoever has joined a job, or is an operator, may
-evict another from it and change its policy. A worker that says good-bye, or hangs up as a killed one does, is evicted,
-and a job ends with its last worker. One whose link ends otherwise stands still, or thinks that the switch does; it may
-come back as long as nobody says that it is lost, and so may all for `_DESERTED_S`. A job that is not known is begun
-again by its workers, when they meet (`rejoin_meeting`).
+A worker speaks for itself: it joins with the rank that its link has, and a secret. From then on the rank belongs to
+that process: another link takes it over only with the secret, and nobody does once the others have gone on without it.
+Whoever has joined a job, or is an operator, may evict another from it and change its policy. A worker that says good-
+bye, or hangs up as a killed one does, is evicted, and a job ends with its last worker. One whose link ends otherwise
+stands still, or thinks that the switch does; it may come back as long as nobody says that it is lost, and so may all
+for `_DESERTED_S`. A job that is not known is begun again by its workers, when they meet (`rejoin_meeting`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hmac
 import logging
 import secrets
 import time
@@ -75,12 +77,17 @@ class SwitchJob:
         self.watch, self.is_in_trouble = ClockWatch(), False
         self.peers: dict[int, SwitchPeer] = {}  # by rank, those that have joined
         self.cookies: dict[int, int] = {}  # likewise
+        self.secrets: dict[int, bytes] = {}  # likewise, by which each is known again
+        self.gone: set[int] = set()  # ranks that the others have gone on without
         self.met: dict[int, int] = {}  # by rank, the request of those that wait to meet all others
         self.have_met = False
         self.deserted_s: float | None = None  # since when there is no link to any of its workers
 
     def take(self, peer: SwitchPeer) -> None:
         """Have a link be that of its rank."""
+        before = self.peers.get(peer.link.rank)
+        if before is not None and before is not peer:
+            before.forget(self)
         self.peers[peer.link.rank] = peer
         self.deserted_s, peer.jobs[self.name] = None, self
 
@@ -88,6 +95,11 @@ class SwitchJob:
         """Note if there is no link to any of its workers any more."""
         if self.deserted_s is None and not any(peer.link.is_open for peer in self.peers.values()):
             self.deserted_s = time.monotonic()
+
+
+def _is_same(secret: bytes, message: JoinSwitchJob) -> bool:
+    """Whether the process that joins is the one that was admitted with this secret."""
+    return bool(secret) and hmac.compare_digest(secret, message.secret)
 
 
 def _shape(message: JoinSwitchJob, number: int) -> JobShape:
@@ -151,11 +163,15 @@ class ControlServer:
                 f"Cannot join {job.name!r} with {shape}: it has {job.shape}. Start every worker with the same plan."
             )
         before = job.peers.get(message.worker)
-        if before is not None and before is not peer:
-            before.forget(job)
+        if before is not None and before is not peer and not _is_same(job.secrets[message.worker], message):
+            raise PlanError(
+                f"Cannot join {job.name!r} as rank {message.worker}: one is here already, from {before.link.peer}."
+            )
+        if message.worker in job.gone:
+            raise PlanError(f"Cannot join {job.name!r}: the others have gone on without rank {message.worker}.")
         cookie = secrets.randbits(32)
         self._plane.admit(shape.number, message.worker, cookie)
-        job.cookies[message.worker] = cookie
+        job.cookies[message.worker], job.secrets[message.worker] = cookie, message.secret
         job.take(peer)
         return SwitchJobJoined(message.request, shape.number, cookie, self._port, shape.slots)
 
@@ -191,7 +207,7 @@ class ControlServer:
     def _join_again(self, peer: SwitchPeer, message: JoinSwitchJob, again: SwitchReturn) -> FromSwitch | None:
         rank = message.worker
         if (job := self._jobs.get(message.job)) is not None:
-            if job.cookies.get(rank, -1) == again.cookie:
+            if job.cookies.get(rank, -1) == again.cookie and _is_same(job.secrets[rank], message):
                 return self._resume(job, peer, message.request, again)
             why = f"Cannot join {message.job!r} again: the others have gone on without rank {rank}."
             return SwitchRefused(message.request, why)
@@ -201,6 +217,11 @@ class ControlServer:
             why = f"Cannot join {message.job!r} again: the workers of {_MOST_JOBS} other jobs wait for each other."
             return SwitchRefused(message.request, why)
         meeting = self._meetings.setdefault(message.job, RejoinMeeting())
+        if rank in meeting.waiting:
+            other, asked = meeting.waiting[rank]
+            if other is not peer and not _is_same(asked.secret, message):
+                why = f"Cannot join {message.job!r} again as rank {rank}: one is here already, from {other.link.peer}."
+                return SwitchRefused(message.request, why)
         if message.job in peer.done:
             peer.done.remove(message.job)
         meeting.waiting[rank] = peer, message
@@ -212,8 +233,6 @@ class ControlServer:
     def _resume(self, job: SwitchJob, peer: SwitchPeer, request: int, again: SwitchReturn) -> SwitchJobJoined:
         """Give a worker that was never evicted its place back."""
         rank = peer.link.rank
-        if (before := job.peers[rank]) is not peer:
-            before.forget(job)
         job.take(peer)
         for other in job.peers.keys() - set(again.members) - {rank}:  # whose loss could not be told meanwhile
             job.peers[other].forget(job)
@@ -384,7 +403,8 @@ class ControlServer:
                 self._conclude(name)
 
     def _remove(self, job: SwitchJob, worker: int) -> None:
-        del job.peers[worker], job.cookies[worker]
+        del job.peers[worker], job.cookies[worker], job.secrets[worker]
+        job.gone.add(worker)
         self._plane.evict(job.shape.number, worker)
         job.met.pop(worker, None)
         if not job.peers:

@@ -5,19 +5,37 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+import pytest
 import torch
 
 from offbeat.diagnosis.wait import TellsTrouble
 from offbeat.fabric import BoundSwitch, Switch
 from offbeat.fabric.in_memory import BoundInMemory, InMemoryGroup, InMemoryPending
 from offbeat.fabric.switch import SwitchStream
+from offbeat.fabric.switch_session import OtherWorkers, SwitchSession
 from offbeat.payload import Sum, Total
+from offbeat.switch.client_thread import client_thread_of
+from offbeat.switch.control_client import ControlClient
+from offbeat.switch.job_shape import JobShape
 from offbeat.switch.memory_switch import MemorySwitch
+from offbeat.switch.stream_client import StreamClient
+from tests.switch.local_switch import served_switch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from offbeat.fabric import ElasticGroup
     from offbeat.payload import Payload, Reply
+
+SOON = timedelta(seconds=5)
+
+
+@pytest.fixture
+def switch_address() -> Iterator[str]:
+    with served_switch() as address:
+        yield address
 
 
 class WithoutOne(InMemoryPending):
@@ -71,3 +89,45 @@ def test_a_sum_says_what_its_switch_waits_for() -> None:
     stream._client.has_joined = True
     assert "The switch waits for rank 1" in pending.trouble
     end.close()
+
+
+class Group:
+    """An elastic group of two, of whom the second is known to be gone from a moment on."""
+
+    members = (0, 1)
+
+    def __init__(self) -> None:
+        self.lost: dict[int, str] = {}
+
+    def lost_members(self, ranks: Sequence[int]) -> dict[int, str]:
+        """The ranks that are gone, and why."""
+        return {rank: self.lost[rank] for rank in ranks if rank in self.lost}
+
+
+def session_over(control: ControlClient, rank: int) -> SwitchSession:
+    return SwitchSession(lambda on_lost: control, OtherWorkers(rank, None), SOON)
+
+
+def test_nobody_waits_for_a_worker_that_is_lost_in_the_middle_of_a_bucket(switch_address: str) -> None:
+    """Its machine is cut off when all have its trailer, so nothing meets any more, and no link hangs up."""
+    controls = [ControlClient(switch_address, rank=rank) for rank in range(2)]
+    joined = [control.join("a", JobShape(0, 2, 16, 64, 8)) for control in controls]
+    ends, group, companions = [], Group(), InMemoryGroup(2)
+    for rank, (shape, told) in enumerate(joined):
+        client = StreamClient(shape, rank, told.cookie, window=8, rto_s=0.01, keeps=True)
+        session = session_over(controls[rank], rank)
+        stream = SwitchStream(client, client_thread_of(client, controls[rank], told, SOON), session, "a")
+        ends.append(BoundSwitch(BoundInMemory(companions, rank), stream, cast("ElasticGroup", group)))
+    trailer = ends[1].start(Sum(torch.ones(1)))  # and never a chunk of its values
+    pending = ends[0].start(Sum(torch.ones(100), torch.ones(1)))
+    assert trailer.wait(SOON)
+    assert not pending.wait(timedelta(seconds=0.3)), "the other may still come"
+    group.lost = {1: "its machine is unreachable"}
+    try:
+        assert any(pending.wait(timedelta(seconds=0.1)) for _ in range(50)), "it is waited for, though it is lost"
+        total = pending.result()
+        assert isinstance(total, Total)
+        assert total.tensor.unique().tolist() == [2.0], "a sum of one, which counts for the two of the trailer"
+    finally:
+        for end in ends:
+            end.close()

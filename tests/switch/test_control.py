@@ -69,14 +69,35 @@ def address() -> Iterator[str]:
         yield where
 
 
-def client(address: str, rank: int = 0, role: Role = "worker") -> ControlClient:
-    return ControlClient(address, rank=rank, role=role, timeout=SHORT, patience=SHORT)
+def secret_of(rank: int) -> bytes:
+    return bytes([rank]) * 16
 
 
-def join(control: ControlClient, worker: int, *, job: str = "a", workers: int = 2, values: int = VALUES) -> Joined:
+def client(address: str, rank: int = 0, role: Role = "worker", secret: bytes | None = None) -> ControlClient:
+    """A link; by default always that of the same process of its rank."""
+    own = secret_of(rank) if secret is None else secret
+    return ControlClient(address, rank=rank, role=role, secret=own, timeout=SHORT, patience=SHORT)
+
+
+def join(
+    control: ControlClient,
+    worker: int,
+    *,
+    job: str = "a",
+    workers: int = 2,
+    values: int = VALUES,
+    secret: bytes | None = None,
+) -> Joined:
     told = control.ask(
         lambda number: JoinSwitchJob(
-            request=number, job=job, worker=worker, workers=workers, values=values, slots=64, ring=8
+            request=number,
+            job=job,
+            worker=worker,
+            workers=workers,
+            values=values,
+            slots=64,
+            ring=8,
+            secret=secret_of(worker) if secret is None else secret,
         )
     )
     assert isinstance(told, Joined)
@@ -368,6 +389,50 @@ def test_who_stood_still_comes_back_as_the_member_that_it_is(address: str) -> No
     give_up(first)
     back(address, 0, joined[0].cookie, members=(0,))
     assert members_of(looks) == [[0]], "of whom the others have gone on without the switch did not hear"
+
+
+INTRUDERS = [b"", b"another secret, 16"[:16], bytes(15)]  # rank 0's own is 16 zeros
+
+
+@pytest.mark.parametrize("secret", INTRUDERS)
+@pytest.mark.parametrize("is_away", [False, True], ids=["connected", "away"])
+def test_nobody_takes_the_rank_of_a_worker(address: str, secret: bytes, is_away: bool) -> None:
+    """Not by a new place, nor by its own, of which packets show the cookie."""
+    looks, first, second = client(address, role="onlooker"), client(address, 0), client(address, 1)
+    cookie = join(first, 0).cookie
+    join(second, 1)
+    if is_away:
+        give_up(first)
+    intruder = client(address, 0, secret=secret)
+    with pytest.raises(PlanError, match=r"as rank 0: one is here already, from 127\.0\.0\.1"):
+        join(intruder, 0, secret=secret)
+    with pytest.raises(PlanError, match="without rank 0"):
+        intruder.join("a", JobShape(0, 2, VALUES, 64, 8), again=SwitchReturn(members=(0, 1), cookie=cookie))
+    assert members_of(looks) == [[0, 1]]
+    assert back(address, 0, cookie)[1].cookie == cookie, "the worker itself comes back all the same"
+
+
+def test_nobody_takes_the_rank_of_a_worker_that_is_gone(address: str) -> None:
+    """The others would wait for it."""
+    first, second = client(address, 0), client(address, 1)
+    join(first, 0), join(second, 1)
+    first.evict("a", 1, "it is dead")
+    until(lambda: members_of(first) == [[0]])
+    for secret in (secret_of(1), b"another secret.."):
+        with pytest.raises(PlanError, match="gone on without rank 1"):
+            join(client(address, 1, secret=secret), 1, secret=secret)
+    assert members_of(first) == [[0]]
+
+
+def test_nobody_takes_the_rank_of_a_worker_that_waits_at_a_switch_that_knows_nothing(address: str) -> None:
+    first, second, intruder = client(address, 0), client(address, 1), client(address, 0, secret=b"another secret..")
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(returned, first, (0, 1))
+        assert not wait([waiting], 0.3).done
+        with pytest.raises(PlanError, match=r"again as rank 0: one is here already, from 127\.0\.0\.1"):
+            returned(intruder, (0, 1))
+        second_back = pool.submit(returned, second, (0, 1))
+        assert waiting.result(5)[1].cookie != second_back.result(5)[1].cookie
 
 
 def test_who_stood_still_and_is_lost_by_what_the_others_say_does_not_come_back(address: str) -> None:

@@ -35,6 +35,7 @@ from offbeat.coordinator.events import (
 )
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.history import ParametersReplaced, ShardServes
+from offbeat.protocol.bounds import SECRET_BYTES
 from offbeat.protocol.checkpoints import FetchState, MayPut, RequestReplacement, StatePart, TransferDone
 from offbeat.protocol.data_leases import DataState, GetDataState, SetDataState
 from offbeat.protocol.loss_scores import ContributionsScored, FetchedBlock
@@ -60,7 +61,6 @@ from offbeat.protocol.shards import (
 )
 from offbeat.protocol.status import GetStatus, StatusReply, TellStatus
 from offbeat.protocol.training import (
-    SECRET_BYTES,
     Announce,
     AskAllWorkers,
     LeaveAfter,
