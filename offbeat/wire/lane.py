@@ -147,6 +147,12 @@ class OutgoingLane:
         return end - self.at if self.source.progress >= end else 0
 
     @property
+    def most_blocks(self) -> int:
+        """The blocks in which it goes, if the link is slow from its first to its last."""
+        least_bytes = _LEAST_BLOCK_BYTES if self.most_bytes is None else min(_LEAST_BLOCK_BYTES, self.most_bytes)
+        return -(-len(self.source.memory) // least_bytes)
+
+    @property
     def is_over(self) -> bool:
         """Whether the last block is on its way."""
         return self.at == len(self.source.memory)

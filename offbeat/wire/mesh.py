@@ -43,7 +43,9 @@ if TYPE_CHECKING:
     from offbeat.wire.session import Limits
 
 EAGER_BYTES = 64 << 10
-_MOST_EAGER_BYTES = 256 << 10  # under way to one peer, or from it
+_MOST_EAGER_BYTES = 256 << 10  # under way to one peer
+_MOST_EARLY_BYTES = 2 * _MOST_EAGER_BYTES  # from one peer, whose blocks may turn out smaller than it reckoned with
+_BLOCK_COST_BYTES = 512  # of a block that is kept, beside its own
 _AHEAD = 4096  # exchanges that a peer may begin before this process does
 _MAX_TERMS = 512
 _LOOK_S = 0.005
@@ -249,10 +251,11 @@ class MeshPeer:
             self._sink = None
             return memoryview(bytearray(size_bytes))
         if exchange is None:
-            self.early_bytes += size_bytes
-            if self.early_bytes > _MOST_EAGER_BYTES:
+            self.early_bytes += size_bytes + _BLOCK_COST_BYTES
+            if self.early_bytes > _MOST_EARLY_BYTES:
                 raise PeerError(
-                    f"Cannot take in more than {_MOST_EAGER_BYTES} bytes of exchanges that were not begun here."
+                    f"Cannot keep more than {_MOST_EARLY_BYTES} bytes of exchanges that were not begun here, of which "
+                    f"each block counts {_BLOCK_COST_BYTES} beside its own."
                 )
             self._sink = None, key, message.offset
             return memoryview(bytearray(size_bytes))
@@ -375,7 +378,7 @@ class MeshChannel:
                 if rank in begun or self._may_be_eager(number, rank, lanes):
                     self._release(rank, exchange)
             for peer, key, offset, body in self._early.pop(number, ()):
-                peer.early_bytes -= len(body)
+                peer.early_bytes -= len(body) + _BLOCK_COST_BYTES
                 sink = exchange.sink(peer.rank, key)
                 sink.destination(offset, len(body))[:] = body
                 sink.received(offset, body)
@@ -418,7 +421,7 @@ class MeshChannel:
         """Keep a block until its exchange is begun here."""
         if key.exchange < self._next:  # it was, while the block was being received
             exchange = self._exchanges.get(key.exchange)
-            peer.early_bytes -= len(body)
+            peer.early_bytes -= len(body) + _BLOCK_COST_BYTES
             if exchange is not None:
                 sink = exchange.sink(peer.rank, key)
                 sink.destination(offset, len(body))[:] = body
@@ -463,10 +466,11 @@ class MeshChannel:
 
     def _may_be_eager(self, number: int, rank: int, lanes: Sequence[OutgoingLane]) -> bool:
         size, peer = sum(len(lane.source.memory) for lane in lanes), self._mesh.peer(rank)
-        if size > EAGER_BYTES or peer.eager_bytes + size > _MOST_EAGER_BYTES:
+        cost = size + _BLOCK_COST_BYTES * sum(lane.most_blocks for lane in lanes)
+        if size > EAGER_BYTES or peer.eager_bytes + cost > _MOST_EAGER_BYTES:
             return False
-        peer.eager_bytes += size
-        self._eager[number, rank] = size
+        peer.eager_bytes += cost
+        self._eager[number, rank] = cost
         return True
 
     def _release(self, rank: int, exchange: MeshExchange) -> None:

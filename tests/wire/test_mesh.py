@@ -142,6 +142,35 @@ async def test_what_may_go_early_is_bounded() -> None:
 
 
 @in_loop
+async def test_small_blocks_that_come_early_are_bounded_by_what_they_cost() -> None:
+    """A byte is kept with its name, its place and memory of its own: some 500 bytes."""
+    async with meshes(2) as (made, _):
+        link = made[0].peer(1).link
+        for op in range(5000):
+            link.send(block_metadata(LaneKey(0, 5, op), 0), b"x")
+        for _ in range(500):
+            await asyncio.sleep(0.01)
+            if 0 in made[1].lost:
+                break
+        assert "Cannot keep more than 524288 bytes of exchanges that were not begun here" in str(made[1].lost[0])
+        assert len(made[1].channel(0)._early[5]) <= 1024
+
+
+@in_loop
+async def test_many_small_lanes_come_early_and_all_arrive() -> None:
+    """What one end may send is never more than the other keeps."""
+    async with meshes(2) as (made, _):
+        copies = [Copy(made, 1, number) for number in range(2000)]
+        for copy in copies:
+            copy.begin(0)
+        await asyncio.sleep(0.1)
+        for copy in copies:
+            copy.begin(1)
+        await asyncio.wait_for(asyncio.gather(*(copy.received.wait() for copy in copies)), 10)
+        assert made[0].peer(1).eager_bytes == made[1].peer(0).early_bytes == 0
+
+
+@in_loop
 async def test_unlike_calls_are_named_on_both_sides() -> None:
     async with meshes(2) as (made, _):
         copy = Copy(made)
@@ -175,7 +204,7 @@ async def test_a_flood_ends_the_link() -> None:
         for number in range(10):
             link.send(block_metadata(LaneKey(0, number, 0), 0), bytes(60_000))
         await asyncio.sleep(0.2)
-        assert "more than 262144 bytes of exchanges that were not begun here" in str(made[1].lost[0])
+        assert "more than 524288 bytes of exchanges that were not begun here" in str(made[1].lost[0])
 
 
 @pytest.mark.parametrize(
