@@ -860,6 +860,23 @@ class Plan:
         """Whether there is no server, and the others go on without a worker that is lost."""
         return self.fabric.offers.elastic and not self.is_served
 
+    def check_newcomers(self) -> None:
+        """See that workers can join a job without a server that trains by this plan.
+
+        Raises:
+            PlanError: if they cannot.
+        """
+        if not self.has_elastic_group:
+            raise PlanError(
+                f"Cannot join a job without a server with {self.fabric!r}: its workers have Elastic(). Give this one "
+                "their plan (`offbeat run --plan`) - at `plan.fabric`."
+            )
+        if self.fabric.offers.holds == "switch":
+            raise PlanError(
+                f"Cannot join a job that trains on {short_name(self.fabric)}: the switch learns at the beginning how "
+                "many workers there are. Start the job again with more workers, or use Elastic() - at `plan.fabric`."
+            )
+
     @property
     def digest(self) -> str:
         """Hexadecimal SHA-256 of the TOML form: equal plans, equal digests, on every machine."""

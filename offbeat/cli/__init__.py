@@ -22,11 +22,18 @@ TOML: `part_syntax` reads them.
 
 from __future__ import annotations
 
+import signal
+
 
 def main() -> None:
     """Entry point of the `offbeat` command."""
+    # Ctrl-C ends the process at once while modules are imported: within one, KeyboardInterrupt is a traceback.
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     from offbeat.cli.app import run_app  # typer is not needed by the worker that `offbeat run` starts
 
+    signal.signal(signal.SIGINT, handler)
     run_app()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Annotated
@@ -27,6 +28,9 @@ from offbeat.cli.track import track
 from offbeat.cli.verify_run import verify_run
 from offbeat.errors import OffbeatError
 from offbeat.version import __version__
+
+_OF_PATHS = {errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP}
+_MOST_SHOWN = 200  # characters of a path
 
 app = typer.Typer(
     name="offbeat",
@@ -72,11 +76,19 @@ def shared(
 
 
 def run_app() -> None:
-    """Run the command line; offbeat's own errors end it with one sentence and exit code 2."""
+    """Run the command line; errors of offbeat, and paths that cannot be used, end it with a sentence and code 2."""
     try:
         app()
-    except OffbeatError as error:
-        if os.environ.get("OFFBEAT_DEBUG"):
+    except (OffbeatError, OSError) as error:
+        is_known = isinstance(error, OffbeatError) or error.errno in _OF_PATHS
+        if os.environ.get("OFFBEAT_DEBUG") or not is_known:
             raise
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"offbeat: {error}", style="red", markup=False)
+        text = str(error) if isinstance(error, OffbeatError) else _about_path(error)
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"offbeat: {text}", style="red", markup=False)
         sys.exit(2)
+
+
+def _about_path(error: OSError) -> str:
+    path = str(error.filename)
+    shown = path if len(path) <= _MOST_SHOWN else f"{path[:_MOST_SHOWN]}... ({len(path)} characters)"
+    return f"Cannot use the path {shown}: {error.strerror}. Name another one."

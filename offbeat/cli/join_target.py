@@ -140,7 +140,7 @@ def look_for(where: str, workers: int, *, validates: bool = False) -> JoinTarget
         if newcomers is not None:
             first_rank = _take_ranks(newcomers, first_rank, workers)
     except OSError as error:
-        raise NetworkError(f"Cannot join the job in {where}: {error}. Join as the user who runs it.") from error
+        raise _unreadable(folder, error) from error
     environment = {
         "WORLD_SIZE": "1",
         "OFFBEAT_JOINS": str(began_with),
@@ -257,21 +257,30 @@ def _over(folder: Path | str) -> NetworkError:
     return NetworkError(f"Cannot join the job in {folder}: it has ended. `offbeat report {folder}` says how.")
 
 
+def _unreadable(folder: Path, error: Exception) -> NetworkError:
+    return NetworkError(f"Cannot join the job in {folder}: {error}. Join as the user who runs it.")
+
+
 def _without_server(folder: Path, workers: int) -> JoinTarget:
     """The job whose workers sum among themselves.
 
     Raises:
         NetworkError: if it cannot be read where they met, or that is gone.
-        PlanError: if the plan cannot be read.
+        PlanError: if the plan cannot be read, or nobody can join a job that trains by it.
     """
     deadline_s = time.monotonic() + _PATIENCE_S
     while not (folder / "store.json").exists() and time.monotonic() < deadline_s:
         time.sleep(_LOOK_S)  # its workers are starting
     try:
         met = msgspec.json.decode((folder / "store.json").read_bytes(), type=JobStore)
-        first_rank = _take_ranks(folder / "newcomers", met.world, workers)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise NetworkError(f"Cannot join the job in {folder}: {error}. Join as the user who runs it.") from error
+        raise _unreadable(folder, error) from error
+    plan = read_plan(folder / "plan.toml")
+    plan.check_newcomers()
+    try:
+        first_rank = _take_ranks(folder / "newcomers", met.world, workers)
+    except OSError as error:
+        raise _unreadable(folder, error) from error
     if not met.place.startswith("tcp://") and not Path(met.place).is_file():
         raise NetworkError(f"Cannot join the job in {folder}: it has ended, or it runs on a machine with other files.")
     environment = {
@@ -280,7 +289,6 @@ def _without_server(folder: Path, workers: int) -> JoinTarget:
         "OFFBEAT_STORE": met.place,
         "OFFBEAT_STORE_PREFIX": met.prefix,
     }
-    plan = read_plan(folder / "plan.toml")
     found = f"{plan.fabric!r}, begun with {met.world} workers"
     return JoinTarget(environment, first_rank, plan, _history(folder), found=found)
 

@@ -89,6 +89,9 @@ def serve(
     busy_poll.run(serve_job(settings, say))
 
 
+_MOST_TOKEN_BYTES = 4096
+
+
 def secret_of(file: Path | None) -> str:
     """The secret in a file, or that of OFFBEAT_TOKEN if none is named; "" if there is neither.
 
@@ -102,13 +105,20 @@ def read_token(path: Path) -> str:
     """The secret in a file.
 
     Raises:
-        NetworkError: if it cannot be read, or there is none.
+        NetworkError: if it cannot be read, there is none, or it is longer than any token.
     """
     try:
-        token = path.read_text().strip()
+        with path.open("rb") as file:
+            data = file.read(_MOST_TOKEN_BYTES + 1)  # the file may have no end, as /dev/zero
+        token = data.decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise NetworkError(f"Cannot read the token in {path}: {why}. Write one: openssl rand -hex 32.") from error
+    if len(data) > _MOST_TOKEN_BYTES:
+        raise NetworkError(
+            f"Cannot use the token in {path}: the file has more than {_MOST_TOKEN_BYTES} bytes. Write a token: openssl "
+            "rand -hex 32."
+        )
     if not token:
         raise NetworkError(f"Cannot use the token in {path}: the file is empty. Write one: openssl rand -hex 32.")
     return token

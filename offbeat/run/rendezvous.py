@@ -118,11 +118,7 @@ def store_of_job(plan: Plan, environment: Environment) -> Store | None:
     prefix = environment.store_prefix
     if not prefix or (environment.store_file is None and environment.store_address is None):
         return None
-    if not plan.has_elastic_group:
-        raise PlanError(
-            f"Cannot join a job without a server with {plan.fabric!r}: its workers have Elastic(). Give this one their "
-            "plan (`offbeat run --plan`) - at `plan.fabric`."
-        )
+    plan.check_newcomers()
     if environment.store_address is None:
         return PrefixStore(prefix, FileStore(str(environment.store_file)))
     host, port = environment.store_address

@@ -270,6 +270,24 @@ def test_however_many_come_to_a_folder_at_once_each_gets_ranks_of_its_own(tmp_pa
     assert len(given) == len(set(given))
 
 
+@pytest.mark.parametrize(
+    ("fabric", "says"),
+    [
+        ("Switch", "Cannot join a job that trains on Switch(): the switch learns at the beginning how many workers"),
+        ("ProcessGroup", "Cannot join a job without a server with ProcessGroup(): its workers have Elastic()."),
+    ],
+)
+def test_a_job_that_takes_nobody_in_refuses_at_once(tmp_path: Path, fabric: str, says: str) -> None:
+    (tmp_path / "store").touch()
+    about = {"place": str(tmp_path / "store"), "prefix": "offbeat-0", "world": 3}
+    (tmp_path / "store.json").write_text(json.dumps(about))
+    (tmp_path / "plan.toml").write_text(f'[fabric]\nkind = "{fabric}"\n')
+    code, output = offbeat("run", "--join", ".", script(tmp_path, TRAIN), folder=tmp_path, timeout_s=20)
+    assert code == 2
+    assert says in " ".join(output.split())
+    assert not (tmp_path / "newcomers").exists(), "nobody has taken a rank"
+
+
 def test_a_job_that_ended_without_a_server_is_said_to_have_ended(tmp_path: Path) -> None:
     end = {"kind": "end", "rank": 0, "time_s": 1.0, "steps": 3, "error": None}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(end) + "\n")
