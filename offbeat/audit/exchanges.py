@@ -51,22 +51,29 @@ def check_exchanges(histories: list[WorkerHistory], result: AuditResult) -> None
 
 
 def _check_sum(place: Place, took: Took, result: AuditResult, *, may_lack: bool) -> None:
-    _, step, _ = place
-    if any(history.has[index].given for history, index in took):
-        _check_parts(place, took, result, may_lack=may_lack)
-        return
-    sums = {total for history, index in took for total in history.has[index].weights[1:]}
-    given = [history.has[index].weights[0] for history, index in took]
-    story = tuple(line for history, index in took for line in history.story(index)[-1:])
-    result.applied += sum(weight > 0 for weight in given)
-    _check_total(step, sums, given, story, result, may_lack=may_lack)
+    """Add up what went into each mean of a step.
 
-
-def _check_parts(place: Place, took: Took, result: AuditResult, *, may_lack: bool) -> None:
-    """Add up each bucket by itself."""
+    A worker that is killed within a step may be in the means of its first buckets and not in those of the others.
+    """
     _, step, _ = place
     records = [history.has[index] for history, index in took]
     story = tuple(line for history, index in took for line in history.story(index)[-1:])
+    if any(has.given for has in records):
+        _check_parts(step, took, story, result, may_lack=may_lack)
+        return
+    given = [has.weights[0] for has in records]
+    result.applied += sum(weight > 0 for weight in given)
+    if len({len(has.weights) for has in records}) > 1:
+        sums = {total for has in records for total in has.weights[1:]}
+        result.violated(2, _differ(step, sums), story)
+        return
+    columns = [(set(sums), given) for sums in zip(*(has.weights[1:] for has in records), strict=True)]
+    _check_totals(step, columns, story, result, may_lack=may_lack)
+
+
+def _check_parts(step: int, took: Took, story: tuple[str, ...], result: AuditResult, *, may_lack: bool) -> None:
+    """Add up what is in each bucket's sum, where it may be of some workers, and count them."""
+    records = [history.has[index] for history, index in took]
     shapes = {(len(has.given), len(has.weights) - 1) for has in records}
     if len(shapes) > 1 or any(buckets != sums for buckets, sums in shapes):
         result.violated(2, f"In step {step} the workers say of different numbers of buckets what they gave.", story)
@@ -76,10 +83,11 @@ def _check_parts(place: Place, took: Took, result: AuditResult, *, may_lack: boo
     in_none = sum(has.weights[0] > 0 and not any(has.given) for has in records)
     result.applied += sum(any(has.given) for has in records)
     result.dropped += in_none if isinstance(policy, KSync) and policy.drops else 0  # else it comes with a later one
-    for bucket in range(len(records[0].given)):
-        given = [has.given[bucket] for has in records]
-        sums = {has.weights[1 + bucket] for has in records}
-        _check_total(step, sums, given, story, result, may_lack=may_lack)
+    sums = zip(*(has.weights[1:] for has in records), strict=True)
+    parts = [list(given) for given in zip(*(has.given for has in records), strict=True)]
+    columns = [(set(totals), given) for totals, given in zip(sums, parts, strict=True)]
+    _check_totals(step, columns, story, result, may_lack=may_lack)
+    for given in parts:
         there, least = sum(weight > 0 for weight in given), policy.k if isinstance(policy, KSync) else len(took)
         if there < min(least, sum(has.weights[0] > 0 for has in records)) and not may_lack:
             result.violated(
@@ -87,26 +95,42 @@ def _check_parts(place: Place, took: Took, result: AuditResult, *, may_lack: boo
             )
 
 
-def _check_total(
-    step: int, sums: set[float], given: list[float], story: tuple[str, ...], result: AuditResult, *, may_lack: bool
+def _check_totals(
+    step: int,
+    columns: list[tuple[set[float], list[float]]],
+    story: tuple[str, ...],
+    result: AuditResult,
+    *,
+    may_lack: bool,
 ) -> None:
-    if max(sums) - min(sums) > _slack(given):
-        told = " and ".join(f"{total:g}" for total in sorted(sums))
-        result.violated(2, f"In step {step} the workers' means differ: weights of {told} are in the means.", story)
-    elif min(sums) < sum(given) - _slack(given):
-        result.violated(
-            2, f"In step {step} a weight of {sum(given):g} was given, and of {min(sums):g} the mean was made.", story
-        )
-    elif max(sums) > sum(given) + _slack(given):
-        if may_lack:
-            result.unrecorded += 1
-        else:
-            result.violated(
-                2,
-                f"In step {step} the mean was made of a weight of {max(sums):g}, and only {sum(given):g} was given: "
-                "something counts twice.",
-                story,
-            )
+    """Hold the sums that came with each bucket against what was given to it.
+
+    Args:
+        columns: of each bucket, or of each different sum, the sums that workers recorded and what each of them gave.
+        may_lack: a worker may have given something that it had no time to record.
+    """
+    is_more = False
+    for sums, given in columns:
+        if max(sums) - min(sums) > _slack(given):
+            result.violated(2, _differ(step, sums), story)
+        elif min(sums) < sum(given) - _slack(given):
+            what = f"In step {step} a weight of {sum(given):g} was given, and of {min(sums):g} the mean was made."
+            result.violated(2, what, story)
+        elif max(sums) > sum(given) + _slack(given):
+            is_more = True
+            if not may_lack:
+                result.violated(
+                    2,
+                    f"In step {step} the mean was made of a weight of {max(sums):g}, and only {sum(given):g} was "
+                    "given: something counts twice.",
+                    story,
+                )
+    result.unrecorded += is_more and may_lack
+
+
+def _differ(step: int, sums: set[float]) -> str:
+    told = " and ".join(f"{total:g}" for total in sorted(sums))
+    return f"In step {step} the workers' means differ: weights of {told} are in the means."
 
 
 def _slack(given: list[float]) -> float:
@@ -123,7 +147,7 @@ def _check_lead(history: WorkerHistory, result: AuditResult) -> None:
         place, policy = (has.model, history.loaded(index), history.table(index)), history.policy(index)
         if has.weights:
             exchanged[place] = has.step
-            result.releases += 1
+            result.releases += len(has.weights) > 1  # else nothing was waited for
         if policy is None or not policy.replicated or place not in exchanged:
             continue
         bound = policy.interval - 1 if isinstance(policy, StepsLocally) else 0

@@ -113,7 +113,7 @@ class AllReduceAverager:
         goes_on = fragment is not None and self._policy.delay > 0
         self._send(due, step, is_last=fragment in (None, len(self._fragments) - 1), goes_on=goes_on)
         if goes_on:
-            return before or ExchangeResult()
+            return before if before is not None and before.weights else ExchangeResult(weights=self._given)
         result = self._land()
         return (result or ExchangeResult()).after(before)
 
@@ -173,6 +173,11 @@ class AllReduceAverager:
         self._flight = AverageFlight(due, self._communicator, buffers, accounting.source)
         for fragment in due:
             fragment.begin_anew()
+
+    @property
+    def _given(self) -> tuple[float, ...]:
+        """This worker's weight in the average that is on its way."""
+        return () if self._flight is None else self._flight.given
 
     def _land(self) -> ExchangeResult | None:
         """Apply what is on its way, if anything is; what was found out then."""
@@ -319,6 +324,7 @@ class AverageFlight:
         received: whether it is here already, from a checkpoint.
 
     Attributes:
+        given: this worker's weight in it; nothing if its fragments have different weights.
         arrived: what other buffers are to be, by name, once it was received.
     """
 
@@ -332,8 +338,8 @@ class AverageFlight:
         received: bool = False,
     ) -> None:
         self._deltas = [delta for fragment in fragments for delta in fragment.deltas]
-        # What came is the mean of different weights if it is of several fragments: then it is nobody's in particular.
-        self._weights = tuple({fragment.weight for fragment in fragments})
+        weights = {fragment.weight for fragment in fragments}
+        self.given = tuple(weights) if len(weights) == 1 else ()
         self._communicator, self._buffers, self._source = communicator, buffers, source
         self._broadcasts: list[Pending] = [] if buffers is None else buffers.start(source)
         self._result: ExchangeResult | None = ExchangeResult() if received else None
@@ -357,9 +363,8 @@ class AverageFlight:
         if self._buffers is not None:
             self.arrived = self._buffers.take(self._source)
         communicator.step += 1
-        is_one = len(self._weights) == 1 and bool(found)
         self._result = ExchangeResult(
-            weights=(*self._weights, *dict.fromkeys(one.weights[0] for one in found)) if is_one else (),
+            weights=(*self.given, *dict.fromkeys(one.weights[0] for one in found)) if self.given else (),
             vote_requested=any(one.vote_requested for one in found),
             step_times=next((one.step_times for one in found if one.step_times), {}),
             spans=tuple(span for one in found for span in one.spans),

@@ -258,7 +258,8 @@ class ParametersAfter(msgspec.Struct, tag=8, array_like=True, frozen=True):
         numbers: under which its contribution was announced; more than one if the server was restarted meanwhile.
         counted: whether it was told that its contribution is in the parameters.
         weights: without a server, of the exchange in this step: this worker's, and the sum over all workers that came
-            with the mean; several, if it was not the same for all buckets. Empty without an exchange.
+            with the mean; several, if it was not the same for all buckets, and none if no mean was waited for. Empty
+            without an exchange.
         given: of this worker's weight, what is in each of these sums, where they may be of some workers; `weights` has
             one for each bucket then. Empty where they are of all.
     """

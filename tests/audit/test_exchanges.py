@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -56,7 +57,14 @@ def test_what_all_gave_is_in_the_means_once(tmp_path: Path, policy: BSP | LocalS
 
 
 @pytest.mark.parametrize(
-    "policy", [LocalSGD(4, delay=1), LocalSGD(4, fragments=2), LocalSGD(4, delay=1, fragments=2)], ids=repr
+    "policy",
+    [
+        LocalSGD(4, delay=1),
+        LocalSGD(4, delay=1, after=3),
+        LocalSGD(4, fragments=2),
+        LocalSGD(4, delay=1, fragments=2),
+    ],
+    ids=repr,
 )
 def test_what_all_gave_to_averages_that_come_later_is_in_them_once(tmp_path: Path, policy: LocalSGD) -> None:
     run_workers(WORLD, train, tmp_path, offbeat.Plan(sync=policy))
@@ -66,6 +74,14 @@ def test_what_all_gave_to_averages_that_come_later_is_in_them_once(tmp_path: Pat
     applied = sum(policy.contributes(step) is not None for step in range(STEPS)) - policy.delay
     assert result.applied == result.releases == WORLD * applied
     assert (result.lead, result.bound) == (policy.interval - 1, policy.interval - 1)
+
+
+def test_fragments_without_parameters_are_no_lead(tmp_path: Path) -> None:
+    run_workers(WORLD, train, tmp_path, offbeat.Plan(sync=LocalSGD(4, fragments=4)))  # of a model of two parameters
+    result = verify(tmp_path)
+    assert result.holds, result.violations
+    assert (result.lead, result.bound) == (0, 0)
+    assert result.applied == WORLD * STEPS // 2
 
 
 @pytest.mark.parametrize(
@@ -90,6 +106,39 @@ def test_who_is_killed_may_have_given_what_it_did_not_record(tmp_path: Path) -> 
     assert result.holds, result.violations
     assert {2, 3} <= result.checked
     assert result.applied + result.unrecorded >= 2 * STEPS + 4
+
+
+def train_in_buckets(folder: Path, dies: int) -> None:
+    """Rank 1 is killed within a backward, after others have its gradient of the last layer."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    with offbeat.init(offbeat.Plan(fabric=Elastic(), bucket_bytes=300), history=folder) as run:
+        model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+        def die(grad: torch.Tensor) -> torch.Tensor:
+            if run.rank == 1 and run.step == dies:
+                time.sleep(0.5)  # until the bucket that is on its way has arrived
+                os.kill(os.getpid(), signal.SIGKILL)
+            return grad
+
+        next(net.parameters()).register_hook(die)
+        for _ in range(STEPS):
+            model(torch.randn(2, 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_worker_that_is_killed_between_two_buckets_is_in_some_sums(tmp_path: Path) -> None:
+    run_workers(WORLD, train_in_buckets, tmp_path, 5, faulty=1)
+    result = verify(tmp_path)
+    (record,) = [
+        record
+        for record in HistoryLog(next(tmp_path.glob("worker-0*.log")))
+        if isinstance(record, ParametersAfter) and record.step == 5
+    ]
+    assert set(record.weights[1:]) == {2.0, 3.0}, "the worker was killed between two buckets"
+    assert result.holds, result.violations
+    assert result.unrecorded == 1
 
 
 def tampered(folder: Path, change: Callable[[ParametersAfter], ParametersAfter | None]) -> AuditResult:
