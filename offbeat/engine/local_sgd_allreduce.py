@@ -176,7 +176,7 @@ class AllReduceAverager:
 
     @property
     def _given(self) -> tuple[float, ...]:
-        """This worker's weight in the average that is on its way."""
+        """Return this worker's weight in the average that is on its way."""
         return () if self._flight is None else self._flight.given
 
     def _land(self) -> ExchangeResult | None:
