@@ -45,9 +45,22 @@ def check_exchanges(histories: list[WorkerHistory], result: AuditResult) -> None
     last = {id(history): _last(history) for history in histories}
     result.checked |= {2, 3}
     for place, took in sorted(places.items()):
-        # Who was killed may have given something, and had no time to record it.
-        may_lack = any(not history.is_whole and last[id(history)] < place[2:] + place[1:2] for history in histories)
+        may_lack = any(_may_have_given(history, place, last[id(history)]) for history in histories)
         _check_sum(place, took, result, may_lack=may_lack)
+
+
+def _may_have_given(history: WorkerHistory, place: Place, last: tuple[int, int]) -> bool:
+    """Whether a worker may be in a mean without a record of it.
+
+    A killed worker had no time to record what it gave. One that left did not wait for an average that was on its way.
+    """
+    _, step, loaded = place
+    if last >= (loaded, step):
+        return False
+    if not history.is_whole or not history.has:
+        return not history.is_whole
+    policy = history.policy(len(history.has) - 1)
+    return isinstance(policy, StepsLocally) and policy.delay > 0 and step - last[1] <= policy.interval
 
 
 def _check_sum(place: Place, took: Took, result: AuditResult, *, may_lack: bool) -> None:

@@ -108,6 +108,25 @@ def test_who_is_killed_may_have_given_what_it_did_not_record(tmp_path: Path) -> 
     assert result.applied + result.unrecorded >= 2 * STEPS + 4
 
 
+def leave_early(folder: Path) -> None:
+    """Rank 1 leaves while its second average is on its way."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 2)
+    with offbeat.init(offbeat.Plan(sync=LocalSGD(2, delay=1), fabric=Elastic()), history=folder) as run:
+        model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in range(5 if run.rank == 1 else STEPS):
+            model(torch.randn(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_worker_that_leaves_is_in_the_average_that_was_on_its_way(tmp_path: Path) -> None:
+    run_workers(WORLD, leave_early, tmp_path)
+    result = verify(tmp_path)
+    assert result.holds, result.violations
+    assert result.unrecorded == 1
+
+
 def train_in_buckets(folder: Path, dies: int) -> None:
     """Rank 1 is killed within a backward, after others have its gradient of the last layer."""
     torch.manual_seed(0)
