@@ -46,6 +46,7 @@ def show(
     from offbeat.collective.draw import draw_time_line, draw_trees
     from offbeat.collective.schedule_table import table_lines
     from offbeat.collective.show import show as text_of
+    from offbeat.wire.lane import blocks_on
 
     links = _network(network, hosts, rate_mbps)
     algorithm: Algorithm = read_part("collective", method).plan(links)
@@ -56,7 +57,7 @@ def show(
         typer.echo(f"\n{table_lines(algorithm, rank)}")
     typer.echo(f"\ndigest {algorithm.digest}")
     if len(links.hosts) > 1:
-        least, took_s = bound(links, size), cost(algorithm, links, size, block_bytes=max(1.0, size / 256))
+        least, took_s = bound(links, size), cost(algorithm, links, size, block_bytes=blocks_on(links))
         typer.echo(
             f"{size:g} bytes take {_seconds(took_s)}; at least {_seconds(least.any_method_s)} by any method, "
             f"{_seconds(least.all_gather_s + least.reduce_scatter_s)} if all is summed before it is gathered"
@@ -66,7 +67,7 @@ def show(
     if trees is not None:
         draw_trees(algorithm, links, trees, chunks)
     if time_line is not None:
-        draw_time_line(algorithm, links, size, time_line, block_bytes=max(1.0, size / 256))
+        draw_time_line(algorithm, links, size, time_line, block_bytes=blocks_on(links))
 
 
 @app.command()

@@ -23,7 +23,7 @@ import msgspec
 
 from offbeat.errors import NetworkError, PeerError
 from offbeat.topology import MAX_RATE_MBPS, MIN_RATE_MBPS, Host, Link, Topology
-from offbeat.wire.lane import BLOCK_BYTES, CopyingSink, GrowingBuffer, LaneKey, OutgoingLane, block_bytes_for
+from offbeat.wire.lane import BLOCK_BYTES, CopyingSink, GrowingBuffer, LaneKey, OutgoingLane, blocks_on
 from offbeat.wire.mesh import MeshExchange
 
 if TYPE_CHECKING:
@@ -218,10 +218,7 @@ def _measured(
     unlike: tuple[tuple[int, int], ...] = (),
     group_ratios: tuple[float, ...] = (),
 ) -> MeasuredNetwork:
-    slowest_mbps = min((arc.rate_mbps for arc in network.arcs if arc.rate_mbps is not None), default=MAX_RATE_MBPS)
-    # Through one switch a host's link is shared by what goes to and comes from all others.
-    shares = max(1, len(network.hosts) - 1) if network.is_fan else 1
-    return MeasuredNetwork(network, message_s, block_bytes_for(slowest_mbps * 1e6 / 8 / shares), unlike, group_ratios)
+    return MeasuredNetwork(network, message_s, blocks_on(network), unlike, group_ratios)
 
 
 def known_network(network: LaneNetwork, topology: Topology, meet: Callable[[str], list[str]]) -> MeasuredNetwork:

@@ -11,7 +11,7 @@ from offbeat.fabric.discovery import MeasuredNetwork
 from offbeat.fabric.path_planner import predict_paths, predicted
 from offbeat.sim.allreduce import ring_s
 from offbeat.sim.links import GOODPUT, LATENCY_S
-from offbeat.wire.lane import block_bytes_for
+from offbeat.wire.lane import blocks_on
 
 if TYPE_CHECKING:
     from offbeat.collective import CollectiveMethod
@@ -31,11 +31,10 @@ class RoutedSums:
     def __init__(
         self, network: Topology, method: CollectiveMethod | None, slowest: float, *, rounds: bool = False
     ) -> None:
-        links = tuple(_behind_headers(link) for link in network.links)
-        self._slowest, world = slowest, len(network.hosts)
+        self._slowest = slowest
         self._tries_ring = method is None and network.is_star
-        block_bytes = block_bytes_for(slowest / max(1, world - 1))
-        self._measured = MeasuredNetwork(dataclasses.replace(network, links=links), LATENCY_S / 2, block_bytes)
+        left = dataclasses.replace(network, links=tuple(_behind_headers(link) for link in network.links))
+        self._measured = MeasuredNetwork(left, LATENCY_S / 2, blocks_on(left))
         self._paths, self._rounds = predict_paths(self._measured, method, rounds=rounds), rounds
         self._healthy_s = functools.cache(self._priced)
 

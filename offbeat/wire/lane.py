@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, Protocol
 import msgspec
 
 from offbeat.errors import PeerError
+from offbeat.topology import MAX_RATE_MBPS, Topology
 from offbeat.wire.messages import Number
 
 if TYPE_CHECKING:
@@ -55,6 +56,18 @@ def block_bytes_for(rate_bytes_per_s: float) -> int:
     """
     block = int(rate_bytes_per_s * _BLOCK_S)
     return min(_MOST_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, 1 << block.bit_length()))
+
+
+def blocks_on(network: Topology) -> int:
+    """The size of blocks in which sums along any paths travel on a network: what suits its slowest link.
+
+    >>> blocks_on(Topology.star(["a", "b", "c"], rate_mbps=100))
+    32768
+    """
+    slowest_mbps = min((arc.rate_mbps for arc in network.arcs if arc.rate_mbps is not None), default=MAX_RATE_MBPS)
+    # Through one switch a host's link is shared by what goes to and comes from all others.
+    shares = max(1, len(network.hosts) - 1) if network.is_fan else 1
+    return block_bytes_for(slowest_mbps * 1e6 / 8 / shares)
 
 
 class LaneKey(NamedTuple):

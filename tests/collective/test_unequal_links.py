@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from offbeat.collective import Algorithm, Greedy, MultiTree, PipelinedTrees, bound, cost
+from offbeat.collective import Algorithm, Greedy, MultiTree, PipelinedTrees, Ring, bound, cost
 from offbeat.collective.trees import gather_up, spread
-from offbeat.topology import Topology
+from offbeat.topology import Host, Link, Topology
 from tests.collective.networks import MB_S, with_drawn_rates, with_rates, with_slow_host, with_slow_link
 
 TORUS, MESH = Topology.torus(4, 4, rate_mbps=MB_S), Topology.mesh(4, 4, rate_mbps=MB_S)
@@ -119,3 +119,13 @@ def test_more_trees_share_links_better() -> None:
         return cost(PipelinedTrees(count).plan(network), network, 1e6, block_bytes=1e6 / 512)
 
     assert took(32) < took(8) < took(1)
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.5, 0.25])
+def test_a_second_card_to_the_same_hosts_carries_nothing(rate: float) -> None:
+    """As docs/paths.md says: routes are single, so the least possible time counts a card that no method uses."""
+    hosts = tuple(Host(f"h{i}") for i in range(4))
+    links = tuple(Link(host.name, f"s{card}", MB_S * (rate if card else 1)) for host in hosts for card in range(2))
+    network = Topology(hosts, links, ("s0", "s1"))
+    took_s = min(cost(method.plan(network), network, 1e6) for method in (MultiTree(), Greedy(), Ring(by_links=True)))
+    assert took_s == pytest.approx((1 + rate) * bound(network, 1e6).any_method_s, rel=0.01)
