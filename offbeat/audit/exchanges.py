@@ -124,12 +124,12 @@ def _check_totals(
     """
     is_more = False
     for sums, given in columns:
-        if max(sums) - min(sums) > _slack(given):
+        if max(sums) - min(sums) >= _slack(given):
             result.violated(2, _differ(step, sums), story)
-        elif min(sums) < sum(given) - _slack(given):
+        elif min(sums) <= sum(given) - _slack(given):
             what = f"In step {step} a weight of {sum(given):g} was given, and of {min(sums):g} the mean was made."
             result.violated(2, what, story)
-        elif max(sums) > sum(given) + _slack(given):
+        elif max(sums) >= sum(given) + _slack(given):
             is_more = True
             if not may_lack:
                 result.violated(

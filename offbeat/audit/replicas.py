@@ -194,8 +194,7 @@ def _places(history: WorkerHistory) -> Iterator[tuple[Hashable, int]]:
             key = (has.model, has.life, has.versions, _loaded_since(history, index))
         else:
             policy = history.policy(index)
-            # From which step on a policy counts is not recorded; whether a step ended with an average is.
-            if policy is None or (isinstance(policy, StepsLocally) and not (has.weights and _evens(policy))):
+            if policy is None or (isinstance(policy, StepsLocally) and not _is_even(history, policy, has)):
                 continue
             step = (has.model, has.step, history.loaded(index), history.table(index))
             times[step] += 1  # the optimizer may step twice between two exchanges
@@ -203,9 +202,16 @@ def _places(history: WorkerHistory) -> Iterator[tuple[Hashable, int]]:
         yield key, index
 
 
-def _evens(policy: StepsLocally) -> bool:
-    """Whether all have the same behind an average, and not only where they are settled, which is not recorded."""
-    return policy.loss_class == "local"
+def _is_even(history: WorkerHistory, policy: Policy, has: ParametersAfter) -> bool:
+    """Whether all have the same after a step: it ends with an average, or is made with the mean gradient.
+
+    The step from which on a policy counts is not recorded; it is 0 for the first policy of a run that loads nothing.
+    Replicas are also equal where they are settled, which is not recorded.
+    """
+    if has.weights and isinstance(policy, StepsLocally) and policy.loss_class == "local":
+        return True
+    counts_from_zero = not (history.swaps or history.crosses or history.loads)
+    return counts_from_zero and policy.contributes(has.step) == "gradient"
 
 
 def _loaded_since(history: WorkerHistory, index: int) -> int:
