@@ -43,6 +43,7 @@ _FATAL = frozenset({"dead", "raised", "done"})
 _DISAGREE = "The workers disagree about the step: each must call backward, and offbeat's collectives, equally often."
 _MOVING = "Some have come there only just now: data may still be on its way. Who stays there is apart from the others."
 _ALL_HERE = "All have arrived: the transfer itself is slow, or the network has lost it."
+_ALL_WAIT = "All workers wait for it."
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Diagnosis:
 
     def with_server(self, trouble: str) -> Diagnosis:
         """The same with the trouble of a parameter server or a switch: who waits may wait for that, also elsewhere."""
-        if self.note not in (_ALL_HERE, _DISAGREE):
+        if self.note not in (_ALL_HERE, _ALL_WAIT, _DISAGREE):
             return replace(self, server=trouble)
         fatal = any(culprit.reason in _FATAL for culprit in self.culprits)
         return replace(self, server=trouble, note="", fatal=fatal)
@@ -194,7 +195,9 @@ def _with_all(cluster: ClusterReport, rank: int, here: _WaitPlace, place: str, w
             w.since_s + w.age_s > max(SETTLED_S, waited_s * _SETTLED) for w in others if _is_elsewhere(verdicts[w.rank])
         )
         return Diagnosis(rank, step, place, waited_s, arrived, tuple(elsewhere), stays, _DISAGREE if stays else _MOVING)
-    return Diagnosis(rank, step, place, waited_s, arrived, (), False, _ALL_HERE)
+    return Diagnosis(
+        rank, step, place, waited_s, arrived, (), False, _ALL_HERE if here.phase == "exchanging" else _ALL_WAIT
+    )
 
 
 def _is_elsewhere(verdict: Culprit | None) -> bool:

@@ -35,6 +35,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast
 
@@ -49,7 +50,7 @@ from offbeat.fabric.gloo_listener import stop_listening_at
 from offbeat.protocol.group_progress import GroupProgress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from offbeat.fabric.generation import GroupCollectives
 
@@ -223,9 +224,11 @@ class ElasticGroup:
             if all(rank in self.members or rank in self._rejected for rank in newcomers):
                 self._admits = ()
                 return True
-            self._announce(f"boundary/{self.rank}")
-            here = self._store.check([f"{self._number}/boundary/{rank}" for rank in self.members])
-            if here or self._store.check([f"{self._number}/done"]) or self.lost_members(self.members):
+            with self._asks_store():
+                self._announce(f"boundary/{self.rank}")
+                here = self._store.check([f"{self._number}/boundary/{rank}" for rank in self.members])
+                is_over = here or self._store.check([f"{self._number}/done"])
+            if is_over or self.lost_members(self.members):
                 self.invalidate()
                 continue
             self.poll(0.0)
@@ -280,7 +283,7 @@ class ElasticGroup:
         """
         if self.gone is None:
             raise NetworkError("The connection to another worker broke.")
-        with self._lock:
+        with self._lock, self._asks_store():
             if self._reconfiguration is None and number in (None, self._number):
                 self._store.set(f"{self._number}/broken", "")
                 self._reconfiguration = _Reconfiguration(self, self._number, self._clients)
@@ -303,7 +306,7 @@ class ElasticGroup:
             suspects: whether there is a sign that one may be gone.
         """
         now_s = time.monotonic()
-        with self._lock:
+        with self._lock, self._asks_store():
             if now_s - self._polled_s >= _POLL_S:
                 self._polled_s = now_s
                 keys = ["broken", "done"] if waited_s > _DONE_S else ["broken"]
@@ -326,11 +329,11 @@ class ElasticGroup:
         """Form the next generation, if this one has ended; returns whether it is ready. Call it again until it is.
 
         Raises:
-            WorkerLostError: if the others have gone on without this worker.
+            WorkerLostError: if the others have gone on without this worker, or nobody can know who is left.
         """
         deadline_s = time.monotonic() + timeout.total_seconds()
         while True:
-            with self._lock:
+            with self._lock, self._asks_store():
                 while self._reconfiguration is not None and self._advance(self._reconfiguration):
                     pass
                 if self._reconfiguration is None:
@@ -358,6 +361,25 @@ class ElasticGroup:
         if lost or not came:
             self.on_change(lost)
         return True
+
+    @contextmanager
+    def _asks_store(self) -> Iterator[None]:
+        """Name the store where a question to it fails; `finish` itself knows that it may be gone.
+
+        Raises:
+            WorkerLostError: if nobody can know any more who is left.
+        """
+        try:
+            yield
+        except dist.DistError as error:
+            if self._is_done:
+                raise
+            first = str(error).splitlines()[0]
+            raise WorkerLostError(
+                "Cannot continue: the store in which the workers met cannot be reached any more, so nobody can know "
+                f"who is left ({first}). It ends with the first worker where each process was started by hand. "
+                "Resume from a checkpoint; `offbeat run` keeps a store that outlives every worker."
+            ) from None
 
     def _announce(self, key: str) -> None:
         """Set a key of this generation, once: a file that is a store keeps each time."""

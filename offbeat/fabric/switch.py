@@ -124,6 +124,11 @@ class Switch:
         return max(self.slots, min(MOST_SLOTS, 1 << (_QUORUM_BYTES // (4 * self.values)).bit_length() - 1))
 
     @property
+    def connecting(self) -> str:
+        """The purpose of the wait while a worker is bound."""
+        return f"the connection to the switch{f' at {self.address}' if self.address else ''} and to the others"
+
+    @property
     def companion(self) -> Elastic:
         """The fabric of all that does not go to the switch."""
         return Elastic()
@@ -132,8 +137,7 @@ class Switch:
         """Make one worker's end, once all have joined the switch. Collective: every rank calls it.
 
         Raises:
-            PlanError: if there are too many workers, or the switch has no room.
-            NetworkError: if nobody answers at the address.
+            PlanError: if there are too many workers, nobody answers at the address, or the switch has no room.
             PeerError: if the switch refuses this worker.
         """
         if context.backend != "gloo":
@@ -179,7 +183,7 @@ class Switch:
             session = SwitchSession(dial, OtherWorkers(context.rank, context.group), patience)
         except NetworkError as error:
             why = str(error).removesuffix(" Is the server running, and is this its address?")
-            raise NetworkError(
+            raise PlanError(
                 f"{why} Start the switch with `offbeat switch serve`, or name another - at `plan.fabric.address`."
             ) from error
         strategy = _strategy_of(context.sync)

@@ -42,6 +42,14 @@ def test_a_switch_by_itself(tmp_path: Path) -> None:
             served.kill()
 
 
+def test_a_switch_that_is_not_there_refuses_the_plan(tmp_path: Path) -> None:
+    where = ["--workers", 2, "--timeout", 2, "--fabric", 'Switch("127.0.0.1:9")']
+    code, output = offbeat("run", *where, script(tmp_path, TRAIN), folder=tmp_path)
+    assert code == 2, output
+    assert "Start the switch with `offbeat switch serve`" in output
+    assert "All have arrived" not in output
+
+
 @pytest.mark.parametrize(
     ("whom", "says"),
     [("b:0", "this switch has no such job"), ("a:1", "its workers are 0"), ("a:70", "its workers are 0")],

@@ -260,3 +260,9 @@ def test_who_waits_elsewhere_may_wait_for_the_same_server() -> None:
     assert not found.fatal
     assert "disagree" not in found.text
     assert look({"phase": "raised", "traceback": "ValueError: x"}).with_server("It is silent.").fatal
+
+
+def test_nothing_is_transferred_where_all_wait_for_something_else() -> None:
+    place = {"phase": "waiting", "operation": "the connection to the switch", "step": 0}
+    assert look(place, place, me=place).note == "All workers wait for it."
+    assert look(HERE, HERE).note.startswith("All have arrived: the transfer itself")

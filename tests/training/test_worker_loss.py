@@ -7,7 +7,9 @@ import json
 import os
 import re
 import signal
+import socket
 import time
+import traceback
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
 from offbeat.collective import HalvingDoubling
+from offbeat.errors import WorkerLostError
 from tests.training.server_jobs import serve, told
 from tests.workers import listen, run_workers
 
@@ -205,3 +208,23 @@ def test_averages_of_local_steps_go_on_without_a_worker_that_raised() -> None:
         assert mean == "1"
         told = [text for text in said if "Rank 1 raised an exception" in text]
         assert [("the disk of this worker is gone" in text) for text in told] == [True] * (rank == 0)
+
+
+def lose_the_store(port: int) -> str:
+    """As if each process was started by hand: the store is in rank 0, which is killed; what the others are told."""
+    del os.environ["OFFBEAT_STORE"]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        count(lost=0, at=3, steps=8)
+    except WorkerLostError as error:
+        return "".join(traceback.format_exception(error))
+    return ""
+
+
+def test_a_store_that_ends_with_the_first_worker_is_named() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for text in run_workers(3, lose_the_store, port, faulty=0)[1:]:
+        assert "the store in which the workers met cannot be reached any more" in text
+        assert "frame #" not in text
