@@ -38,6 +38,7 @@ class CentredClipping(Rule):
     needs_reference = True
     reference_is_previous = True
     is_weighted = True
+    minority_counts = "each contribution moves the update before by as much as the radius, which most are within"
 
     def __post_init__(self) -> None:
         has_radius = self.radius is None or self.radius in RealNumbers(above=0, finite=False)

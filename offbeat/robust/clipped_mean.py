@@ -34,6 +34,7 @@ class ClippedMean(Rule):
     needs_gram = True
     is_weighted = True
     compares = False
+    minority_counts = "each contribution counts, with a norm that is at most the median norm"
 
     def __post_init__(self) -> None:
         if self.norm is not None and self.norm not in RealNumbers(above=0, finite=False):

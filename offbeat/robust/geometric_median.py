@@ -3,6 +3,9 @@ TSP 2022), algorithm 2: smoothed Weiszfeld iterations. They begin with the contr
 which a few that are far away do not move, as they do the mean.
 
     z = sum of b_i x_i / sum of b_i,    b_i = w_i / max(nu, |z - x_i|)
+
+nu is a part of a distance between contributions, so their scale makes no difference. Where most contributions are equal
+that distance is 0, and they are the result.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from offbeat.errors import PlanError
 from offbeat.number_range import RealNumbers, WholeNumbers
 from offbeat.robust.rule import Rule, distances_of
 
+_ROUNDING = 1e-7  # of a norm: a Gram matrix in float64 does not show smaller distances
+
 
 @dataclass(frozen=True)
 class GeometricMedian(Rule):
@@ -22,7 +27,7 @@ class GeometricMedian(Rule):
 
     Args:
         iterations: how many.
-        smoothing: nu, relative to the median of the distances at the beginning: nearer than that all are alike.
+        smoothing: nu, relative to the median of the distances to where it begins: nearer than that all are alike.
 
     Raises:
         PlanError: if there is no iteration, or `smoothing` is not above 0.
@@ -54,9 +59,14 @@ class GeometricMedian(Rule):
         """Iterate, with all distances from the Gram matrix."""
         scales = torch.zeros_like(weights)
         scales[int((distances_of(gram).sqrt() @ weights).argmin())] = 1.0
-        least = self.smoothing * float(distances_to(gram, scales).quantile(0.5))
+        away = distances_to(gram, scales)
+        equal = away <= _ROUNDING * (gram.diagonal() @ scales).sqrt()
+        if 2 * int(equal.sum()) > len(gram):
+            parts = weights * equal
+            return parts / parts.sum()
+        nu = self.smoothing * float(away.quantile(0.5))
         for _ in range(self.iterations):
-            parts = weights / distances_to(gram, scales).clamp(min=least or 1.0)
+            parts = weights / distances_to(gram, scales).clamp(min=nu)
             scales = parts / parts.sum()
         return scales
 

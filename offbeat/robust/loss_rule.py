@@ -22,6 +22,7 @@ class LossRule(Rule):
 
     needs_gram = True
     needs_losses = True
+    minority_counts = "contributions are ranked by the loss, and not by how many say the same"
 
     @abstractmethod
     def judge(self, gram: torch.Tensor, weights: torch.Tensor, losses: Sequence[float] = ()) -> torch.Tensor:

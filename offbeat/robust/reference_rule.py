@@ -27,6 +27,7 @@ class ReferenceRule(Rule):
     calibrate: float = 1.0  # a field of every one
     needs_gram = True
     needs_reference = True
+    minority_counts = "contributions are compared with the reference, and not with each other"
 
     def __post_init__(self) -> None:
         if self.calibrate not in RealNumbers(above=0):

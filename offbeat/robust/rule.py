@@ -13,7 +13,8 @@ Rules, checked by `offbeat.testing.check_rule`:
 1. The same contributions give the same bits; their order makes no other difference than that of rounding.
 2. A contribution with the scale 0 is not looked at again, whatever is in it.
 3. With up to f faulty contributions no coordinate is beyond what the correct ones say, or all of it is within the
-   bound that the paper gives.
+   bound that the paper gives. Where the correct ones are equal they are the result, at any scale, or the rule declares
+   why a minority still counts (`minority_counts`).
 4. `check(n)` says what is amiss before anything is computed; what it lets pass does not fail.
 5. A rule that is not weighted says so, and gives all the same weight.
 """
@@ -48,6 +49,8 @@ class Rule(ABC):
         compares: whether contributions are held against each other, so that they have to be of the same elements.
         judges_norms: whether the norm of a contribution beside the reference's decides about it.
         is_weighted: whether the weights of contributions, such as their samples, count.
+        minority_counts: why up to f faulty contributions still move the result where all others are equal; "" if they
+            do not.
     """
 
     needs_gram = False
@@ -57,6 +60,7 @@ class Rule(ABC):
     compares = True
     judges_norms = False
     is_weighted = False
+    minority_counts = ""
     scope: Scope = "model"
 
     @property

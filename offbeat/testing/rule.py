@@ -8,6 +8,7 @@ from offbeat.robust import LossRule, Rule
 from offbeat.robust.rule import distances_of, gram_of
 
 _LIES = (1e3, -1e6, 1e12)  # times what an honest worker says
+_SCALES = (1e-20, 1e-6, 1.0, 1e6, 1e20)
 _FARTHEST = 3.0  # in units of the largest distance between two honest contributions
 
 
@@ -37,6 +38,10 @@ def check_rule(rule: Rule, *, n: int | None = None, numel: int = 500) -> None:
     faulty = min(getattr(rule, "faulty", rule.most_faulty(n)), rule.most_faulty(n))
     for lie in _LIES:
         _check_lies(rule, honest, reference, faulty, lie)
+    if not rule.minority_counts:
+        for scale in _SCALES:
+            for said in (scale * center, scale * center[:3]):  # of few elements distances are 0 to the last bit
+                _check_majority(rule, said, reference, n, faulty)
 
 
 class _DistanceLoss(Rule):
@@ -46,6 +51,7 @@ class _DistanceLoss(Rule):
 
     def __init__(self, rule: LossRule) -> None:
         self._rule, self.faulty = rule, getattr(rule, "faulty", 0)
+        self.minority_counts = rule.minority_counts
 
     def __repr__(self) -> str:
         return repr(self._rule)
@@ -121,6 +127,19 @@ def _check_rejected(rule: Rule, honest: torch.Tensor, reference: torch.Tensor | 
     soiled = stack.clone()
     soiled[0] = float("nan")
     assert torch.equal(rule.combine(soiled, scales), clean), f"{rule!r}: it looks at what was rejected"
+
+
+def _check_majority(rule: Rule, said: torch.Tensor, reference: torch.Tensor | None, n: int, faulty: int) -> None:
+    """See that equal contributions are the result, whatever as many liars as the rule bears say, at this scale."""
+    for lie in (-20.0, 0.0, 1.001, 1e12):
+        stack = said.repeat(n, 1)
+        stack[:faulty] = lie * said
+        got = rule(stack, reference=reference)
+        away = float((got - said).norm() / said.norm())
+        assert away <= 1e-6, (
+            f"{rule!r}: {n - faulty} of {n} contributions are equal, and {faulty} that say {lie:g} times as much move "
+            f"the result by {away:.3g} of its norm, at values of about {float(said.abs().max()):.0e}"
+        )
 
 
 def _check_lies(rule: Rule, honest: torch.Tensor, reference: torch.Tensor | None, faulty: int, lie: float) -> None:

@@ -180,8 +180,8 @@ def test_weighted_ones() -> None:
         short = np.array([v * min(1.0, most / norm) if norm else v for v, norm in zip(vectors, norms, strict=True)])
         np.testing.assert_allclose(ClippedMean()(given, weights.tolist()).numpy(), shares @ short, rtol=1e-6, atol=1e-6)
         z = vectors[int(np.argmin([weights @ np.linalg.norm(vectors - x, axis=1).round(12) for x in vectors]))]
-        nu = 0.1 * np.median(np.linalg.norm(vectors - z, axis=1)) or 1.0
-        for _ in range(8):
+        nu = 0.1 * np.median(np.linalg.norm(vectors - z, axis=1))
+        for _ in range(8 if nu else 0):
             parts = weights / np.maximum(nu, np.linalg.norm(vectors - z, axis=1))
             z = parts @ vectors / parts.sum()
         np.testing.assert_allclose(GeometricMedian()(given, weights.tolist()).numpy(), z, rtol=1e-5, atol=1e-5)
@@ -225,6 +225,19 @@ def test_what_is_not_a_number_comes_last() -> None:
     columns = torch.tensor([[nan, 1.0], [2.0, -inf], [1.0, inf]])
     assert sorted_rows(columns).tolist() == [[1.0, 1.0], [2.0, inf], [inf, inf]]
     assert Median()(torch.tensor([[nan], [2.0], [1.0]])).tolist() == [2.0]
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-9, 1.0, 1e9, 1e20])
+def test_the_geometric_median_is_what_a_majority_agrees_on(scale: float) -> None:
+    """Three equal gradients and two liars at -20 times as much gave -7.4 times as much, which is the mean."""
+    said = scale * torch.tensor([1.0, 2.0, -3.0])
+    stack = torch.stack((said, -20 * said, said, -20 * said, said))
+    assert torch.allclose(GeometricMedian()(stack), said, rtol=1e-6, atol=0)
+    wide = scale * torch.randn(7, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    assert torch.allclose(GeometricMedian()(wide) / scale, GeometricMedian()(wide / scale), rtol=1e-9)
+    near = said * (1 + 1e-3 * torch.randn(5, 1, generator=torch.Generator().manual_seed(4)))
+    near[:2] = -20 * said
+    assert torch.allclose(GeometricMedian()(near), said, rtol=3e-3, atol=0)
 
 
 # -- forms that were published -----------------------------------------------------------------------------------------
@@ -387,6 +400,13 @@ class NeedsTheWhole(Median):
 
 
 @dataclasses.dataclass(frozen=True)
+class SmoothsByOne(GeometricMedian):
+    def judge(self, gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        scales = super().judge(gram, weights)
+        return weights / weights.sum() if bool((scales == 0).any()) else scales
+
+
+@dataclasses.dataclass(frozen=True)
 class NeedsMore(Krum):
     def check(self, n: int) -> str:
         return "" if n > self.least() else "too few"
@@ -402,6 +422,7 @@ class NeedsMore(Krum):
         (AddsUp(), "of equal contributions"),
         (NeedsTheWhole(), "block by block"),
         (NeedsMore(1), "it refuses 5"),
+        (SmoothsByOne(), "of 5 contributions are equal"),
     ],
     ids=lambda value: type(value).__name__,
 )
