@@ -7,6 +7,9 @@ levels are sent with equally many bits each; there is no entropy coding.
     scale = max |z_i| of the group              (the "infinity norm" of section 4)
     q_i   = round_at_random(s z_i / scale)      in -s ... s, with E q_i = s z_i / scale
     C(z)  = scale q / s                         s = 2^(bits - 1) - 1
+
+Random numbers have steps of 2^-32. So beyond the rounding of float32 the expectation of an element is off by at most
+2^-32 scale / s, and an element below 2^-33 scale / s is never sent.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from offbeat.codec.one_round import EncodedShapes
     from offbeat.codec.turn import Turn
     from offbeat.layout import Bucket
+
+_LEAST_SCALE = 2.0**-118  # below which levels / scale would be more than float32 holds
 
 
 @dataclass(frozen=True)
@@ -86,12 +91,13 @@ class QSGD(OneRoundCodec):
         groups = math.ceil(len(grad) / self.group)
         values = torch.zeros(groups, self.group, device=grad.device)
         values.view(-1)[: len(grad)] = grad
-        scales = values.abs().amax(1)
         # A group of zeros stays one; what is not finite stays so, for whoever looks.
-        values *= (self.levels / scales.where(scales > 0, torch.ones_like(scales)))[:, None]
+        scales = values.abs().amax(1).clamp_(min=_LEAST_SCALE)
+        values *= (self.levels / scales)[:, None]
         if self.is_random:
-            values += turn.noise(values.numel(), grad.device).view_as(values)
-            values.floor_()
+            # Magnitudes are compared with the noise near 0, where float32 is fine enough for any probability.
+            sizes = values.abs().sub_(turn.noise(values.numel(), grad.device).view_as(values)).ceil_().clamp_(min=0)
+            values = sizes.copysign_(values)
         else:
             values.round_()
         values.nan_to_num_(0.0, self.levels, -self.levels).clamp_(-self.levels, self.levels)

@@ -92,11 +92,14 @@ class Turn:
             drawn *= 2  # the first ones are the same again
 
     def noise(self, numel: int, device: torch.device) -> torch.Tensor:
-        """Draw numbers [numel] float32 from 0 to 1, each rank its own; in steps of 1 / 65536 on a CPU."""
+        """Draw numbers [numel] float32 above 0 and at most 1, in steps of 2^-32; each rank draws its own.
+
+        The steps decide which probabilities there are: with steps of 2^-16 nothing less likely ever happens.
+        """
         if device.type != "cpu":
             return torch.rand(numel, generator=self.generator(device, private=True), device=device)
-        words = self.random(-(-numel // 4), what="noise", private=True).view(np.uint16)[:numel]
-        return torch.from_numpy(words.astype(np.float32)).mul_(1 / 65536).add_(1 / 131072)
+        words = self.random(-(-numel // 2), what="noise", private=True).view(np.uint32)[:numel]
+        return torch.from_numpy(words.astype(np.float32)).add_(0.5).mul_(2**-32)
 
     def generator(self, device: torch.device, *, what: str = "", private: bool = False) -> torch.Generator:
         """Make a generator of torch on `device`, for as many numbers as the vector has elements."""

@@ -189,10 +189,15 @@ def distances_of(gram: torch.Tensor) -> torch.Tensor:
 def add_scaled(stack_ND: torch.Tensor | Sequence[torch.Tensor], scales_N: torch.Tensor) -> torch.Tensor:
     """Add up vectors [n, D] that are multiplied by scales [n]; one with the scale 0 may hold anything."""
     counts = scales_N.nonzero().view(-1).tolist()
-    total = torch.zeros_like(stack_ND[0])
+    total = torch.zeros_like(stack_ND[0], dtype=summed_in(stack_ND[0].dtype))
     for i in counts:
         total.add_(stack_ND[i], alpha=float(scales_N[i]))
-    return total
+    return total.to(stack_ND[0].dtype)
+
+
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums: two values of float16 may add up to more than it can hold, and bfloat16 rounds each sum."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def counted(stack_ND: torch.Tensor, scales_N: torch.Tensor) -> torch.Tensor:
@@ -202,11 +207,11 @@ def counted(stack_ND: torch.Tensor, scales_N: torch.Tensor) -> torch.Tensor:
 
 
 def by_coordinate(stack_ND: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Apply a function of sorted columns [n, C], to a part of the coordinates at a time; [D]."""
+    """Apply a function of sorted columns [n, C], float32 or wider, to a part of the coordinates at a time; [D]."""
     out = torch.empty_like(stack_ND[0])
     for begin in range(0, stack_ND.shape[1], _COLUMNS):
         place = slice(begin, begin + _COLUMNS)
-        out[place] = function(sorted_rows(stack_ND[:, place]))
+        out[place] = function(sorted_rows(stack_ND[:, place].to(summed_in(out.dtype))))
     return out
 
 

@@ -38,6 +38,9 @@ def check_rule(rule: Rule, *, n: int | None = None, numel: int = 500) -> None:
     faulty = min(getattr(rule, "faulty", rule.most_faulty(n)), rule.most_faulty(n))
     for lie in _LIES:
         _check_lies(rule, honest, reference, faulty, lie)
+    for dtype in (torch.float16, torch.bfloat16):
+        for given in (honest, honest[1:]):  # an even number, and an odd one
+            _check_narrow(rule, given, reference, dtype)
     if not rule.minority_counts:
         for scale in _SCALES:
             for said in (scale * center, scale * center[:3]):  # of few elements distances are 0 to the last bit
@@ -140,6 +143,20 @@ def _check_majority(rule: Rule, said: torch.Tensor, reference: torch.Tensor | No
             f"{rule!r}: {n - faulty} of {n} contributions are equal, and {faulty} that say {lie:g} times as much move "
             f"the result by {away:.3g} of its norm, at values of about {float(said.abs().max()):.0e}"
         )
+
+
+def _check_narrow(rule: Rule, honest: torch.Tensor, reference: torch.Tensor | None, dtype: torch.dtype) -> None:
+    """See that near the largest values of a dtype of 16 bits the result is that of float32, rounded once."""
+    factor = 0.9 * torch.finfo(torch.float16).max / float(honest.abs().max())
+    narrow = (factor * honest).to(dtype)
+    trusted = None if reference is None else (factor * reference).to(dtype)
+    got = rule(narrow, reference=trusted)
+    assert got.dtype == dtype, f"{rule!r}: of {dtype} it made {got.dtype}"
+    wide = rule(narrow.float(), reference=None if trusted is None else trusted.float())
+    assert torch.equal(got, wide.to(dtype)), (
+        f"{rule!r}: of {dtype} contributions up to {float(narrow.abs().max()):g} it makes up to "
+        f"{float(got.float().abs().max()):g}, and of the same in float32 up to {float(wide.abs().max()):g}"
+    )
 
 
 def _check_lies(rule: Rule, honest: torch.Tensor, reference: torch.Tensor | None, faulty: int, lie: float) -> None:

@@ -217,6 +217,32 @@ def test_what_cannot_be_sent_is_refused(make: Any, says: str) -> None:
         make()
 
 
+@pytest.mark.parametrize(("bits", "part"), [(8, 2**-18), (8, 1.4 / 65536), (8, 0.3), (2, 2**-18), (2, 0.3)])
+def test_qsgd_is_unbiased_for_elements_far_below_the_largest_of_their_group(bits: Any, part: float) -> None:
+    """An element of `part` of a level is sent as one level with that probability, whatever its sign."""
+    codec, bucket = QSGD(bits), _bucket([(1 << 21,)])
+    for sign in (1.0, -1.0):
+        grad = torch.full((bucket.numel,), sign * part / codec.levels)
+        grad[:: codec.group] = 1.0
+        sent = trials = 0
+        for step in range(4):
+            turn = Turn(bucket, step)
+            got = codec.decode(codec.encode(grad, turn), turn, torch.empty_like(grad)).view(-1, codec.group)[:, 1:]
+            assert bool((got * sign >= 0).all())
+            sent += int(got.count_nonzero())
+            trials += got.numel()
+        assert abs(sent - part * trials) < 5 * (part * (1 - part) * trials) ** 0.5, (sign, sent, part * trials)
+
+
+@pytest.mark.parametrize("size", [1e-40, 1e-37, 1e-20, 1e37])
+def test_qsgd_is_unbiased_at_any_scale(size: float) -> None:
+    codec, bucket = QSGD(4, 64), _bucket([(1 << 18,)])
+    grad = size * torch.rand(bucket.numel, generator=torch.Generator().manual_seed(1))
+    turn = Turn(bucket)
+    got = codec.decode(codec.encode(grad, turn), turn, torch.empty_like(grad))
+    assert float(got.double().mean() / grad.double().mean()) == pytest.approx(1, abs=0.05 if size < 1e-39 else 0.01)
+
+
 def test_what_is_not_finite_reaches_everyone() -> None:
     """Whoever looks for it finds it, on every rank alike; nobody's sum is of anything else instead."""
     bucket = _bucket([(64,)])
