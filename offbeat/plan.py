@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import math
 import typing
@@ -879,7 +880,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """Hexadecimal SHA-256 of the TOML form: equal plans, equal digests, on every machine."""
+        """Hexadecimal SHA-256 of the TOML form: plans have equal digests if and only if they are equal."""
         return hashlib.sha256(self.to_toml().encode()).hexdigest()
 
     def diff(self, other: Plan) -> dict[str, tuple[Any, Any]]:
@@ -894,8 +895,7 @@ class Plan:
 
     def to_toml(self) -> str:
         """The plan as TOML; `from_toml` reads it back."""
-        table = {f.name: _to_table(getattr(self, f.name)) for f in _told_fields(self)}
-        table = {name: value for name, value in table.items() if value is not None}
+        table = {name: value for name, value in table_of(self).items() if name != "kind"}
         scalars = {k: v for k, v in table.items() if not isinstance(v, dict)}
         return tomli_w.dumps({**scalars, **table})
 
@@ -975,13 +975,27 @@ def _told_fields(value: Any) -> list[dataclasses.Field[Any]]:
     return [f for f in fields if f.name not in _CAME_LATER or getattr(value, f.name) != f.default]
 
 
-def _to_table(value: Any) -> Any:
+def _to_table(value: Any, hint: Any = None) -> Any:
+    """Write down a value of a field with this type hint: equal values in one form, which is the one that is read."""
     if isinstance(value, tuple):
-        return [_to_table(one) for one in value]
-    if not dataclasses.is_dataclass(value):
-        return value
-    fields = {f.name: _to_table(getattr(value, f.name)) for f in _told_fields(value)}
-    return {"kind": type(value).__name__, **{name: field for name, field in fields.items() if field is not None}}
+        return [_to_table(one, next(iter(typing.get_args(hint)), None)) for one in value]
+    if dataclasses.is_dataclass(value):
+        kind: Any = type(value)
+        hints = _hints(kind)
+        fields = {f.name: _to_table(getattr(value, f.name), hints.get(f.name)) for f in _told_fields(value)}
+        return {"kind": type(value).__name__, **{name: field for name, field in fields.items() if field is not None}}
+    if type(value) is int and float in (hint, *typing.get_args(hint)):
+        value = float(value)
+    return value + 0.0 if type(value) is float else value  # 0.0 and -0.0 are equal
+
+
+@functools.lru_cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """The type hints of a part's fields; none of a class whose hints have names that its module lacks."""
+    try:
+        return typing.get_type_hints(kind)
+    except NameError:
+        return {}
 
 
 def _part(table: Any, name: str, kinds: dict[str, Any], path: str, told: str) -> Any:
@@ -1021,7 +1035,7 @@ def _part(table: Any, name: str, kinds: dict[str, Any], path: str, told: str) ->
 
 def _value(value: Any, cls: type, key: str, path: str, told: str) -> Any:
     """Read the value of a field; `path` and `told` are those of the part it belongs to."""
-    hint = typing.get_type_hints(cls)[key]
+    hint = _hints(cls)[key]
     if typing.get_origin(hint) is tuple and (room := _ROOMS.get(typing.get_args(hint)[0])) and isinstance(value, list):
         parts = enumerate(value)
         return tuple(_part(one, key, _KINDS[room], f"{path}.{key}[{i}]", f"plan.{room}") for i, one in parts)

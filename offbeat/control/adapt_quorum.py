@@ -77,8 +77,6 @@ class AdaptQuorum:
             value = getattr(self, name)
             if value not in RealNumbers(above=0):
                 raise PlanError(f"Cannot look at {value!r} seconds: choose above 0 - at `plan.controller.{name}`.")
-        for name in ("above", "below", "too_late", "window_s", "least_s"):
-            object.__setattr__(self, name, float(getattr(self, name)))  # 2 and 2.0 are one plan, with one digest
 
     @property
     def policies(self) -> tuple[Policy, ...]:

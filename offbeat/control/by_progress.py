@@ -71,7 +71,6 @@ class ByProgress:
             raise PlanError(
                 f"Cannot go by {self.steps!r} steps: say how many there will be, from 1 - at `plan.controller.steps`."
             )
-        object.__setattr__(self, "at", tuple(map(float, self.at)))
 
     @property
     def looks_back_s(self) -> float:

@@ -92,8 +92,6 @@ class WaitThreshold:
             )
         if type(self.explore) is not bool:
             raise PlanError(f"Cannot explore {self.explore!r}: choose True or False - at `plan.controller.explore`.")
-        for name in ("above", "below", "window_s", "least_s", "price"):
-            object.__setattr__(self, name, float(getattr(self, name)))  # 2 and 2.0 are one plan, with one digest
 
     @property
     def policies(self) -> tuple[Policy, ...]:

@@ -54,8 +54,6 @@ class OuterSGD:
                 "Cannot look ahead along a momentum of 0. Use nesterov=False, or a momentum "
                 "- at `plan.sync.outer.nesterov`."
             )
-        for name in ("lr", "momentum"):
-            object.__setattr__(self, name, float(getattr(self, name)))  # 1 and 1.0 are one plan, with one digest
 
 
 def apply_change_(

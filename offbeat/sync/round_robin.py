@@ -157,8 +157,6 @@ class RoundRobin:
             value = getattr(self, name)
             if value not in RealNumbers(above=0, finite=False):
                 raise PlanError(f"Cannot wait for {value!r} s: choose more than 0 s - at `plan.sync.{name}`.")
-        for name in ("gap_factor", "grace", "turn_lease_s", "compute_lease_s"):
-            object.__setattr__(self, name, float(getattr(self, name)))  # 1 and 1.0 are one plan, with one digest
 
     @property
     def replicated(self) -> bool:
