@@ -114,7 +114,7 @@ class LocalSGDSync:
         ahead: int = 0,
     ) -> None:
         self.plan, self.layout, self.accounting = gradients.plan, gradients.layout, gradients.accounting
-        self.sync = gradients.sync  # False inside no_sync()
+        self._sync = gradients.sync
         self.step, self.ahead = step, ahead
         self.ends = False  # whether this worker is to push the delta it has after this step
         self._model, self._gradients, self._averager, self._context = model, gradients, averager, context
@@ -129,9 +129,19 @@ class LocalSGDSync:
         """Go by this plan from here on."""
         self.plan = plan
 
+    @property
+    def sync(self) -> bool:
+        """False while gradients are only accumulated."""
+        return self._sync
+
+    @sync.setter
+    def sync(self, sync: bool) -> None:
+        self._sync = sync
+        self._gradients.sync = sync and self._mode == "gradient"
+
     def on_forward(self, inputs: Any) -> None:
         """Count a forward pass that trains, which begins."""
-        self._gradients.sync = self.sync and self._mode == "gradient"
+        self.sync = self._sync  # the mode may be another one since the last step
         self._gradients.on_forward(inputs)
 
     def on_backward(self) -> None:

@@ -110,18 +110,24 @@ class Replica(torch.nn.Module):
             if tensor.requires_grad:
                 tensor.register_hook(on_grad)
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """The flag by which DistributedDataParallel accumulates: while False, backward passes do not communicate."""
+        return self._synchronizer is None or self._synchronizer.sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, sync: bool) -> None:
+        if self._synchronizer is not None:
+            self._synchronizer.sync = sync
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate: backward passes inside do not communicate; the next one outside sends the sum."""
-        synchronizer = self._synchronizer
-        if synchronizer is None:
-            yield
-            return
-        before, synchronizer.sync = synchronizer.sync, False
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
         finally:
-            synchronizer.sync = before
+            self.require_backward_grad_sync = before
 
     @contextmanager
     def join(

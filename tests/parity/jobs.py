@@ -91,6 +91,7 @@ class Job:
         loss: of the model and a batch.
         ddp: further arguments of DistributedDataParallel.
         accumulate: micro-batches per step.
+        by_flag: whether `require_backward_grad_sync` accumulates them, in place of `no_sync()`.
         before_step: called between backward and step.
     """
 
@@ -103,6 +104,7 @@ class Job:
     is_ahead: bool | None = None  # whether steps are hidden behind the next one in the end; None for either
     steps: int = 50
     accumulate: int = 1
+    by_flag: bool = False
     before_step: Callable[[nn.Module], object] | None = None
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None
     set_to_none: bool = True
@@ -139,7 +141,9 @@ def train(job: Job, system: str) -> dict[str, Any]:
             for micro in range(job.accumulate):
                 x, y = job.batch(generator)
                 quiet = micro < job.accumulate - 1
-                with replica.no_sync() if quiet else contextlib.nullcontext():
+                if job.by_flag:
+                    replica.require_backward_grad_sync = not quiet
+                with replica.no_sync() if quiet and not job.by_flag else contextlib.nullcontext():
                     loss = compute_loss(replica, x, y) / job.accumulate
                     loss.backward()
             losses.append(loss.detach().clone())
