@@ -370,6 +370,7 @@ class CrossIterationReducer(Reducer):
 
     def _learn_anew(self) -> None:
         """Watch the next steps; one is enough if the schedule is known, and none if the plan itself is the barrier."""
+        self._optimizer = PartialOptimizer(self._model.optimizer)
         self._rewritten = []
         if self._learner is not None:
             self._learner.close()

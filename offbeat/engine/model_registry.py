@@ -37,6 +37,10 @@ class ModelRegistry:
         """Each model with its synchronizer."""
         return zip(self.prepared, self.synchronizers, strict=True)
 
+    def pair_of(self, model: torch.nn.Module) -> tuple[PreparedModel, SwitchableSync] | None:
+        """Return the user's model with its synchronizer; None if it was not prepared."""
+        return next((pair for pair in self.pairs() if pair[0].model is model), None)
+
     @property
     def step(self) -> int:
         """Exchanges so far, of the model prepared first."""

@@ -30,13 +30,14 @@ if TYPE_CHECKING:
     from offbeat.server.optimizer_checkpoint import States
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class PreparedModel:
     """One model that was prepared.
 
     Args:
         number: which of several, from 0.
         parameters: trainable ones by name, in order of registration.
+        optimizer: steps it; another one may take its place between two steps.
         fabric: this worker's end of the workers' own; beside a server it carries what is the same at the beginning.
         codec_state: what the codec keeps of it on this worker, whichever way gradients take.
         private: protects what this worker contributes, if the plan has privacy, and counts it.

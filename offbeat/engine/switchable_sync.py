@@ -189,6 +189,12 @@ class SwitchableSync:
         with shown(pairs):
             yield
 
+    def step_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have another optimizer step the model from here on; on all workers at the same place, without a server."""
+        self.synchronize()
+        self._model.optimizer = optimizer
+        self._gradients.even_out()  # steps were hidden behind the next one for the optimizer of before
+
     def leave(self) -> None:
         """Have the others go on without this worker, which makes no further step."""
         if self._local is not None:
@@ -208,6 +214,15 @@ class SwitchableSync:
     def is_collective(self) -> bool:
         """Whether all workers meet in each exchange, so that they can vote behind it, and change over together."""
         return self._gradients.is_collective and not self._plan.is_tabled
+
+    @property
+    def needs_its_optimizer(self) -> str:
+        """The reason why replicas come apart if another optimizer steps them; "" if `.grad` is all that it needs."""
+        if self._plan.is_served:
+            return "the server holds the parameters, and steps them with a copy of it"
+        if self._plan.steps_locally:
+            return "it is its steps that workers count, and average behind"
+        return ""
 
     @property
     def table(self) -> SwitchAverager | None:

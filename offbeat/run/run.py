@@ -15,6 +15,7 @@ end of a ``with`` block, or of the process.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -38,7 +39,7 @@ from offbeat.run.model_checks import Kinds, check_given, check_modules, check_op
 from offbeat.run.replica import Replica
 from offbeat.run.run_state import MOST_SEEDS
 from offbeat.run.session import RunSettings, WorkerSession
-from offbeat.run.step_hooks import StepHooks
+from offbeat.run.step_hooks import KEEP_IT, StepHooks
 from offbeat.run.wrapper_check import WrapperCheck
 from offbeat.safe_write import write_whole
 from offbeat.version import __version__
@@ -131,6 +132,7 @@ class Run:
         self.run_dir = settings.run_dir
         self.rank, self.world = session.context.rank, session.context.world
         self._hooks = session.data.observer = StepHooks(session)
+        self._wrapper_checks: list[WrapperCheck] = []  # of each prepared model
 
     @property
     def plan(self) -> Plan:
@@ -150,6 +152,9 @@ class Run:
     ) -> tuple[Replica, OptimizerT] | tuple[Replica, OptimizerT, Any]:
         """Make `model` one of `world` equal replicas. Collective: every rank calls it, with the same model.
 
+        Call it again with the replica and another optimizer, as for a second phase of the training, and that optimizer
+        steps the replica from then on. A server keeps the first one.
+
         Args:
             model: on its device, in its final dtype. Rank 0's parameters and buffers overwrite the others'.
             optimizer: any `torch.optim` optimizer over parameters of `model`; returned as it is.
@@ -164,34 +169,38 @@ class Run:
             DisagreementError: if the models differ between ranks; it names the first parameter that does.
         """
         self._check_open("prepare a model")
-        session, control = self._session, self._session.context.control
+        session = self._session
         check_given(loader, others)
-        check_modules(model)
-        parameters = trainable(model)
-        check_optimizer(optimizer, model)
-        sparse = sparse_names(model) & set(parameters) if session.server is None else set()
-        control.check_equal(
-            "model",
-            inventory(model, sparse),
-            "Build the same model on every worker: the same layers, order, dtypes, requires_grad and buffers.",
-        )
-        self._hooks.claim(model, parameters)
-        one, synchronizer = self._synchronize(model, parameters, optimizer)
-        prepared_loader = None if loader is None else session.data.prepare(loader)
-        replica = self._attach(one, synchronizer)
-        self._begin(one, synchronizer)
+        pair = session.models.pair_of(model.module) if isinstance(model, Replica) else None
+        if isinstance(model, Replica) and pair is not None and optimizer is not pair[0].optimizer:
+            replica = model
+            self._replace_optimizer(*pair, optimizer)
+            prepared_loader = None if loader is None else session.data.prepare(loader)
+            self._join_if_due()
+        else:
+            one, synchronizer = self._synchronize(model, optimizer)
+            prepared_loader = None if loader is None else session.data.prepare(loader)
+            replica = self._attach(one, synchronizer)
+            self._begin(one, synchronizer)
         if prepared_loader is None:
             return replica, optimizer
         return replica, optimizer, prepared_loader
 
     def _synchronize(
-        self,
-        model: torch.nn.Module,
-        parameters: Mapping[str, torch.nn.Parameter],
-        optimizer: torch.optim.Optimizer,
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[PreparedModel, SwitchableSync]:
         """Have the model kept together with those of the others. Collective."""
         session, models, factory = self._session, self._session.models, self._session.factory
+        check_modules(model)
+        parameters = trainable(model)
+        check_optimizer(optimizer, model)
+        sparse = sparse_names(model) & set(parameters) if session.server is None else set()
+        session.context.control.check_equal(
+            "model",
+            inventory(model, sparse),
+            "Build the same model on every worker: the same layers, order, dtypes, requires_grad and buffers.",
+        )
+        self._hooks.claim(model, parameters)
         backend = "nccl" if next(iter(parameters.values())).device.type == "cuda" else "gloo"
         one = PreparedModel(len(models), model, parameters, optimizer, session.fabrics.bind(self.plan, backend))
         if session.membership is None or not session.membership.is_outside:
@@ -205,44 +214,62 @@ class Run:
         session.resources.callback(synchronizer.close)
         return one, synchronizer
 
+    def _replace_optimizer(
+        self, one: PreparedModel, synchronizer: SwitchableSync, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Have another optimizer step a prepared model from here on. Collective."""
+        session = self._session
+        check_optimizer(optimizer, one.model)
+        if session.server is not None:
+            raise ModelError(
+                f"Cannot replace the {type(one.optimizer).__name__} of this model with another optimizer: the server "
+                f"steps the parameters with a copy of it. {KEEP_IT}"
+            )
+        session.factory.check_optimizers_equal(dataclasses.replace(one, optimizer=optimizer), is_served=False)
+        if session.steps is not None:
+            session.steps.replaced(one.optimizer)
+        synchronizer.step_with(optimizer)
+        self._hooks.attach(one, synchronizer, self._wrapper_checks[one.number].step)
+
     def _attach(self, one: PreparedModel, synchronizer: SwitchableSync) -> Replica:
         """Hang the hooks on the model and its optimizer."""
-        session, hooks, optimizer = self._session, self._hooks, one.optimizer
+        session, hooks = self._session, self._hooks
         kinds, wrappers = Kinds(one.parameters), WrapperCheck(one.model)
-
-        def before_step() -> None:
-            wrappers.step()
-            hooks.before_step(optimizer, synchronizer)
+        self._wrapper_checks.append(wrappers)
 
         def before_forward(replica: Replica) -> None:
             kinds.check()
             wrappers.forward(replica)
             hooks.before_forward()
 
-        before = optimizer.register_step_pre_hook(lambda *_: before_step())
-        after = optimizer.register_step_post_hook(lambda *_: hooks.after_step(one.number, synchronizer))
-        for release in (wrappers.close, before.remove, after.remove):
-            session.resources.callback(release)
+        hooks.attach(one, synchronizer, wrappers.step)
+        session.resources.callback(wrappers.close)
+        session.resources.callback(hooks.detach, one.number)
         return Replica(one.model, synchronizer, before_forward, self._join)
+
+    def _join_if_due(self) -> None:
+        """Join those that train without a server, if this worker is to, and has prepared what they have."""
+        session = self._session
+        if session.membership is not None and session.membership.is_due:
+            session.context.log.newcomers(
+                f"Rank {self.rank} is ready, and waits to be admitted behind one of their steps."
+            )
+            self._hooks.tell_of(joined := session.membership.join())
+            session.plans.plan = joined.plan
+            session.plans.joined(joined.ranks)
+            session.context.metrics.start_anew()
+            session.came_with = session.models.digests()
 
     def _begin(self, one: PreparedModel, synchronizer: SwitchableSync) -> None:
         """Join those that train, if this worker is to; from here on it trains."""
         session, context = self._session, self._session.context
-        if session.membership is not None and session.membership.is_due:
-            context.log.newcomers(f"Rank {self.rank} is ready, and waits to be admitted behind one of their steps.")
-            self._hooks.tell_of(joined := session.membership.join())
-            session.plans.plan = joined.plan
-            session.plans.joined(joined.ranks)
-            context.metrics.start_anew()
-            session.came_with = session.models.digests()
+        self._join_if_due()
         if context.joins and session.server is not None and not session.status.has_begun:
             version = session.server.version(one.number)
             does = "validates from" if context.is_validator else "has joined at"
             at = " on" if context.is_validator else ""
             context.log.all("membership", f"Rank {self.rank} {does} version {version}{at}.")
         session.status.begin()
-        if session.steps is not None:
-            session.steps.prepared()
         self._write_start(one.model, synchronizer)
         context.history.record_model(one.number, self.plan, self.world, one.parameters.values())
 

@@ -300,11 +300,12 @@ class WorkerSession:
                 witness=self._witness,
                 history=job,
             )
-        if self.has_others:
-            replica.opened(self)
-            self.steps = StepCheck(context.world, context.log.own)
+        if self.has_others or self.server is not None:
+            self.steps = StepCheck(context.world, context.log.own if self.has_others else None)
             self.resources.callback(self.steps.close)
             open_sessions.has_others(self.steps)
+        if self.has_others:
+            replica.opened(self)
 
     def _open_history(self, folder: Path, job: str) -> str:
         """Have all workers' histories name the same job, this one if it has a name; that. Collective."""

@@ -1,7 +1,8 @@
 """The hooks around each step of the script's loop: exchange, then whatever all do together.
 
-Call order, each step: `before_forward` for each forward pass that trains; `before_step` and `after_step` around the
-optimizer's step. Where leased data is drawn the loader calls `on_loop` and `before_draw` instead of the first.
+Call order: `claim` and `attach` when a model is prepared. Each step: `before_forward` for each forward pass that
+trains; `before_step` and `after_step` around the optimizer's step. Where leased data is drawn the loader calls
+`on_loop` and `before_draw` instead of `before_forward`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+import torch
+
 from offbeat.codec import Rescales
 from offbeat.engine import ignored_names
 from offbeat.errors import ModelError
@@ -19,16 +22,22 @@ from offbeat.exit_codes import LEFT
 from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    import torch
+    from torch.utils.hooks import RemovableHandle
 
     from offbeat.engine import SwitchableSync
     from offbeat.engine.exchange_result import ExchangeResult
+    from offbeat.engine.prepared_model import PreparedModel
     from offbeat.run.elastic_join import JoinResult
     from offbeat.run.session import WorkerSession
 
 _log = logging.getLogger("offbeat")
+_REPLACE_IT = "If it replaces that one, call model, optimizer = run.prepare(model, optimizer) again, on every worker."
+KEEP_IT = (
+    "Keep the prepared one, whose groups (lr, weight_decay, ...) may be changed at any time; for another optimizer, "
+    "begin another run: run.close(), offbeat.init(), run.prepare."
+)
 
 
 class StepHooks:
@@ -40,6 +49,9 @@ class StepHooks:
 
     def __init__(self, session: WorkerSession) -> None:
         self._session = session
+        if session.steps is not None:
+            session.steps.on_other = self.other_stepped
+        self._attached: dict[int, tuple[RemovableHandle, ...]] = {}  # to the optimizer of each model
         self._told_untuned = self._looked_for_scaler = False
         self._names: dict[int, str] = {}  # of the parameters of all prepared models, by id
         self._ignored: set[int] = set()  # ids of parameters that the user asked not to average
@@ -59,6 +71,31 @@ class StepHooks:
         self._names.update({id(p): name for name, p in parameters.items()})
         ignored = ignored_names(model)
         self._ignored |= {id(p) for name, p in model.named_parameters() if name in ignored}
+
+    def attach(self, one: PreparedModel, synchronizer: SwitchableSync, check: Callable[[], None]) -> None:
+        """Exchange around the steps of the model's optimizer from now on, and of no earlier one.
+
+        Args:
+            check: called before each step.
+        """
+        optimizer = one.optimizer
+
+        def before() -> None:
+            check()
+            self.before_step(optimizer, synchronizer)
+
+        self.detach(one.number)
+        self._attached[one.number] = (
+            optimizer.register_step_pre_hook(lambda *_: before()),
+            optimizer.register_step_post_hook(lambda *_: self.after_step(one.number, synchronizer)),
+        )
+        if self._session.steps is not None:
+            self._session.steps.prepared(optimizer)
+
+    def detach(self, number: int) -> None:
+        """Take the hooks off the optimizer of this model, if they are on one."""
+        for hook in self._attached.pop(number, ()):
+            hook.remove()
 
     # -- called around a step ------------------------------------------------------------------------------------
 
@@ -84,7 +121,11 @@ class StepHooks:
         session.data.stepped()
         session.plans.take_plan()
         synchronizer.before_step()
-        for group in optimizer.param_groups if world > 1 else ():
+        if world > 1:
+            self._check_averaged(optimizer)
+
+    def _check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
             for p in group["params"]:
                 if p.grad is not None and id(p) not in self._names and id(p) not in self._ignored:
                     raise ModelError(
@@ -92,6 +133,42 @@ class StepHooks:
                         "because it was frozen, or not there, when the model was prepared. Unfreeze and add parameters "
                         "before prepare."
                     )
+
+    def other_stepped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Look at an optimizer that was not prepared and has stepped; return whether it may go on doing so.
+
+        Raises:
+            ModelError: if the workers' replicas come apart by it.
+        """
+        held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        kind, world = type(optimizer).__name__, self._session.context.world
+        for one, synchronizer in self._session.models.pairs():
+            own = [held[id(p)] for p in one.parameters.values() if id(p) in held]
+            if not own:
+                continue
+            if all(p.grad is None for p in own):
+                return False
+            prepared = type(one.optimizer).__name__
+            if why := synchronizer.needs_its_optimizer:
+                way_out = KEEP_IT if synchronizer.plan.is_served else _REPLACE_IT
+                raise ModelError(
+                    f"Cannot step a prepared model with another optimizer ({kind}) than the {prepared} that was "
+                    f"prepared with it: {why}. {way_out}"
+                )
+            if world > 1 and torch._C._current_graph_task_id() != -1:
+                raise ModelError(
+                    f"Cannot step a prepared model with {kind} within backward: its gradients are averaged over the "
+                    "workers only when backward ends. Step after it, with the optimizer that was prepared."
+                )
+            if world > 1:
+                self._check_averaged(optimizer)
+                _log.warning(
+                    "A prepared model is stepped by another optimizer (%s) than the %s that was prepared with it. "
+                    "Gradients are still averaged; but plan swaps, workers that join, and the history follow the "
+                    "prepared one. %s",
+                    *(kind, prepared, _REPLACE_IT),
+                )
+        return True
 
     def _check_scaler(self) -> None:
         plan = self._session.plan

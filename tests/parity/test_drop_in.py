@@ -258,7 +258,7 @@ JOBS = {
     "scheduler": Job(jobs.MLP, jobs.vectors, schedule=cosine),
     "clip": Job(jobs.MLP, jobs.vectors, before_step=clip),
     "accumulation": Job(jobs.MLP, jobs.vectors, accumulate=3),
-    "accumulation by flag": Job(jobs.MLP, jobs.vectors, accumulate=3, by_flag=True),
+    "accumulation by flag": Job(jobs.MLP, jobs.vectors, accumulate=2, by_flag=True, steps=20),
     "accumulation, zeros kept": Job(jobs.MLP, jobs.vectors, accumulate=2, set_to_none=False),
     "zeros kept": Job(jobs.CNN, jobs.images, set_to_none=False),
     "unused": Job(Branches, jobs.vectors, ddp=UNUSED),
