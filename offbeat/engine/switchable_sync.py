@@ -87,6 +87,8 @@ class SwitchableSync:
         self._local: LocalSGDSync | None = None
         self._unreported: ExchangeResult | None = None  # of an average between two steps
         self.unsent_norm, self._measured_s = 0.0, -_MEASURE_S
+        self._is_shown = False  # what all have in common, in place of this worker's own replica
+        self._settled_at = self._replica_saved_at = -1  # steps
         self._begin()
 
     # -- called around a step ------------------------------------------------------------------------------------
@@ -174,6 +176,7 @@ class SwitchableSync:
         self._note_last_delta()
         if (result := self._active.settle()) is not None:  # not of a step: no one's weights
             self._unreported = dataclasses.replace(result.after(self._unreported), weights=())
+        self._settled_at = self.step
         self._end_local_steps_if_due()
 
     @contextlib.contextmanager
@@ -187,7 +190,11 @@ class SwitchableSync:
             communicator = Communicator(self._model.fabric, self._context, self._model.number)
             pairs = mean_of_replicas(self._model, communicator)
         with shown(pairs):
-            yield
+            self._is_shown = bool(pairs)
+            try:
+                yield
+            finally:
+                self._is_shown = False
 
     def step_with(self, optimizer: torch.optim.Optimizer) -> None:
         """Have another optimizer step the model from here on; on all workers at the same place, without a server."""
@@ -223,6 +230,21 @@ class SwitchableSync:
         if self._plan.steps_locally:
             return "it is its steps that workers count, and average behind"
         return ""
+
+    @property
+    def can_average(self) -> bool:
+        """Whether `averaged` shows what all have in common, where replicas differ."""
+        return self._keeps_replica or self.is_collective
+
+    @property
+    def holds_own_replica(self) -> bool:
+        """Whether the parameters are those of this worker alone, of which no checkpoint was begun at this step."""
+        local = self._local
+        if local is None or not local.is_anchored or self._is_shown or self._replica_saved_at == self.step:
+            return False
+        if not self._plan.is_served and self._context.control.world == 1:
+            return False
+        return not local.is_even or (self.table is not None and self._settled_at != self.step)
 
     @property
     def table(self) -> SwitchAverager | None:
@@ -398,6 +420,7 @@ class SwitchableSync:
         """The parameters and the optimizer's state of this worker, if they hold what it has not sent."""
         if not self._keeps_replica:
             return {}
+        self._replica_saved_at = self.step
         one = self._model
         parameters = {name: parameter.detach().clone() for name, parameter in one.parameters.items()}
         anchors = {name: anchor.clone() for name, anchor in self._anchors_of_its_own.items()}

@@ -8,7 +8,7 @@
 * `run_state` - what a run saves in a checkpoint beside model and optimizer
 * `replica` - the model that `run.prepare` returns
 * `model_checks` - which models and optimizers can be prepared; `wrapper_check` - other wrappers around or inside one
-* `step_check` - steps of a model that was never prepared
+* `step_check` - steps of optimizers that were never prepared; `replica_check` - states saved while replicas differ
 * `plan_manager` - which plan holds, and how another one comes to hold while training
 * `fabric_migration` - from all-reduce to a parameter server and back while training
 * `elastic_join` - workers that join a job without a server while it trains

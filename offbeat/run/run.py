@@ -37,6 +37,7 @@ from offbeat.run import open_sessions, run_state
 from offbeat.run.environment import Environment
 from offbeat.run.model_checks import Kinds, check_given, check_modules, check_optimizer, inventory, trainable
 from offbeat.run.replica import Replica
+from offbeat.run.replica_check import ReplicaCheck
 from offbeat.run.run_state import MOST_SEEDS
 from offbeat.run.session import RunSettings, WorkerSession
 from offbeat.run.step_hooks import KEEP_IT, StepHooks
@@ -243,7 +244,9 @@ class Run:
             hooks.before_forward()
 
         hooks.attach(one, synchronizer, wrappers.step)
-        session.resources.callback(wrappers.close)
+        replicas = ReplicaCheck(one.model, synchronizer, session.context.log.own)
+        for release in (wrappers.close, replicas.close):
+            session.resources.callback(release)
         session.resources.callback(hooks.detach, one.number)
         return Replica(one.model, synchronizer, before_forward, self._join)
 
