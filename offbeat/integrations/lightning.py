@@ -42,7 +42,8 @@ class OffbeatStrategy(DDPStrategy):  # type: ignore[misc]
 
     Args:
         plan: as of `offbeat.init`; None for that of `offbeat run`, or `Plan()`.
-        run_dir: where metrics are written; None for that of `offbeat run`, or "offbeat-run" in the trainer's folder.
+        run_dir: where metrics are written; None for that of `offbeat run`, or "offbeat-run" in the trainer's folder,
+            but for `fast_dev_run`.
         options: of `offbeat.init` (timeout, history, seed), and of Lightning's strategies for several processes
             (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin).
     """
@@ -84,9 +85,12 @@ class OffbeatStrategy(DDPStrategy):  # type: ignore[misc]
             self.global_rank, self.local_rank, self.world_size, self.num_processes, environment.main_address,
             environment.main_port,
         )  # fmt: skip
-        run_dir = self._run_dir or Environment().run_dir or Path(self._trainer.default_root_dir) / RUN_DIR
+        run_dir = self._run_dir or Environment().run_dir
+        if run_dir is None and not self._trainer.fast_dev_run:  # which leaves no files
+            run_dir = Path(self._trainer.default_root_dir) / RUN_DIR
         self._run = run = begin(LIGHTNING, self._plan, run_dir=run_dir, **self._of_run)
-        self._meetings, self._figures = StepMeetings(run), RunFigures(Path(run_dir))
+        self._meetings = StepMeetings(run)
+        self._figures = None if run_dir is None else RunFigures(Path(run_dir))
         _heed_own_signals(self._trainer)
 
     def configure_ddp(self) -> None:

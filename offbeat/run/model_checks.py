@@ -73,17 +73,20 @@ def check_modules(model: torch.nn.Module) -> None:
                 "Prepare its .module."
             )
         raise ModelError("Cannot prepare a model twice: this one was returned by prepare. Prepare the original.")
+    # Before wrappers: `fully_shard` makes a class of the model's own, and leaves no model within to prepare.
+    if sharded := [name for name, p in model.named_parameters() if is_sharded(p)]:
+        raise ModelError(
+            f"Cannot prepare a model whose parameters are sharded ({sharded[0]}): each worker holds a part, and "
+            "offbeat keeps whole replicas equal. Prepare the model without fully_shard or parallelize_module; or keep "
+            'those, leave out offbeat.init() and run.prepare, and call init_process_group("offbeat"), which carries '
+            "their collectives with Gloo's bits."
+        )
     if (found := wrapper_in(model)) is not None:
         where, kind = found[0], type(found[1]).__name__
         raise ModelError(
             f"Cannot prepare {f'a model with a {kind} in it, {where}' if where else f'a {kind} model'}: it keeps "
             "workers equal by itself. Prepare the model that was wrapped (of DistributedDataParallel its .module), or "
             "leave out offbeat."
-        )
-    if sharded := [name for name, p in model.named_parameters() if is_sharded(p)]:
-        raise ModelError(
-            f"Cannot prepare a model whose {sharded[0]} is sharded: each worker holds a part of it, and offbeat keeps "
-            "whole replicas equal. Prepare the model as it was before it was sharded."
         )
     on_cpu = all(p.device.type == "cpu" for p in model.parameters())
     for name, child in model.named_modules():

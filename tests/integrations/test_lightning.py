@@ -178,6 +178,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, plan: str) -> No
         assert all(torch.equal(one, other) for one, other in zip(resumed, whole, strict=True))
 
 
+def test_a_trial_run_leaves_no_files(tmp_path: Path) -> None:
+    run_workers(2, fit, "bsp", str(tmp_path), {"fast_dev_run": True})
+    assert list(tmp_path.rglob("*")) == []
+
+
 def stop_early(folder: str) -> int:
     warnings.simplefilter("ignore")
     callbacks = [
