@@ -194,6 +194,16 @@ class Result(msgspec.Struct, kw_only=True):
     cells: list[Cell] = []
 
 
+def plan_of(policy: str, case: Case) -> Plan:
+    """The plan of a cell."""
+    return Plan(
+        sync=POLICIES[policy],
+        fabric=FABRICS.get(policy, ParameterServer(block_bytes=16384, patience_s=30)),
+        nonfinite=case.nonfinite,  # type: ignore[arg-type]
+        scheduling=Prophet() if policy.endswith("-early") else None,
+    )
+
+
 def play(policy: str, case: Case, stories: Path | None = None) -> Cell:
     """Run one cell.
 
@@ -201,12 +211,6 @@ def play(policy: str, case: Case, stories: Path | None = None) -> Cell:
         stories: where what its processes wrote and said is kept, in a folder of its own; None if it is not.
     """
     is_served = policy not in FABRICS
-    plan = Plan(
-        sync=POLICIES[policy],
-        fabric=FABRICS.get(policy, ParameterServer(block_bytes=16384, patience_s=30)),
-        nonfinite=case.nonfinite,  # type: ignore[arg-type]
-        scheduling=Prophet() if policy.endswith("-early") else None,
-    )
     arguments = ["--swap-at", str(STEP)] if case.two_phases else []
     shards = is_served + (case.target == "server")
     with tempfile.TemporaryDirectory(prefix="offbeat-faults-") as passing:
@@ -215,7 +219,7 @@ def play(policy: str, case: Case, stories: Path | None = None) -> Cell:
             folder = Path(
                 tempfile.mkdtemp(prefix=f"{policy}-{case.target}-{case.name}-".replace(", ", "-"), dir=stories)
             )
-        story = cell.run(plan, case.faults, folder, shards=shards, arguments=arguments)
+        story = cell.run(plan_of(policy, case), case.faults, folder, shards=shards, arguments=arguments)
         if stories is not None:
             (folder / "said.txt").write_text(
                 "".join(f"{one.time_s:.3f} {one.who}: {one.text}\n" for one in story.lines)

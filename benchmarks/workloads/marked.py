@@ -79,8 +79,14 @@ class Marked(nn.Module):
 
 @dataclass
 class Asked:
-    """When to end, and what to do before."""
+    """When to end, and what to do before.
 
+    Args:
+        exactly: so many steps, on data that each rank has for itself, so that two jobs can be compared; 0 for as many
+            as the faults take, on leased data.
+    """
+
+    exactly: int
     steps: int
     after_s: float
     swap_at: int
@@ -93,8 +99,10 @@ class Asked:
 
     def is_over(self, rank: int, done: int, began: int) -> bool:
         """Whether a worker has done enough: so many steps, and until so long after the faults."""
-        if done >= STEPS:
+        if done >= (self.exactly or STEPS):
             return True
+        if self.exactly:
+            return False
         if done - began < (2 * _NEWCOMERS_STEPS if rank >= _BEGAN_WITH else self.steps):
             return False
         fired = read_fired(Path(os.environ[LOG]))
@@ -114,10 +122,14 @@ def train(asked: Asked, run: offbeat.Run) -> None:
         {"params": module.net.parameters()},
         {"params": [module.first, module.last], "lr": 1.0},
     ]
-    loader: Any = DataLoader(
-        TensorDataset(images, torch.tensor(digits.target)), batch_size=BATCH, shuffle=True, drop_last=True
-    )
-    model, optimizer, loader = run.prepare(module, torch.optim.SGD(groups, lr=0.05), loader)
+    optimizer: Any = torch.optim.SGD(groups, lr=0.05)
+    data = TensorDataset(images, torch.tensor(digits.target))
+    loader: Any = DataLoader(data, batch_size=BATCH, shuffle=True, drop_last=True)
+    if asked.exactly:
+        loader = [data[(own := 2 * step + run.rank) : own + BATCH] for step in range(asked.exactly)]
+        model, optimizer = run.prepare(module, optimizer)
+    else:
+        model, optimizer, loader = run.prepare(module, optimizer, loader)
     began = run.step if run._session.server is None else 0  # who joins a server's job counts its own
     done, loss, idle = began, torch.tensor(0.0), list[int]()
     is_over = False
@@ -189,6 +201,7 @@ def _save(module: nn.Module, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--exactly", type=int, default=0, help="so many steps, on data of each worker's own")
     parser.add_argument("--steps", type=int, default=30, help="at least so many")
     parser.add_argument("--after-s", type=float, default=1.0, help="and until so long after the faults")
     parser.add_argument("--swap-at", type=int, default=-1, help="have another policy decide after this step of rank 0")

@@ -20,7 +20,16 @@ import torch
 
 from offbeat.audit.invariants import InvariantChecker, InvariantViolation
 from offbeat.errors import PlanError
-from offbeat.history import LifeBegan, PlanAdopted, PolicyStep, UpdateJudged, WorkerReturned, actions_of, event_of
+from offbeat.history import (
+    ContributionsWithdrawn,
+    LifeBegan,
+    PlanAdopted,
+    PolicyStep,
+    UpdateJudged,
+    WorkerReturned,
+    actions_of,
+    event_of,
+)
 from offbeat.plan import Plan
 from offbeat.robust import LossRule
 from offbeat.server.judge import Judge
@@ -91,7 +100,7 @@ class PolicyReplay:
         has_validator: whether it does so beside a validator, than which no contribution weighs more.
         validators: ranks of those, whose contributions are references and move nothing.
         weights: of contributions that were announced, in samples.
-        unarrived: contributions whose workers were gone before they had arrived.
+        unarrived: contributions whose workers were gone before they had arrived, or that the life ended without.
         arrived: those that are known to have.
         fates: what became of each: "pending", "applied", "dropped" or "lost".
         is_broken: what follows makes no sense any more, because of what was found.
@@ -139,7 +148,7 @@ class PolicyReplay:
         """Workers that took part when the recording ended."""
         return tuple(sorted(self._checker.accounts))
 
-    def hear(self, record: WorkerReturned | PolicyStep | PlanAdopted | UpdateJudged) -> None:
+    def hear(self, record: WorkerReturned | PolicyStep | PlanAdopted | UpdateJudged | ContributionsWithdrawn) -> None:
         """The next record."""
         if self.is_broken:
             return
@@ -151,8 +160,18 @@ class PolicyReplay:
             self._next_policy = record.plan
         elif isinstance(record, UpdateJudged):
             self._judge(record)
+        elif isinstance(record, ContributionsWithdrawn):
+            self._withdraw(record)
         else:
             self._take(event_of(record), actions_of(record), record)
+
+    def _withdraw(self, record: ContributionsWithdrawn) -> None:
+        """Note what is in no block although it was applied; its worker pushes it again."""
+        pushes = set(record.pushes)
+        if strange := sorted(push for push in pushes if self._checker.fates.get(push) != "applied"):
+            self._result.violated(2, f"Contribution {strange[0]} is withdrawn, but was never applied.", self.story())
+        self.unarrived |= pushes
+        self.arrived -= pushes
 
     def _judge(self, record: UpdateJudged) -> None:
         """Note what a rule decided about an update, once."""

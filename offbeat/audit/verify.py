@@ -17,6 +17,7 @@ from offbeat.audit.replacements import check_replaced
 from offbeat.audit.replicas import WorkerHistory, check_borders, check_replicas, read_worker
 from offbeat.audit.updates import ShardUpdates, UpdateAudit, check_shards
 from offbeat.history import (
+    ContributionsWithdrawn,
     HistoryEnded,
     LifeBegan,
     NoticeGiven,
@@ -176,7 +177,7 @@ class _Audit:
                     self._result.swapped_by.append(record.by)
                 for decisions in present.values():
                     decisions.hear(record)
-            elif isinstance(record, PolicyStep | WorkerReturned | UpdateJudged):
+            elif isinstance(record, PolicyStep | WorkerReturned | UpdateJudged | ContributionsWithdrawn):
                 if record.model in present:
                     present[record.model].hear(record)
                     made = held[record.model].made if record.model in held else {}

@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import secrets
 import select
 import signal
 import sys
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from offbeat.clock import Clock
     from offbeat.history import Record
     from offbeat.history.records import Kind
+    from offbeat.server.shard.live_image import LiveImage
     from offbeat.server.shard.shard_parts import ShardParts
     from offbeat.server.shard.snapshot_store import SnapshotStore
     from offbeat.wire.link import PeerLink
@@ -94,7 +96,9 @@ async def serve(settings: ShardSettings, say: Callable[[str], None]) -> bool:
     backoff = Backoff(*_LIFE_PAUSES_S, holds_s=_HOLDS_S, seed=f"{settings.bind}:{settings.port}")
     backoff.next_s()  # before the first life
     with _history(settings, stop) as record:
-        while (address := await _live(settings, snapshots, stop, say, record)) is not None:
+        image, process = None, secrets.randbits(39) + 1
+        while (ended := await _live(settings, snapshots, stop, say, record, process, image)) is not None:
+            address, image = ended
             settings = msgspec.structs.replace(settings, port=int(address.rpartition(":")[2]))
             say = _say_nothing
             await _unless(stop, asyncio.sleep(backoff.next_s()))
@@ -149,8 +153,16 @@ async def _live(
     stop: asyncio.Event,
     say: Callable[[str], None],
     record: Callable[[Record], None],
-) -> str | None:
-    """One life of the shard (see `offbeat.coordinator.reconnect`); where it was, if it is to begin another one."""
+    process: int,
+    image: LiveImage | None,
+) -> tuple[str, LiveImage | None] | None:
+    """One life of the shard (see `offbeat.coordinator.reconnect`); where it was, and what it still holds, if it is to
+    begin another one.
+
+    Args:
+        process: a random number of this process.
+        image: what it still holds of the life before.
+    """
     from offbeat.plan import Plan
     from offbeat.server.shard.shard import Shard
     from offbeat.wire.session import Limits
@@ -167,6 +179,8 @@ async def _live(
         patience_s=2 * settings.timeout_s,
         record=record,
         parts_of=_parts_of,
+        process=process,
+        image=image,
     )
     limits = Limits(timeout=timedelta(seconds=settings.timeout_s))
     credentials = settings.credentials()
@@ -212,7 +226,7 @@ async def _live(
     await _first_of(ended, again, stop)
     if looking is not None:
         looking.cancel()
-    if stop.is_set():
+    if stop.is_set() and not again.is_set():
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_SNAPSHOT_S):
                 await shard.save()
@@ -223,7 +237,7 @@ async def _live(
     if again.is_set() and not stop.is_set():
         for link in [*listener.links, *([] if coordinator is None else [coordinator])]:
             link.fail(NetworkError("another shard of the parameter server was lost, so that all begin anew"))
-        return listener.address
+        return listener.address, shard.image
     if snapshots is not None and stop.is_set():
         for link in [link for link in listener.links if link.role == "shard"]:  # they wait for it to be started again
             link.fail(NetworkError("the shard that coordinates was asked to stop"))

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 
 from offbeat.coordinator.model_record import WorkerDrain
 from offbeat.errors import PeerError
+from offbeat.history import ContributionsWithdrawn
 from offbeat.protocol.shards import CommitUpdates, WithdrawContribution, WorkerRemoved
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from offbeat.coordinator.data_leases import LeaseManager
+    from offbeat.coordinator.events import ModelSettled
     from offbeat.coordinator.job_record import JobRecord
     from offbeat.protocol.shards import PushDone, PushNearlyDone, WorkerDrained
     from offbeat.sync import Push
@@ -98,6 +100,24 @@ class Arrivals:
             one.partings[one.parted] = WorkerDrain(pushes, one.shards - 1)
         else:
             self._withdraw(model, pushes)
+
+    def settle(self, event: ModelSettled) -> None:
+        """Commit what all shards have of a life that has ended, and have all of them undo the rest."""
+        model, one = event.model, self._job.models[event.model]
+        for push in event.whole:
+            self.commit(model, push)
+        for push, samples in event.withdrawn.items():
+            worker, clock = push
+            if one.open.pop(push, None) is not None:
+                one.whole.pop(push, None)
+            if one.applied.get(worker) == clock:
+                del one.applied[worker]
+            one.taken_back[worker] = clock
+            one.runner.take_back(push, samples)
+            self._job.out.decide(WithdrawContribution(model, worker, clock))
+            self._leases.taken_back(model, push)
+        if event.withdrawn:
+            self._job.out.record(ContributionsWithdrawn(model, tuple(event.withdrawn)))
 
     def lost(self, model: int, push: Push) -> None:
         """The coordinating shard has lost a contribution that is in no update, with its worker if that is gone."""

@@ -22,6 +22,7 @@ from offbeat.coordinator.events import (
     ModelBegun,
     ModelForgotten,
     ModelRestored,
+    ModelSettled,
     PatienceOver,
     PushLost,
     RanksAsked,
@@ -154,6 +155,11 @@ class Coordinator:
         """Whether something is decided about every model."""
         return self._job.started
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether all workers of the beginning were here, in this life or in the one that it continues."""
+        return bool(self.models) and all(one.runner.started or one.losses is not None for one in self.models.values())
+
     def has_granted(self, model: int, push: Push) -> bool:
         """Whether this is the last contribution that the worker was let push; perhaps before it is announced."""
         one, (worker, clock) = self._job.model(model), push
@@ -207,6 +213,8 @@ class Coordinator:
             case ModelRestored():
                 self._members.restore(event)
                 self._follow_controller()
+            case ModelSettled():
+                self._arrivals.settle(event)
             case ModelForgotten(model=model):
                 self._members.forget(model)
             case WorkerOpened():

@@ -8,7 +8,8 @@ Rules:
 * The first leases are dealt once all workers of the beginning have enrolled, in order of rank. From then on a worker
   gets as many as its last contribution used, and more only if it asks.
 * From the moment in which a contribution is announced, time does not take back the leases it was computed from. They
-  are used up when it is applied and has arrived whole; until then they are dealt again if its worker is lost.
+  are used up once all contributions of its update have arrived whole: until then it may be withdrawn. If its worker is
+  lost before the contribution has arrived, they are dealt again.
 * A contribution that was computed from a lease that others were given meanwhile, or are given since the server was
   restarted and knows nothing of it, weighs nothing, and is reported as dropped.
 * A batch is what the user asked for, or what the tuning says: then its sum over the workers is constant.
@@ -112,6 +113,7 @@ class UsedLeases:
         computing_s: how long its worker took for it.
         hidden_s: of these, while parameters were still on their way to it.
         applied, whole: whether it is in an update, and has arrived.
+        awaited: the contributions to its update that have not arrived; all of the update share one set.
     """
 
     numbers: dict[int, tuple[int, ...]]
@@ -121,6 +123,7 @@ class UsedLeases:
     hidden_s: float = 0.0
     applied: bool = False
     whole: bool = False
+    awaited: set[Push] = field(default_factory=set)
 
 
 class LeaseManager:
@@ -141,6 +144,7 @@ class LeaseManager:
         self._tuning_of, self._now_s, self._keeps_of = tuning_of, now_s, keeps_of
         self._loaders: dict[int, LoaderLeases] = {}
         self._used_leases: dict[tuple[int, Push], UsedLeases] = {}
+        self._awaited: dict[tuple[int, Push], set[Push]] = {}  # by model and contribution: see `UsedLeases`
         self._last: dict[int, UsedLeases] = {}  # by worker: for its next leases, and to learn how fast it is
         self._samples: dict[int, int] = {}  # by worker: in the leases that it last named
 
@@ -257,11 +261,18 @@ class LeaseManager:
             self._samples[worker] = sum(counts.get(key, 0) for key in set(used))
         return self._samples.get(worker) or sum(counts.values()) or None
 
-    def applied(self, model: int, push: Push) -> None:
-        """The contribution is in an update."""
+    def applied(self, model: int, push: Push, awaited: set[Push] | None = None) -> None:
+        """The contribution is in an update.
+
+        Args:
+            awaited: the contributions to this update that have not arrived; one set for all of them.
+        """
+        awaited = set() if awaited is None else awaited
+        if push in awaited:
+            self._awaited[(model, push)] = awaited
         used_leases = self._used_leases.get((model, push))
         if used_leases is not None:
-            used_leases.applied = True
+            used_leases.applied, used_leases.awaited = True, awaited
             self._close_if_done(model, push, used_leases)
 
     def whole(self, model: int, push: Push) -> None:
@@ -270,6 +281,7 @@ class LeaseManager:
         if used_leases is not None:
             used_leases.whole = True
             self._close_if_done(model, push, used_leases)
+        self._await_no_longer(model, push)
 
     def withdrawn(self, model: int, push: Push) -> None:
         """The contribution was in an update, and has not arrived; its worker is gone."""
@@ -277,6 +289,12 @@ class LeaseManager:
             for loader_number, numbers in self._retract(model, push).items():
                 loader = self._loaders[loader_number]
                 loader.pool = loader.leases.give_back(loader.pool, push[0], numbers)
+        self._await_no_longer(model, push)
+
+    def taken_back(self, model: int, push: Push) -> None:
+        """The contribution is taken out of its update; its worker still holds it, and these leases."""
+        if (model, push) in self._used_leases:
+            self._retract(model, push)
 
     def dropped(self, model: int, push: Push) -> None:
         """The contribution is not used."""
@@ -420,6 +438,7 @@ class LeaseManager:
             self._loaders = before
             raise PeerError(str(error)) from error
         self._used_leases.clear()
+        self._awaited.clear()
         self._last.clear()
         dealt = {}
         for loader_number, loader in self._loaders.items():
@@ -519,8 +538,16 @@ class LeaseManager:
             loader.pool = loader.leases.retract(loader.pool, push[0], numbers)
         return numbers_of
 
+    def _await_no_longer(self, model: int, push: Push) -> None:
+        awaited = self._awaited.pop((model, push), None)
+        if awaited is not None:
+            awaited.discard(push)
+            for (of, other), used_leases in list(self._used_leases.items()):
+                if of == model and used_leases.awaited is awaited:
+                    self._close_if_done(model, other, used_leases)
+
     def _close_if_done(self, model: int, push: Push, used_leases: UsedLeases) -> None:
-        if used_leases.applied and used_leases.whole:
+        if used_leases.applied and used_leases.whole and not used_leases.awaited:
             del self._used_leases[(model, push)]
             self._acknowledge(used_leases, dropped=False)
 

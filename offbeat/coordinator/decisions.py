@@ -140,13 +140,14 @@ class Decisions:
         about = tuple(msgspec.structs.replace(about, hyper=()) if about.hyper == hyper else about for about in brought)
         one.granted.difference_update(pushes)
         one.applied.update(pushes)
-        one.open.update({p: a.weight for p, a in zip(pushes, about, strict=True) if p not in one.here})
+        awaited = set(pushes) - one.here
+        one.open.update({p: a.weight for p, a in zip(pushes, about, strict=True) if p in awaited})
         one.here.difference_update(pushes)
         self._job.out.decide(
             ApplyContributions(model, pushes, about, hyper, action.rate, action.in_order, references, is_short=is_short)
         )
         for push in pushes:
-            self._leases.applied(model, push)
+            self._leases.applied(model, push, awaited)
         self._has_applied = True
 
     def _drop(self, model: int, one: ModelRecord, push: Push) -> None:

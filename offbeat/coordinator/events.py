@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Set
+    from collections.abc import Collection, Hashable, Mapping, Set
 
     from offbeat.coordinator.instructions import Timer
     from offbeat.coordinator.progress import TrainingProgress
@@ -59,10 +59,12 @@ class ModelBegun(CoordinatorEvent):
 
 @dataclass(frozen=True)
 class ModelRestored(CoordinatorEvent):
-    """A model goes on from a snapshot; it waits for the workers that took part, until `PatienceOver`.
+    """A model continues from a snapshot or from memory, and waits for its workers until `PatienceOver`.
 
     Args:
         gone: of these workers, those that are not waited for, unless they come before the others.
+        applied: by worker, its last contribution that counts, where the model continues from what all shards still
+            had in memory; None if it was read from a snapshot.
     """
 
     model: int
@@ -70,6 +72,7 @@ class ModelRestored(CoordinatorEvent):
     version: int
     progress: TrainingProgress
     gone: Set[int] = frozenset()
+    applied: Mapping[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,20 @@ class WorkerGone(CoordinatorEvent):
 @dataclass(frozen=True)
 class PatienceOver(CoordinatorEvent):
     """Workers that took part before the server was restarted are not waited for any longer."""
+
+
+@dataclass(frozen=True)
+class ModelSettled(CoordinatorEvent):
+    """A life has ended, and the next one continues from the shards' memory.
+
+    Args:
+        whole: contributions in updates that all shards turn out to have.
+        withdrawn: those that are taken out of updates, with their samples; their workers push them again.
+    """
+
+    model: int
+    whole: Collection[Push]
+    withdrawn: Mapping[Push, float]
 
 
 @dataclass(frozen=True)

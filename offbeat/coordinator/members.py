@@ -96,7 +96,7 @@ class Membership:
         self._write_down(model)
 
     def restore(self, event: ModelRestored) -> None:
-        """A model goes on from a snapshot."""
+        """A model continues from a snapshot, or from memory."""
         job, details, progress = self._job, event.details, event.progress
         if progress.data:
             self._leases.restore(progress.data)
@@ -106,7 +106,7 @@ class Membership:
         job.goes_by(plan)
         job.validators.update(progress.validators or ())
         job.models[event.model] = revived(
-            plan.sync, details, event.version, progress, job.time_s, event.gone, job.validators
+            plan.sync, details, event.version, progress, job.time_s, event.gone, job.validators, event.applied
         )
         self._write_down(event.model)
 
@@ -244,7 +244,8 @@ class Membership:
         """A worker is gone before it has opened any model."""
         self._missed.add(worker)
         for model, one in self._job.models.items():
-            if worker in one.ranks:
+            # After a life that goes on in memory workers dial until they reach all shards, also if one is still away.
+            if worker in one.ranks and not one.is_kept:
                 self._decisions.carry_out(model, one.runner.miss(worker))
                 self._rounds.step_out_who_asked(model)
         self._rounds.answer()
@@ -259,7 +260,10 @@ class Membership:
             self._job.tell(f"Rank {worker} is back; its contribution {back.clock} {fate}.", worker)
             return fate
         self._job.tell(f"Rank {worker} is back.", worker)
-        return "had been decided on before the server was restarted" if back.holds and back.clock < decided else ""
+        if not back.holds or back.clock >= decided:
+            return ""
+        is_used = one.is_counted(worker, back.clock)
+        return "is used" if is_used else "had been decided on before the server was restarted"
 
     def _start(self, model: int) -> None:
         """Begin to decide about a model, if all are here."""
@@ -270,7 +274,8 @@ class Membership:
         if one.runner.started:
             if (losses := one.losses) is not None:
                 one.note = ""
-                text = f"The parameter server was restarted and resumes from version {losses.version}: {losses}."
+                how = "continues in its memory" if one.is_kept else "was restarted and resumes"
+                text = f"The parameter server {how} from version {losses.version}: {losses}."
                 self._note(one, text)
             self._rounds.step_out_who_asked(model)
             self._rounds.answer()

@@ -15,7 +15,7 @@ from offbeat.protocol.optimizer_spec import outer_hyper
 from offbeat.sync import State, StepsLocally
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Set
+    from collections.abc import Callable, Mapping, Set
 
     from offbeat.protocol.optimizer_spec import Hyper, OptimizerSpec
     from offbeat.protocol.shards import UpdateMeasured
@@ -64,7 +64,10 @@ class ModelRecord:
     arrived_s: dict[int, float] = field(default_factory=dict)  # worker: when its last contribution was whole
     applied: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that is in an update
     lost: dict[int, int] = field(default_factory=dict)  # worker: its last contribution that went with it
-    losses: LostUpdates | None = None  # if it goes on from a snapshot
+    taken_back: dict[int, int] = field(default_factory=dict)  # worker: its contribution that the life ended without
+    expected: frozenset[int] = frozenset()  # workers of the life before, which are waited for until it starts
+    losses: LostUpdates | None = None  # if it continues from an earlier life
+    is_kept: bool = False  # what was decided in that life is all still there
     note: str = ""  # what happened to the server
     schedules: HyperparameterCheck = field(default_factory=HyperparameterCheck)
     trusted_hyper: tuple[Hyper, ...] = ()  # that a validator said last with a gradient
@@ -131,9 +134,10 @@ class ModelRecord:
         for worker, member in state.members.items():
             is_decided = member.held and (worker, member.step) not in state.pending
             following[worker] = member.step + is_decided
+        following |= self.taken_back
         return TrainingProgress(
             next=following,
-            present=tuple(sorted({*state.members, *state.away})),
+            present=tuple(sorted({*state.members, *state.away, *(() if self.runner.started else self.expected)})),
             orphans=tuple((worker, clock, state.pending[(worker, clock)]) for worker, clock in state.orphans),
             records={w: (r.applied, r.dropped, r.lost, r.samples) for w, r in self.runner.records.items()},
             note=self.note,
@@ -158,6 +162,11 @@ class ModelRecord:
         late = LostUpdates(self.losses.version)
         late.book(worker, back, decided)
         return late if self.runner.started and late.by else None
+
+    @property
+    def counted(self) -> dict[int, int]:
+        """By worker, its last contribution, if that is in an update and weighs something there."""
+        return {worker: clock for worker, clock in self.applied.items() if self.is_counted(worker, clock)}
 
     def is_counted(self, worker: int, clock: int) -> bool:
         """Whether the contribution is in an update, and weighs something there."""
@@ -186,8 +195,13 @@ def revived(
     now_s: Callable[[], float],
     gone: Set[int],
     validators: Set[int] = frozenset(),
+    counted: Mapping[int, int] | None = None,
 ) -> ModelRecord:
-    """The model of a snapshot, without workers yet; those that are `gone` since are not waited for."""
+    """The model of an earlier life, without workers yet; those that are `gone` since are not waited for.
+
+    Args:
+        counted: as `ModelRestored.applied`.
+    """
     present = set(progress.present) - validators
     expected = present - gone
     runner = PolicyRunner(policy, len(expected), now_s)
@@ -207,6 +221,9 @@ def revived(
         0,
         details.holders,
         ranks=details.begins_with,
+        applied=dict(counted or {}),
+        expected=frozenset(expected),
         losses=losses,
+        is_kept=counted is not None,
         note=progress.note,
     )

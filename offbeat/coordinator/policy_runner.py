@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from offbeat.control import Controller, Metrics
     from offbeat.history import Record as HistoryRecord
     from offbeat.protocol.worker_status import TrainingStatus
-    from offbeat.sync import Action, Event, Member, Policy, Ready
+    from offbeat.sync import Action, Event, Member, Policy, Push, Ready
 
 
 @dataclass
@@ -182,6 +182,15 @@ class PolicyRunner:
         record.applied -= 1
         record.samples -= samples
         record.lost += 1
+
+    def take_back(self, push: Push, samples: float) -> None:
+        """Count no longer that a contribution was applied: it is withdrawn, and comes again."""
+        record = self.records.setdefault(push[0], ContributionCounts())
+        if self.void.get(push[0]) == push[1]:
+            record.dropped -= 1
+        else:
+            record.applied -= 1
+            record.samples -= samples
 
     def start_if_all_are_here(self) -> tuple[Action, ...]:
         """Begin to decide, if everyone who was to come is here."""

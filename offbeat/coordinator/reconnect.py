@@ -3,7 +3,9 @@ killed.
 
 A *life* of a server lies between two of its starts; the coordinator draws its name, and every shard and worker is told.
 A server begins with nothing, or with the newest snapshot that all its shards have, which is one version of every model.
-If one of several shards is lost, the others begin a new life with it.
+If one of several shards is lost, the others begin a new life with it. If no shard was killed, that life continues from
+their memory, which is as good as a snapshot of this very moment (see `offbeat.server.shard.live_image`): nothing is
+lost, and "the snapshot" is that memory in what follows.
 
 A worker that loses a shard lets go of all, dials all again, and opens its models with a `Reconnect`: what it was told
 last. Numbers of contributions never go back: it goes on with the greater of what it says and what the server knows.

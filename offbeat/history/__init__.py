@@ -12,6 +12,7 @@ reads it.
 from offbeat.history.log import HistoryLog, HistoryWriter, write_log
 from offbeat.history.records import (
     CheckpointLoaded,
+    ContributionsWithdrawn,
     FabricMigrated,
     HistoryEnded,
     HistoryHeader,
@@ -37,6 +38,7 @@ from offbeat.history.records import (
 
 __all__ = [
     "CheckpointLoaded",
+    "ContributionsWithdrawn",
     "FabricMigrated",
     "HistoryEnded",
     "HistoryHeader",

@@ -229,6 +229,19 @@ class UpdateJudged(msgspec.Struct, tag=16, array_like=True, frozen=True):
     losses: tuple[float, ...] = ()
 
 
+class ContributionsWithdrawn(msgspec.Struct, tag=17, array_like=True, frozen=True):
+    """Coordinator: a life ends, and the next one continues from the shards' memory without these contributions.
+
+    They are in updates that not all shards have whole. Each worker still holds its own, and pushes it again.
+
+    Args:
+        pushes: worker and number of each.
+    """
+
+    model: _Model
+    pushes: tuple[tuple[_Rank, _Count], ...]
+
+
 class ModelPrepared(msgspec.Struct, tag=7, array_like=True, frozen=True):
     """Worker: it has prepared a model.
 
@@ -378,6 +391,7 @@ Record = (
     | ShardServes
     | UpdateMade
     | UpdateJudged
+    | ContributionsWithdrawn
     | ModelPrepared
     | ParametersAfter
     | CheckpointLoaded

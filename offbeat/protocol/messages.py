@@ -80,6 +80,7 @@ from offbeat.protocol.shards import (
     WithdrawContribution,
     WorkerDrained,
     WorkerRemoved,
+    WorkersUnheard,
 )
 from offbeat.protocol.status import GetStatus, ModelStatus, StatusReply, TellStatus
 from offbeat.protocol.training import (
@@ -140,6 +141,7 @@ FromShard = (
     | WorkerDrained
     | SaveLastSnapshot
     | SnapshotSaved
+    | WorkersUnheard
 )
 # Of the coordinator, to all shards.
 Decision = (

@@ -13,16 +13,36 @@ from offbeat.protocol.training import ContributionInfo
 MOST_COMPARED = 256  # contributions of one update, by their Gram matrix
 
 
+class HeldLife(msgspec.Struct, frozen=True, array_like=True):
+    """What a shard that was not killed still has in memory of the life that has just ended.
+
+    Args:
+        life: of the server.
+        heard: how many messages of the coordinator it received in that life.
+        models: that it holds a part of.
+        whole: model, worker and number of each contribution whose blocks have all arrived here.
+    """
+
+    life: Count
+    heard: Count
+    models: Annotated[tuple[Model, ...], msgspec.Meta(max_length=1 << 16)] = ()
+    whole: Annotated[tuple[tuple[Model, Count, Count], ...], msgspec.Meta(max_length=1 << 16)] = ()
+
+
 class RegisterShard(msgspec.Struct, tag=True, frozen=True):
     """Shard to coordinator: it takes part from now on.
 
     Args:
         held: number and life of each snapshot that it could go on from.
         least: later snapshots have to have greater numbers.
+        process: a random number that this process drew when it started.
+        memory: what it has of the last life; None if it was started since, or cannot continue from it.
     """
 
     held: Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=16)] = ()
     least: Count = 0
+    process: Count = 0
+    memory: HeldLife | None = None
 
 
 class BeginLife(msgspec.Struct, tag=True, frozen=True):
@@ -31,10 +51,12 @@ class BeginLife(msgspec.Struct, tag=True, frozen=True):
     Args:
         life: of the server.
         snapshot: number and life of the one to go on from; None for none.
+        from_memory: continue from what all shards still have in memory of the life before.
     """
 
     life: Count
     snapshot: tuple[Count, Count] | None = None
+    from_memory: bool = False
 
 
 class SaveLastSnapshot(msgspec.Struct, tag=True, frozen=True):
@@ -100,6 +122,12 @@ class PushOverdue(msgspec.Struct, tag=True, frozen=True):
     model: Model
     worker: Count
     clock: Count
+
+
+class WorkersUnheard(msgspec.Struct, tag=True, frozen=True):
+    """Shard to coordinator: it can hear none of the workers any more, or (`unheard` is False) one of them again."""
+
+    unheard: bool
 
 
 class WorkerDrained(msgspec.Struct, tag=True, frozen=True):

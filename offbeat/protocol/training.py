@@ -126,6 +126,7 @@ class ModelOpened(msgspec.Struct, tag=True, frozen=True):
         survives: it keeps snapshots, so it is worth while to wait for it when it is gone.
         later: not yet, because what it computes is outdated: open again when the parameters may be overwritten.
         secret: of this worker and this shard, in this life: who shows it is who was taken in; empty if it was said.
+        kept: all that this worker was told in the life it knows is still in the parameters, though the life is another.
     """
 
     model: Model
@@ -134,6 +135,7 @@ class ModelOpened(msgspec.Struct, tag=True, frozen=True):
     survives: bool = False
     later: bool = False
     secret: Secret = b""
+    kept: bool = False
 
 
 class LeaveAfter(msgspec.Struct, tag=True, frozen=True):

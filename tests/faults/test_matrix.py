@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import cell, faults
 from benchmarks.cell import Line, Story
-from benchmarks.faults import CASES, POLICIES, Case, judge, play, selected
+from benchmarks.faults import CASES, POLICIES, Case, judge, plan_of, play, selected
 from benchmarks.faults_page import page
 from benchmarks.workloads.marked import Held
 from offbeat.audit import ContributionFate
@@ -51,6 +51,9 @@ def case_of(target: str, name: str) -> Case:
                 ("round-robin", "worker", "forward"),
                 ("local-sgd", "worker", "cut"),
                 ("asp", "coordinator", "sigstop, short"),
+                ("asp", "server", "sigstop, long"),
+                ("round-robin", "coordinator", "sigstop, long"),
+                ("ssp", "server", "partition, long"),
                 ("ssp", "worker", "join"),
                 ("bsp-early", "worker", "sigkill"),
                 ("bsp-early", "server", "sigkill"),
@@ -67,6 +70,28 @@ def test_nothing_is_lost_and_all_agree(policy: str, target: str, fault: str) -> 
     assert one.troubles == []
     assert one.books is not None
     assert one.books.applied > 0
+    if target != "worker" and case_of(target, fault).kind in ("sigstop", "partition"):
+        assert (one.books.lost, one.books.dropped) == (0, 0), "nobody was killed"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(340)
+@pytest.mark.parametrize("target", ["server", "coordinator"])
+@pytest.mark.parametrize("kind", ["sigstop", "partition"])
+def test_a_server_that_was_away_changes_no_bit(tmp_path: Path, target: str, kind: str) -> None:
+    """Counts alone could lie: a contribution that is applied twice is not lost, either."""
+    case, digests = case_of(target, f"{kind}, long"), []
+    for some in ([], case.faults):
+        folder = tmp_path / str(len(some))
+        folder.mkdir()
+        story = cell.run(plan_of("bsp", case), some, folder, shards=2, arguments=["--exactly", "20"])
+        assert story.codes == [0, 0, 0], [line.text for line in story.lines]
+        assert story.verdict.violations == []
+        assert (story.verdict.applied, story.verdict.lost, story.verdict.dropped) == (60, 0, 0)
+        digests.append({held.digest for held in story.held.values()})
+    assert_fired(case.faults, story.log)
+    assert digests[0] == digests[1]
+    assert len(digests[0]) == 1
 
 
 @pytest.mark.timeout(60)

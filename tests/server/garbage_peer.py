@@ -40,6 +40,7 @@ from offbeat.protocol.training import (
 )
 from offbeat.server.shard.shard import Shard
 from offbeat.sync import ASP, BSP, SSP, KSync
+from offbeat.wire.session import Limits
 from tests.server.in_process import Parts
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Line:
 
     def __init__(self, rank: int, role: str) -> None:
         self.rank, self.role, self.peer, self.connected = rank, role, f"127.0.0.1:{rank}", True
-        self.is_trusted = False
+        self.is_trusted, self.silent_s, self.limits = False, 0.0, Limits()
         self.sent: list[tuple[Any, bytes]] = []
 
     @property

@@ -327,6 +327,27 @@ class Job:
             if self.in_order:
                 self.went_on.append((it.after, dict(it.values)))
 
+    def outlive(self) -> list[Push]:
+        """The life ends here: nothing more arrives, and shards settle what is open; what is withdrawn for that."""
+        for shard in self.shards:
+            while shard.decided:  # the coordinator sends again what a shard had not heard
+                shard.hear()
+        whole = set.intersection(*(shard.scheduler.whole() for shard in self.shards if shard.values))
+        kept, withdrawn = self.shards[0].scheduler.settle(whole)
+        for shard in self.shards:
+            shard.scheduler.give_up_mark()
+        for push in kept:
+            self.commit(push)
+        for push in withdrawn:
+            self.open.discard(push)
+            self.withdrawn.add(push)
+            self.decide("withdraw", push)
+        for shard in self.shards:
+            while shard.decided:
+                shard.hear()
+            shard.carry_out(None)
+        return list(withdrawn)
+
     def set_mark(self) -> None:
         self.mark = len(self.updates)
         self.decide("mark")
@@ -487,3 +508,42 @@ def test_what_is_played_has_what_it_is_about() -> None:
     assert sum(len(job.withdrawn) for job in jobs) > 20
     assert sum(any(push in pushes for pushes in job.updates) for job in jobs for push in job.withdrawn) > 20
     assert sum(len(job.went_on) for job in jobs) > 200
+
+
+def end_a_life(chance: random.Random) -> tuple[Job, list[Push]]:
+    """A job up to some moment, at which all shards lose everybody, and keep their memory."""
+    job = Job(chance)
+    for _ in range(chance.randint(0, 150)):
+        job.happen()
+    withdrawn = job.outlive()
+    assert not job.open
+    final = job.expected(len(job.updates))
+    for shard in job.shards:
+        assert shard.scheduler.is_settled
+        for block, value in shard.values.items():
+            assert not shard.scheduler._undo_log.of(block)
+            assert dict(value) == final, "all shards have one version, of whole contributions"
+    for worker, clock in withdrawn:
+        it = job.workers.get(worker)
+        assert it is None or (it.step, it.is_released) == (clock + 1, True), "its worker still holds it"
+    for pushes in job.updates:
+        gone = [push for push in pushes if push in withdrawn]
+        assert not gone or all(push in job.withdrawn for push in pushes), "an update is finished, or changes nothing"
+    return job, withdrawn
+
+
+@pytest.mark.parametrize("most", [1, 4])
+@settings(max_examples=100, deadline=None)
+@given(chance=st.randoms(use_true_random=True))
+def test_a_life_that_ends_leaves_one_version_in_memory(most: int, chance: random.Random) -> None:
+    before, update_scheduler._MOST_ENTRIES = update_scheduler._MOST_ENTRIES, most
+    try:
+        end_a_life(chance)
+    finally:
+        update_scheduler._MOST_ENTRIES = before
+
+
+def test_lives_end_with_updates_to_finish_and_to_withdraw() -> None:
+    ends = [end_a_life(random.Random(seed)) for seed in range(100)]
+    assert sum(bool(withdrawn) for _, withdrawn in ends) > 10
+    assert sum(len(job.updates) for job, _ in ends) > 300

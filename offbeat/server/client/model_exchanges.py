@@ -191,7 +191,7 @@ class ModelExchanges:
             state.unopened.discard(shard)
             if not state.unopened:
                 self._open_at(state, 0)
-        state.new_life = message.life
+        state.new_life, state.is_kept = message.life, message.kept
 
     def granted(self, model: int, clock: int) -> None:
         """Push: it is this worker's turn, perhaps while it computes.
@@ -220,7 +220,7 @@ class ModelExchanges:
             self._order_pulls(state)  # all shards have opened it by now
             if not state.life:
                 self._questions.begin_at(go.asked)
-            if state.life != state.new_life:
+            if state.life != state.new_life and not state.is_kept:
                 state.done.clear()  # what was lost is counted
             state.life = state.new_life
             self._leases.enrol_again()

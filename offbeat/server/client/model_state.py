@@ -68,6 +68,7 @@ class ModelState:
     void: set[int] = field(default_factory=set)  # of these, those that not every shard may have any more
     life: int = 0  # of the server, when it was let in last; 0 before the first time
     new_life: int = 0  # of the server that is to let it in now
+    is_kept: bool = False  # what was acknowledged in `life` is in the parameters of that one, too
     version: int = 0  # of the parameters it has
     versions: dict[int, int] = field(default_factory=dict)  # of each block of them
     swaps: int = 0  # of the plan, as far as is known here

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,9 +29,11 @@ if TYPE_CHECKING:
     from offbeat.history import Record
     from offbeat.protocol.messages import Decision, ToWorker
     from offbeat.protocol.plan_swap import AdoptPlan
+    from offbeat.server.shard.job_clock import JobClock
     from offbeat.sync import Push
 
 _log = logging.getLogger("offbeat")
+_A_MOMENT_S = 1e-3  # by which event loops may be early
 
 
 class InstructionHandler(Protocol):
@@ -52,10 +55,17 @@ class CoordinatorHost:
     Args:
         shard: carries out what is for workers and shards.
         record: writes the history.
+        clock: of the job.
     """
 
-    def __init__(self, coordinator: Coordinator, shard: InstructionHandler, record: Callable[[Record], None]) -> None:
-        self._coordinator, self._shard, self._record = coordinator, shard, record
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        shard: InstructionHandler,
+        record: Callable[[Record], None],
+        clock: JobClock,
+    ) -> None:
+        self._coordinator, self._shard, self._record, self._clock = coordinator, shard, record, clock
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
 
     def hear(self, event: CoordinatorEvent) -> None:
@@ -64,6 +74,9 @@ class CoordinatorHost:
         Raises:
             PeerError: if whoever the event came from is to blame for it.
         """
+        self._hear(dataclasses.replace(event, at_s=self._clock.job_s(event.at_s)))
+
+    def _hear(self, event: CoordinatorEvent) -> None:
         shard = self._shard
         for instruction in self._coordinator.handle(event):
             match instruction:
@@ -71,7 +84,7 @@ class CoordinatorHost:
                     shard.send(worker, message)
                 case SendToShards(decision=decision):
                     if (lost := shard.send_to_shards(decision)) is not None:
-                        self.hear(PushLost(event.at_s, decision.model, lost))
+                        self._hear(PushLost(event.at_s, decision.model, lost))
                 case SendToAll(message=adopt):
                     shard.send_to_all(adopt)
                 case SendReply(asker=Peer() as asker, message=message):
@@ -95,11 +108,15 @@ class CoordinatorHost:
         if timer in self._timers:
             self._timers.pop(timer).cancel()
         if at_s is not None and not self._coordinator.is_over:
-            self._timers[timer] = asyncio.get_running_loop().call_at(at_s, self._on_timer, timer)
+            loop_s = self._clock.loop_s(at_s)
+            self._timers[timer] = asyncio.get_running_loop().call_at(loop_s, self._on_timer, timer, at_s)
 
-    def _on_timer(self, timer: Timer) -> None:
+    def _on_timer(self, timer: Timer, at_s: float) -> None:
         del self._timers[timer]
-        self.hear(TimePassed(now_s(), timer))
+        if self._clock.job_s(now_s()) < at_s - _A_MOMENT_S:  # the clock stood still meanwhile
+            self._set_timer(timer, at_s)
+        else:
+            self.hear(TimePassed(now_s(), timer))
 
 
 def now_s() -> float:

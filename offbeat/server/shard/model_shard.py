@@ -47,7 +47,7 @@ from offbeat.server.snapshot import describe_tensor
 from offbeat.sync import Apply
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from offbeat.history import Record
     from offbeat.protocol.messages import Decision
@@ -76,6 +76,8 @@ class ModelShard:
         record: writes the history.
         parts: of the plan, which shards carry out.
         report: called with what is to be judged; the answer is a decision, which comes later.
+        former: the same part of the model in the life before, whose memory this one takes over; None if it is read
+            from a snapshot, or begins.
 
     Attributes:
         needs_validator: contributions are judged beside a validator's.
@@ -96,11 +98,12 @@ class ModelShard:
         record: Callable[[Record], None] = lambda record: None,
         parts: ShardParts = ShardParts(),  # noqa: B008 - it is frozen
         report: Callable[[UpdateMeasured], None] = lambda message: None,
+        former: ModelShard | None = None,
     ) -> None:
         check_spec(details.optimizer)
         blocks = _blocks(details, held_bytes)
         self.details = details
-        self.unfilled = set(blocks)
+        self.unfilled = set(blocks) if former is None else set()
         self.model, self._give = model, give
         self.sizes = {index: block.size_bytes for index, block in blocks.items()}
         rule, codec = parts.rule, parts.codec
@@ -108,7 +111,10 @@ class ModelShard:
         self._needs_losses = rule is not None and rule.needs_losses
         self._codec = None if codec is None else BlockCodec(codec, list(blocks.values()), details.seed or 0)
         self._robust = None if rule is None else RobustAggregator(rule, _log.warning, parts.privacy)
-        self._store = ParameterStore(list(blocks.values()), details.optimizer, self._robust or WeightedMean())
+        if former is None:
+            self._store = ParameterStore(list(blocks.values()), details.optimizer, self._robust or WeightedMean())
+        else:
+            self._store, self._robust, self._codec = former._store, former._robust, former._codec
         self._judges, self._report = rule is not None and rule.judges_model, report
         self._scheduler = UpdateScheduler(blocks, version, judges=self._judges)
         self._store.versions.update(dict.fromkeys(blocks, version))
@@ -135,6 +141,31 @@ class ModelShard:
         """Another plan holds, as TOML; the job's `number`-th."""
         former = (*self.details.former, digest_of(self.details.plan))[-_MOST_FORMER:]
         self.details = msgspec.structs.replace(self.details, plan=plan, former=former, swaps=number)
+
+    @property
+    def can_outlive(self) -> bool:
+        """Whether the next life can continue from this memory: all is here, and no judgement is needed to settle it."""
+        return not self.unfilled and not self._judges
+
+    def finish(self) -> bool:
+        """Make what is due when a life has ended, and record it; whether every update is made in all blocks then."""
+        self._perform(None)
+        return self._scheduler.is_settled and all(one == self.version for one in self._store.versions.values())
+
+    def whole(self) -> set[Push]:
+        """The contributions of which all blocks have arrived here; none where no blocks are held."""
+        return self._scheduler.whole()
+
+    def settle(self, whole: Collection[Push]) -> tuple[list[Push], dict[Push, float]]:
+        """Decide what becomes of updates with something open (see `UpdateScheduler.settle`); the weights of those to
+        withdraw.
+        """
+        kept, withdrawn = self._scheduler.settle(whole)
+        return kept, {push: about.weight for push, (_, about, _) in withdrawn.items()}
+
+    def give_up_mark(self) -> None:
+        """Keep no block for a snapshot any more."""
+        self._scheduler.give_up_mark()
 
     def mark(self) -> None:
         """Have each block kept as it is after the updates decided so far."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from offbeat.wire.link import PeerLink
 
 _MOST_UNSEEN = 8
+_QUIET = 0.4  # part of the timeout; a peer that is well says something twice as often
 _A = {
     "worker": "a worker",
     "validator": "a validator",
@@ -74,6 +76,8 @@ class PeerHandler(Protocol):
 
     def lose(self, peer: Peer, error: OffbeatError | None) -> None: ...
 
+    def heard(self) -> None: ...
+
     def begin(self, begin: BeginLife) -> None: ...
 
     def mark(self, mark: SnapshotMark) -> None: ...
@@ -103,6 +107,8 @@ class Peer:
         # By model and block, with whether it comes again: not known of yet.
         self.early: dict[tuple[int, int], tuple[Push, PushedBlock, bool]] = {}
         self._places: dict[int, dict[int, int]] = {}  # by model and block: in the order in which it wants them
+        self._said = 0  # messages, to another shard
+        self._unheard: deque[ToWorker | FromCoordinator] = deque()  # of these, those that it may not have received
         self._landing: torch.Tensor | None = None
         self._pushed: PushedBlock | None = None
         self._filled: int | None = None  # the block whose values are being received
@@ -110,12 +116,27 @@ class Peer:
 
     def say(self, message: ToWorker | FromCoordinator, body: Any = b"") -> None:
         """Send a message; nothing if the peer is just leaving."""
+        is_shard = self.role == "shard"
+        if is_shard:
+            self._said += 1
+            self._unheard.append(message)
         if not self.link.is_open:
             return
         try:
-            self.link.send(pack(message), body)
+            if is_shard:
+                self.link.send(pack(message), body, self._on_heard)
+            else:
+                self.link.send(pack(message), body)
         except NetworkError as error:  # it fits into no frame; not now, since others are being told something, too
             asyncio.get_running_loop().call_soon(self.link.fail, error)
+
+    def _on_heard(self) -> None:
+        self._unheard.popleft()
+
+    def unheard(self, heard: int) -> list[ToWorker | FromCoordinator] | None:
+        """List what was said to another shard after the first `heard` messages; None if that is not known any more."""
+        first = heard - (self._said - len(self._unheard))
+        return list(self._unheard)[first:] if 0 <= first <= len(self._unheard) else None
 
     def answer(self, message: StatusReply | DataState, body: bytes) -> None:
         """Answer a question that may be asked at any time.
@@ -204,6 +225,12 @@ class Peer:
         needs first.
         """
         return self._places.get(model, {}).get(block, -block)
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it is connected, and was heard lately."""
+        link = self.link
+        return link.connected and link.silent_s < _QUIET * link.limits.timeout.total_seconds()
 
     @property
     def push_mark(self) -> tuple[int, int] | None:
@@ -348,6 +375,7 @@ class CoordinatorPeer:
         """A decision is here."""
         if self._shard.is_over:
             return
+        self._shard.heard()
         match message := from_coordinator(metadata):
             case BeginLife():
                 self._shard.begin(message)

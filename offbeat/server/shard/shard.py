@@ -58,6 +58,7 @@ from offbeat.protocol.shards import (
     UpdateMeasured,
     WorkerDrained,
     WorkerRemoved,
+    WorkersUnheard,
 )
 from offbeat.protocol.status import GetStatus, StatusReply, TellStatus
 from offbeat.protocol.training import (
@@ -73,6 +74,8 @@ from offbeat.protocol.training import (
 from offbeat.server.optimizers import check_hyper
 from offbeat.server.shard.admission_check import compare
 from offbeat.server.shard.coordinator_host import CoordinatorHost, now_s
+from offbeat.server.shard.job_clock import JobClock
+from offbeat.server.shard.live_image import LiveImage
 from offbeat.server.shard.model_shard import ModelShard
 from offbeat.server.shard.peer import CoordinatorPeer, Peer
 from offbeat.server.shard.push_watch import PushWatch
@@ -82,12 +85,13 @@ from offbeat.server.snapshot import SnapshotId
 from offbeat.tensors import bytes_of, dtype_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     import torch
 
     from offbeat.coordinator.events import CoordinatorEvent
     from offbeat.coordinator.plan_proposal import DecidingParts
+    from offbeat.coordinator.progress import TrainingProgress
     from offbeat.history import Record
     from offbeat.protocol.data_leases import FromData
     from offbeat.protocol.loss_scores import FetchContribution
@@ -119,6 +123,8 @@ class Shard:
             nothing of what it has announced (see `offbeat.server.shard.push_watch`), which it always may if 0.
         record: writes the history.
         parts_of: reads what shards carry out of a plan, which is TOML.
+        process: a random number that this process drew when it started.
+        image: what this process still holds of the life before; None if it has just started, or cannot use it.
     """
 
     def __init__(
@@ -133,7 +139,13 @@ class Shard:
         patience_s: float = 0.0,
         record: Callable[[Record], None] = lambda record: None,
         parts_of: Callable[[str], ShardParts] = lambda plan: ShardParts(),
+        process: int = 0,
+        image: LiveImage | None = None,
     ) -> None:
+        self._process, self._image, self._heard = process, image, 0
+        self._lives: frozenset[int] = frozenset()  # before this one, of which nothing was lost
+        self._followers: dict[int, Peer] = {}  # all that followed in this life, by process
+        self._is_torn = False  # a worker was lost while it replaced parameters
         self._record, self._parts_of = record, parts_of
         self._done, self._again, self._patience_s = done, again, patience_s
         self._snapshots = snapshots
@@ -159,7 +171,12 @@ class Shard:
                 judge=lambda model, rows, gram, losses: self.model_shard(model).judge(rows, gram, losses),
             )
         )
-        self._coordinator_host = None if self._coordinator is None else CoordinatorHost(self._coordinator, self, record)
+        self._clock = JobClock(patience_s, lambda: self._is_away, self._tell_unheard)
+        self._unheard: set[Peer] = set()  # other shards that can hear no worker
+        self._is_unheard = False  # as the coordinator was told
+        self._coordinator_host = (
+            None if self._coordinator is None else CoordinatorHost(self._coordinator, self, record, self._clock)
+        )
         self._snapshot_barrier = SnapshotBarrier(
             snapshots,
             job,
@@ -204,7 +221,8 @@ class Shard:
         self._coordinator_link = link
         held = self._snapshots.held if self._snapshots is not None else {}
         least = self._snapshots.least if self._snapshots is not None else 0
-        link.send(pack(RegisterShard(tuple((one.number, one.life) for one in held), least)))
+        memory = None if self._image is None else self._image.held
+        link.send(pack(RegisterShard(tuple((one.number, one.life) for one in held), least, self._process, memory)))
         return CoordinatorPeer(self)
 
     # -- lives and snapshots -------------------------------------------------------------------------------------
@@ -223,10 +241,32 @@ class Shard:
         """
         self.is_over = True
         self._push_watch.stop()
+        self._clock.stop()
         if self._beginning is not None:
             self._beginning.cancel()
         if self._coordinator_host is not None:
             self._coordinator_host.stop()
+
+    @property
+    def image(self) -> LiveImage | None:
+        """What the next life can continue from; None if that is nothing. This life is over."""
+        if not self.begun.is_set():
+            return self._image
+        coordinator, peers = self._coordinator, self._peers.values()
+        can_outlive = self._model_shards and all(one.can_outlive for one in self._model_shards.values())
+        if not can_outlive or self._is_torn or any(peer.may_put for peer in peers):
+            return None
+        if coordinator is not None and not coordinator.has_begun:
+            return None
+        return LiveImage(
+            self._lives | {self.life},
+            self.life,
+            self._model_shards,
+            heard=self._heard,
+            coordinator=coordinator,
+            followers=self._followers,
+            is_abandoned=not any(peer.is_well for peer in peers),
+        )
 
     async def save(self) -> None:
         """Have all shards make a last snapshot, and wait for it; nothing if there is nothing to keep.
@@ -235,19 +275,33 @@ class Shard:
         """
         await self._snapshot_barrier.last()
 
+    def _begin_anew(self) -> None:
+        """End this life, for another one of all shards; nothing is decided any more."""
+        self.stop()
+        self._again()
+
     async def be_quiet(self) -> None:
         """Wait until no file is being written."""
         await self._snapshot_barrier.be_quiet()
 
     def begin(self, begin: BeginLife) -> None:
-        """The life begins, from a snapshot or from nothing."""
+        """The life begins, from memory, from a snapshot, or from nothing."""
         self.life = self._snapshot_barrier.life = begin.life
         try:
-            if begin.snapshot is not None:
+            if begin.from_memory:
+                self._take_over({})
+            elif begin.snapshot is not None:
                 self._restore(SnapshotId(*begin.snapshot))
         except PeerError as error:
-            _log.error("Cannot resume from the snapshot %d: %s.", begin.snapshot and begin.snapshot[0], error)
+            what = "memory" if begin.snapshot is None else f"the snapshot {begin.snapshot[0]}"
+            _log.error("Cannot resume from %s: %s", what, error)
             raise
+        self._start()
+
+    def _start(self) -> None:
+        if self._image is not None:
+            self._image.forget()
+            self._image = None
         self.begun.set()
         waiting, self._waiting = self._waiting, {}
         for (_, model), (peer, details, entry) in waiting.items():
@@ -268,26 +322,74 @@ class Shard:
                 self._post_event(ModelRestored(now_s(), one.model, one.details, one.version, one.progress, gone))
         for what, tensor in snapshot.tensors:
             self.model_shard(what.model).restore(what, tensor)
-        if self._coordinator is not None:
-            self._snapshot_barrier.go_on_from(identity, self._coordinator.version)
         versions = ", ".join(str(one.version) for one in snapshot.header.models)
         _log.warning("Goes on from its snapshot of version %s.", versions)
 
+    def _take_over(self, progress: Mapping[int, TrainingProgress]) -> None:
+        """Continue from memory.
+
+        Args:
+            progress: of the workers, by model, if this shard coordinates.
+
+        Raises:
+            PeerError: if this shard has something else in memory than the coordinator takes it to have.
+        """
+        image = self._image
+        if image is None or not image.finish():
+            raise PeerError("Cannot continue from memory: this shard does not have what the others have.")
+        self._lives = image.lives
+        for model, former in image.models.items():
+            self._model_shards[model] = self._new_model_shard(model, former.details, former.version, former)
+            if model in progress:
+                gone = frozenset() if self._snapshots is None else self._snapshots.gone
+                applied = image.counted(model)
+                details, version = former.details, former.version
+                self._post_event(ModelRestored(now_s(), model, details, version, progress[model], gone, applied))
+        if image.is_abandoned and self._coordinator is not None:
+            asyncio.get_running_loop().call_later(self._patience_s, self._end_if_nobody_trains)
+        versions = ", ".join(str(one.version) for one in image.models.values())
+        _log.warning("Continues from version %s, which is still in its memory.", versions)
+
+    def _begin_from_memory(self, image: LiveImage) -> None:
+        """Have all shards continue from what they still have of the life before."""
+        progress = image.settle(self._held, now_s(), self._record)
+        for shard in self._held:
+            shard.say(BeginLife(self.life, from_memory=True))
+        self._take_over(progress)
+        self._start()
+
     def _begin_if_all_are_here(self) -> None:
-        """Decide which snapshot all shards go on from, once all that it was made by are here."""
+        """Decide what all shards continue from, once all are here that have it: their memory, or a snapshot."""
+        if self._image is not None and not self.begun.is_set():
+            if len(self._held) < self._image.shards:
+                return
+            if self._image.fits(tuple(self._held.values())):
+                self._number_snapshots()
+                self._begin_from_memory(self._image)
+                return
+            self._image = None
         held = dict(self._snapshots.held) if self._snapshots is not None else {}
         if self.begun.is_set() or (held and len(self._held) < next(iter(held.values())).shards - 1):
             return
-        theirs = [{SnapshotId(*one) for one in registration.held} for registration in self._held.values()]
-        common = [one for one, header in held.items() if header.shards == len(theirs) + 1 and _all_have(theirs, one)]
-        if held and not common:
+        common = self._number_snapshots()
+        if held and common is None:
             _log.error("Cannot continue: no snapshot is on every shard.")
-        least = max([0 if self._snapshots is None else self._snapshots.least, *(e.least for e in self._held.values())])
-        self._snapshot_barrier.number_from(least)
-        chosen = (common[0].number, common[0].life) if common else None
+        chosen = None if common is None else (common.number, common.life)
         for shard in self._shards:
             shard.say(BeginLife(self.life, chosen))
         self.begin(BeginLife(self.life, chosen))
+
+    def _number_snapshots(self) -> SnapshotId | None:
+        """Give the snapshots of this life greater numbers than those before; the newest of these that all have."""
+        held = dict(self._snapshots.held) if self._snapshots is not None else {}
+        theirs = [{SnapshotId(*one) for one in registration.held} for registration in self._held.values()]
+        common = [one for one, header in held.items() if header.shards == len(theirs) + 1 and _all_have(theirs, one)]
+        least = max([0 if self._snapshots is None else self._snapshots.least, *(e.least for e in self._held.values())])
+        self._snapshot_barrier.number_from(least)
+        if not common:
+            return None
+        self._snapshot_barrier.go_on_from(common[0], sum(one.version for one in held[common[0]].models))
+        return common[0]
 
     def _register_shard(self, peer: Peer, registration: RegisterShard) -> None:
         if peer in self._shards:
@@ -300,10 +402,11 @@ class Shard:
             peer.say(Refused(refusal))
             raise PeerError(refusal)
         if self.begun.is_set() and self._model_shards and self._snapshots is not None:
-            self._again()  # one of the shards has come back before it was missed
+            self._begin_anew()  # one of the shards has come back before it was missed
             return
         self._shards.append(peer)
         self._held[peer] = registration
+        self._followers[registration.process] = peer
         if self.begun.is_set():
             peer.say(BeginLife(self.life))
         self._begin_if_all_are_here()
@@ -343,6 +446,9 @@ class Shard:
             raise PeerError(f"Rank {peer.rank} opens model {model} for a second time.")
         if peer.role == "worker" and peer.rank in self._validators:  # before it takes the place of one that is away
             raise PeerError(f"Cannot admit rank {peer.rank} as a worker: it is a validator's. Join with another rank.")
+        if details.back is not None and details.back.life == self.life and self._is_cut_off_from_all_but(peer.rank):
+            self._begin_anew()  # it was stopped, or cut off: this worker has come back before it was missed
+            return
         is_same = self._make_room(peer, details.back)
         model_shard = self._model_shards.get(model)
         if model_shard is None and details.back is not None and self._coordinator is None:
@@ -372,21 +478,25 @@ class Shard:
         if not is_same:
             self._secrets[peer.rank] = secrets.token_bytes(SECRET_BYTES)
         self._peers[peer.rank] = peer
+        self._clock.start()
         self._note_back(peer.rank)
         self.was_visited = True
         peer.models[model] = entry
         filler = any(model in other.filling for other in self._peers.values())
         if model_shard.unfilled and not filler and _may_fill(peer, model_shard):
             peer.filling.add(model)
-        secret = self._secrets[peer.rank]
-        peer.say(ModelOpened(model, model in peer.filling, self.life, self._snapshots is not None, secret=secret))
+        secret, kept = self._secrets[peer.rank], details.back is not None and details.back.life in self._lives
+        survives = self._snapshots is not None
+        peer.say(ModelOpened(model, model in peer.filling, self.life, survives, secret=secret, kept=kept))
         if not details.blocks and is_first and details.back is None:  # more shards than blocks
             self._report(ModelFilled(model))
         self._post_event(WorkerOpened(now_s(), peer.rank, model, details, entry, is_validator=peer.role == "validator"))
         if peer.role == "validator":
             self._validators.add(peer.rank)
 
-    def _new_model_shard(self, model: int, details: ModelInfo, version: int = 0) -> ModelShard:
+    def _new_model_shard(
+        self, model: int, details: ModelInfo, version: int = 0, former: ModelShard | None = None
+    ) -> ModelShard:
         model_shard = ModelShard(
             model,
             details,
@@ -397,6 +507,7 @@ class Shard:
             record=self._record,
             parts=self._parts_of(details.plan),
             report=self._report_soon,
+            former=former,
         )
         self._record(ShardServes(model, self.life, version, len(model_shard.blocks)))
         return model_shard
@@ -483,7 +594,7 @@ class Shard:
         self._check_place(peer, message)
         match message:
             case GetStatus(number=number):
-                peer.answer(StatusReply(number), pack(coordinator.status(now_s())))
+                peer.answer(StatusReply(number), pack(coordinator.status(self._clock.job_s(now_s()))))
             case GetDataState(number=number):
                 peer.answer(DataState(number), coordinator.data_state())
             case SwapPlan():
@@ -499,6 +610,8 @@ class Shard:
                 self._snapshot_barrier.saved(number, well, cost_s)
             case PushOverdue():
                 self._note_overdue(message)
+            case WorkersUnheard(unheard=unheard):
+                (self._unheard.add if unheard else self._unheard.discard)(peer)
             case ModelFilled() | PushNearlyDone() | PushDone() | UpdateMeasured() | WorkerDrained():
                 self._post_event(ShardSaid(now_s(), message))
             case TellStatus() if self._peers.get(peer.rank) is not peer:
@@ -529,7 +642,7 @@ class Shard:
             if self._snapshots is not None:
                 if self.begun.is_set():
                     _log.warning("A shard of the parameter server is gone: %s", error or "it has ended.")
-                    self._again()
+                    self._begin_anew()
                 return
             for worker in self._peers.values():
                 worker.say(Refused(f"A shard of the parameter server is gone: {error or 'it has ended'}"))
@@ -541,12 +654,40 @@ class Shard:
                 self.was_declined = self.was_declined or error is None
                 self._post_event(WorkerMissed(now_s(), peer.rank))
             return
+        if error is not None and peer.role == "worker" and self._is_cut_off_from_all_but(peer.rank):
+            _log.warning("No worker can be heard any more: %s The parameter server waits for all of them.", error)
+            self._begin_anew()
+            return
         for model_shard in self._model_shards.values():
             model_shard.gone(peer.rank)
         self._remove(peer, WorkerGone(now_s(), peer.rank, error))
         asyncio.get_running_loop().call_later(0.0 if error is None else self._patience_s, self._note_gone, peer.rank)
         if peer.role == "worker" and not self._has_workers:
             self._end_unless_one_comes_back(error)
+
+    def _is_cut_off_from_all_but(self, rank: int) -> bool:
+        """Whether there are other workers, and none of them can be heard: then it is the server that was away.
+
+        The same holds if another shard cannot be heard, which the workers have missed before.
+        """
+        if not self.begun.is_set() or self._snapshots is None:
+            return False
+        others = [peer for peer in self._peers.values() if peer.rank != rank and peer.role == "worker"]
+        return bool(others) and (
+            not any(other.is_well for other in others) or not all(shard.is_well for shard in self._shards)
+        )
+
+    @property
+    def _is_away(self) -> bool:
+        """Whether the server, or a shard of it, can hear no worker, or a shard is not heard."""
+        workers = [peer for peer in self._peers.values() if peer.role == "worker"]
+        is_unheard = bool(workers) and not any(worker.is_well for worker in workers)
+        return is_unheard or bool(self._unheard) or not all(shard.is_well for shard in self._shards)
+
+    def _tell_unheard(self, is_away: bool) -> None:
+        if is_away != self._is_unheard:
+            self._is_unheard = is_away
+            self._tell_coordinator(WorkersUnheard(is_away))
 
     def _note_overdue(self, late: PushOverdue) -> None:
         """Go on without a worker that has announced a contribution and does not push it: the others wait for it."""
@@ -602,13 +743,21 @@ class Shard:
         if self._coordinator is not None and self._snapshots is not None:
             self._snapshots.note_gone(self._snapshots.gone - {worker})
 
+    def heard(self) -> None:
+        """Count a message of the coordinator."""
+        self._heard += 1
+
     def adopt(self, adopt: AdoptPlan) -> None:
         """Another plan holds; workers that come with an earlier one of this job are told of it."""
+        if self._image is not None:
+            self._image.carry_out(adopt)
         for model_shard in self._model_shards.values():
             model_shard.adopt(adopt.plan, adopt.number)
 
     def decide(self, decision: Decision) -> Push | None:
-        """Carry out what the coordinator decided."""
+        """Carry out what the coordinator decided; before this life has begun it is about the one before."""
+        if self._image is not None:
+            return self._image.carry_out(decision)
         lost = self._carry_out(decision)
         if isinstance(decision, ApplyContributions):
             self._push_watch.start()
@@ -676,7 +825,7 @@ class Shard:
             return
         if error is not None and self._snapshots is not None:
             _log.warning("The shard that coordinates is gone: %s", error)
-            self._again()
+            self._begin_anew()
         else:
             self._done()
 
@@ -727,6 +876,7 @@ class Shard:
 
     def _remove(self, peer: Peer, gone: WorkerGone) -> None:
         del self._peers[peer.rank]
+        self._is_torn |= bool(peer.may_put)
         self._post_event(gone)
         for model in peer.filling:
             self._ask_another_to_fill(model)

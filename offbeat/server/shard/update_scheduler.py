@@ -301,6 +301,41 @@ class UpdateScheduler:
         self._unkept.clear()
         return True
 
+    def whole(self) -> set[Push]:
+        """The contributions of which all blocks have arrived here; none where no blocks are held."""
+        return {push for push, one in self._arrivals.items() if self._blocks and len(one.blocks) == len(self._blocks)}
+
+    def settle(self, whole: Collection[Push]) -> tuple[list[Push], dict[Push, Any]]:
+        """Decide what becomes of the updates with something open, now that nothing more arrives.
+
+        An update that all shards have whole is finished. The contributions to any other are all withdrawn, so that it
+        changes nothing: their workers still hold them, and push them again.
+
+        Args:
+            whole: contributions that have arrived at all shards.
+
+        Returns:
+            Contributions to commit, and those to withdraw with what was to be handed on about each; in this order.
+        """
+        self.give_up_mark()
+        kept: list[Push] = []
+        withdrawn: dict[Push, Any] = {}
+        for update in self._updates:
+            if update.open <= set(whole):
+                kept += sorted(update.open)
+            else:  # the open ones last: what is committed can be undone as long as something is open
+                withdrawn |= {push: update.about[push] for push in sorted(update.pushes, key=update.open.__contains__)}
+        return kept, withdrawn
+
+    def give_up_mark(self) -> None:
+        """Have nothing kept for a mark any more."""
+        self._unkept.clear()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every update has been made in all blocks, for good."""
+        return not self._updates
+
     def forget(self, block: int) -> None:
         """The block has been given other values, and what it was before is of no use any more."""
         self._undo_log.forget(block)
