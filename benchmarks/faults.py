@@ -64,6 +64,9 @@ class Case:
         ends: the struck worker does not come to the end, and is not to.
         nonfinite: of the plan.
         two_phases: it strikes while workers agree on another plan, of which one has not been heard.
+        worker: in whose step it strikes, and that is struck if it is a worker's.
+        beside: what is struck in the same moment as well; None for nothing.
+        again: so many steps later it strikes once more; 0 for never.
     """
 
     name: str
@@ -73,11 +76,18 @@ class Case:
     ends: bool = False
     nonfinite: str = "pass"
     two_phases: bool = False
+    worker: int = 1
+    beside: Target | None = None
+    again: int = 0
 
     @property
     def faults(self) -> list[Fault]:
-        table = {"worker": 1, "step": STEP, "kind": self.kind, "seconds": self.seconds, "target": self.target}
+        table = {"worker": self.worker, "step": STEP, "kind": self.kind, "seconds": self.seconds, "target": self.target}
         one = msgspec.convert(table, Fault)
+        if self.beside is not None:
+            return [one, msgspec.structs.replace(one, target=self.beside)]
+        if self.again:
+            return [one, msgspec.structs.replace(one, step=STEP + self.again)]
         if not self.two_phases:
             return [one]
         silent = Fault(worker=2, step=STEP, kind="mute", seconds=_LONG_S)
@@ -94,6 +104,7 @@ _ANYWHERE = (
 )
 CASES = [
     Case("sigkill", "sigkill", ends=True),
+    Case("sigkill of rank 0", "sigkill", ends=True, worker=0),
     *(Case(name, kind, seconds=seconds) for name, kind, seconds in _ANYWHERE),
     Case("gil, long", "gil", seconds=_LONG_S),
     *(Case(kind, kind, ends=True) for kind in ("forward", "backward", "loader", "leave")),
@@ -116,6 +127,10 @@ CASES = [
             *(Case(name, kind, target, seconds) for name, kind, seconds in _ANYWHERE),
         )
     ),
+    *(Case("sigkill, twice", "sigkill", target, again=6) for target in ("server", "coordinator")),
+    Case("sigstop, long, twice", "sigstop", "server", _LONG_S, again=6),
+    Case("sigkill of both shards", "sigkill", "server", beside="coordinator"),
+    Case("sigkill with rank 0", "sigkill", "coordinator", beside="worker", worker=0, ends=True),
     Case("sigkill between two phases", "sigkill", "coordinator", two_phases=True),
 ]
 
@@ -229,7 +244,7 @@ def play(policy: str, case: Case, stories: Path | None = None) -> Cell:
 
 def judge(story: cell.Story, policy: str, case: Case) -> Cell:
     """What came of it."""
-    struck = {case.faults[-1].worker} if case.target == "worker" else set()
+    struck = {one.worker for one in case.faults[-1:] if one.target == "worker"}
     expected = set(range(cell.WORKERS)) - (struck if case.ends else set())
     fired_s = story.fired_s
     after = [] if fired_s is None else story.said_after(fired_s)

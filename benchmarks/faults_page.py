@@ -20,9 +20,9 @@ Written by `make faults` from [faults.json](../benchmarks/results/faults.json), 
 Each cell is a job of its own: {workers} workers train on real digits with a parameter server that keeps snapshots, as
 under `offbeat run --servers`, or without one (elastic: `Elastic()`, with `BSP()`); a fault strikes worker 1, or its
 server, at step {step} (`offbeat.testing.faults`); then training goes on until a second after it. "Long" is twice the
-timeout of {timeout_s:g} s, "short" half of it. A fault that did not fire would be an error. With "-early" gradients are
-pushed while backward computes (`scheduling=Prophet()`), which they are from step 7 on: who is killed has pushed blocks
-of a contribution that it has not announced.
+timeout of {timeout_s:g} s, "short" half of it; "twice" is once more 6 steps later. A fault that did not fire would be
+an error. With "-early" gradients are pushed while backward computes (`scheduling=Prophet()`), which they are from step
+7 on: who is killed has pushed blocks of a contribution that it has not announced.
 
 * **survived**: every worker came to the end that could; those that are killed, raise, or leave are not to. The seconds
   are how long it took until somebody else named the culprit, and are left out where nobody did.

@@ -10,6 +10,7 @@ from offbeat.protocol.bounds import Count, Factor, Model, Samples, Seconds
 from offbeat.protocol.optimizer_spec import Hyper
 from offbeat.protocol.training import ContributionInfo
 
+MOST_WHOLE = 1 << 13  # contributions that a shard tells the coordinator of in one message
 MOST_COMPARED = 256  # contributions of one update, by their Gram matrix
 
 
@@ -26,7 +27,7 @@ class HeldLife(msgspec.Struct, frozen=True, array_like=True):
     life: Count
     heard: Count
     models: Annotated[tuple[Model, ...], msgspec.Meta(max_length=1 << 16)] = ()
-    whole: Annotated[tuple[tuple[Model, Count, Count], ...], msgspec.Meta(max_length=1 << 16)] = ()
+    whole: Annotated[tuple[tuple[Model, Count, Count], ...], msgspec.Meta(max_length=MOST_WHOLE)] = ()
 
 
 class RegisterShard(msgspec.Struct, tag=True, frozen=True):

@@ -316,6 +316,8 @@ def test_cells_are_selected_by_words() -> None:
     assert [(policy, case.target, case.name) for policy, case in chosen] == [
         ("ssp", "worker", "flip"),
         ("asp", "coordinator", "sigkill"),
+        ("asp", "coordinator", "sigkill, twice"),
+        ("asp", "coordinator", "sigkill with rank 0"),
         ("asp", "coordinator", "sigkill between two phases"),
     ]
     assert len({(policy, case.target, case.name) for policy, case in selected([])}) == len(selected([]))

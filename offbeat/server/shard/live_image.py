@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from offbeat.coordinator.events import ModelSettled
 from offbeat.coordinator.instructions import AppendHistory, SendToShards
 from offbeat.protocol.plan_swap import AdoptPlan
-from offbeat.protocol.shards import BeginLife, HeldLife, SnapshotMark
+from offbeat.protocol.shards import MOST_WHOLE, BeginLife, HeldLife, SnapshotMark
 from offbeat.protocol.training import Refused
 
 if TYPE_CHECKING:
@@ -72,9 +72,10 @@ class LiveImage:
         return len(self._followers)
 
     @property
-    def held(self) -> HeldLife:
-        """What the coordinator is to know of this memory."""
-        return HeldLife(self.life, self._heard, tuple(self.models), tuple(self._whole()))
+    def held(self) -> HeldLife | None:
+        """What the coordinator is to know of this memory; None if that is more than fits into a message."""
+        whole = tuple(self._whole())
+        return HeldLife(self.life, self._heard, tuple(self.models), whole) if len(whole) <= MOST_WHOLE else None
 
     def fits(self, registrations: Sequence[RegisterShard]) -> bool:
         """Whether all shards of the life are here, and each remembers it."""
