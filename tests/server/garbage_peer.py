@@ -68,7 +68,7 @@ class Line:
 
     def __init__(self, rank: int, role: str) -> None:
         self.rank, self.role, self.peer, self.connected = rank, role, f"127.0.0.1:{rank}", True
-        self.is_trusted, self.silent_s, self.limits = False, 0.0, Limits()
+        self.is_trusted, self.silent_s, self.limits, self.has_hung_up = False, 0.0, Limits(), False
         self.sent: list[tuple[Any, bytes]] = []
 
     @property

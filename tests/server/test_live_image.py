@@ -204,6 +204,23 @@ def test_one_worker_that_is_lost_is_no_reason_to_begin_anew(tmp_path: Path) -> N
     asyncio.run(story())
 
 
+def test_workers_that_all_fail_are_gone(tmp_path: Path) -> None:
+    """Their processes have ended: the server is not cut off, and ends as well if none comes back."""
+
+    async def story() -> None:
+        server = Server(tmp_path, ASP())
+        team = [Survivor(server.shard, rank) for rank in range(2)]
+        await settle(team, steps=2)
+        for worker in team:
+            worker.line.connected, worker.line.has_hung_up = False, True
+        for worker in team:
+            worker.leave(NetworkError("it hung up"))
+        assert not server.goes_again
+        server.stop()
+
+    asyncio.run(story())
+
+
 def test_time_in_which_the_server_is_away_is_no_time_of_the_job() -> None:
     async def story() -> None:
         is_away = False

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _LOOKS = 40  # per patience, which is two timeouts
+_JUST = 10  # intervals for which it counts that the server was away
 _MOST = 3  # intervals between two looks: with more, this process did not run
 
 
@@ -27,7 +28,7 @@ class JobClock:
 
     def __init__(self, patience_s: float, is_away: Callable[[], bool], looked: Callable[[bool], None]) -> None:
         self._interval_s, self._is_away, self._looked = patience_s / _LOOKS, is_away, looked
-        self._away_s, self._seen_s = 0.0, float("inf")
+        self._away_s, self._seen_s, self._back_s = 0.0, float("inf"), float("-inf")
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -48,8 +49,14 @@ class JobClock:
         most_s = _MOST * self._interval_s
         if at_s > self._seen_s + most_s:  # this process was stopped
             self._away_s += at_s - self._seen_s - most_s
+            self._back_s = at_s
         self._seen_s = max(self._seen_s, at_s)
         return at_s - self._away_s
+
+    @property
+    def was_just_away(self) -> bool:
+        """Whether the clock has stood still a moment ago."""
+        return self._seen_s < self._back_s + _JUST * self._interval_s
 
     def loop_s(self, job_s: float) -> float:
         """The event loop's time at a time of the job, if the server is not away before."""
@@ -62,5 +69,6 @@ class JobClock:
         is_away = self._is_away()
         if is_away:
             self._away_s += after_s - before_s
+            self._back_s = self._seen_s
         self._timer = loop.call_later(self._interval_s, self._look)
         self._looked(is_away)

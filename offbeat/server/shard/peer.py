@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from offbeat.wire.link import PeerLink
 
 _MOST_UNSEEN = 8
-_QUIET = 0.4  # part of the timeout; a peer that is well says something twice as often
+# Parts of the timeout; a peer that is well says something after 0.2 of it at the latest.
+_QUIET, _DUE = 0.4, 0.3
 _A = {
     "worker": "a worker",
     "validator": "a validator",
@@ -231,6 +232,13 @@ class Peer:
         """Whether it is connected, and was heard lately."""
         link = self.link
         return link.connected and link.silent_s < _QUIET * link.limits.timeout.total_seconds()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it should have said something by now, and has not hung up."""
+        link = self.link
+        is_due = link.silent_s >= _DUE * link.limits.timeout.total_seconds()
+        return (is_due or not link.connected) and not link.has_hung_up
 
     @property
     def push_mark(self) -> tuple[int, int] | None:

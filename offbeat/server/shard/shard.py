@@ -414,10 +414,12 @@ class Shard:
     def _has_all(self, registration: RegisterShard) -> int:
         """Count the shards that the workers named, if all are here, and the one that comes is none of them; else 0.
 
-        One that comes back before it was missed has a broken connection here, or brings a snapshot of this job.
+        One that comes back before it was missed is a process that was here, has a broken connection here, or brings a
+        snapshot of this job.
         """
         held = {} if self._snapshots is None else self._snapshots.held
-        comes_back = any(SnapshotId(*one) in held for one in registration.held)
+        is_known = registration.process > 0 and registration.process in self._followers
+        comes_back = is_known or any(SnapshotId(*one) in held for one in registration.held)
         is_broken = any(not shard.link.connected for shard in self._shards)
         named = max((model_shard.details.shards for model_shard in self._model_shards.values()), default=0)
         return 0 if comes_back or is_broken or named > len(self._shards) + 1 else named
@@ -446,7 +448,7 @@ class Shard:
             raise PeerError(f"Rank {peer.rank} opens model {model} for a second time.")
         if peer.role == "worker" and peer.rank in self._validators:  # before it takes the place of one that is away
             raise PeerError(f"Cannot admit rank {peer.rank} as a worker: it is a validator's. Join with another rank.")
-        if details.back is not None and details.back.life == self.life and self._is_cut_off_from_all_but(peer.rank):
+        if details.back is not None and details.back.life == self.life and self._was_away_from(peer):
             self._begin_anew()  # it was stopped, or cut off: this worker has come back before it was missed
             return
         is_same = self._make_room(peer, details.back)
@@ -654,7 +656,7 @@ class Shard:
                 self.was_declined = self.was_declined or error is None
                 self._post_event(WorkerMissed(now_s(), peer.rank))
             return
-        if error is not None and peer.role == "worker" and self._is_cut_off_from_all_but(peer.rank):
+        if error is not None and peer.role == "worker" and self._was_away_from(peer):
             _log.warning("No worker can be heard any more: %s The parameter server waits for all of them.", error)
             self._begin_anew()
             return
@@ -665,24 +667,29 @@ class Shard:
         if peer.role == "worker" and not self._has_workers:
             self._end_unless_one_comes_back(error)
 
-    def _is_cut_off_from_all_but(self, rank: int) -> bool:
-        """Whether there are other workers, and none of them can be heard: then it is the server that was away.
+    def _was_away_from(self, peer: Peer) -> bool:
+        """Whether the server was stopped or cut off, so that it is not the worker that was lost, or has come back.
 
-        The same holds if another shard cannot be heard, which the workers have missed before.
+        Then no other worker can be heard either. If all hang up at once, their scripts have failed, unless they missed
+        the server before: it was stopped, or one of its shards is missing.
         """
         if not self.begun.is_set() or self._snapshots is None:
             return False
-        others = [peer for peer in self._peers.values() if peer.rank != rank and peer.role == "worker"]
-        return bool(others) and (
-            not any(other.is_well for other in others) or not all(shard.is_well for shard in self._shards)
-        )
+        others = [other for other in self._workers if other.rank != peer.rank]
+        if others and (self._unheard or not all(shard.is_well for shard in self._shards)):
+            return True
+        has_left = peer.link.has_hung_up and not self._clock.was_just_away
+        return bool(others) and not has_left and not any(other.is_well for other in others)
+
+    @property
+    def _workers(self) -> list[Peer]:
+        return [peer for peer in self._peers.values() if peer.role == "worker"]
 
     @property
     def _is_away(self) -> bool:
         """Whether the server, or a shard of it, can hear no worker, or a shard is not heard."""
-        workers = [peer for peer in self._peers.values() if peer.role == "worker"]
-        is_unheard = bool(workers) and not any(worker.is_well for worker in workers)
-        return is_unheard or bool(self._unheard) or not all(shard.is_well for shard in self._shards)
+        is_unheard = bool(self._workers) and all(worker.is_silent for worker in self._workers)
+        return is_unheard or bool(self._unheard) or any(shard.is_silent for shard in self._shards)
 
     def _tell_unheard(self, is_away: bool) -> None:
         if is_away != self._is_unheard:
