@@ -55,8 +55,7 @@ def main() -> None:
             _leave(stop.code if isinstance(stop.code, int) else 1, stop)
     except Exception as error:  # what the interpreter would print, without the frames of this file and of runpy
         _trim(error, script)
-        traceback.print_exception(error)
-        _leave(1, error)
+        _leave(1, error, prints=True)
     except KeyboardInterrupt as stop:
         _trim(stop, script)
         traceback.print_exception(stop)
@@ -104,9 +103,11 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _leave(code: int, error: BaseException) -> None:
+def _leave(code: int, error: BaseException, *, prints: bool = False) -> None:
     """End now: closing in order would wait for workers that will never come."""
-    _say_last_words(error)
+    _say_last_words(error)  # which may add a note to it
+    if prints:
+        traceback.print_exception(error)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -10,9 +10,9 @@
 * `cross_iteration` - the same hidden behind the next forward pass, too, in the order of a `Scheduler`:
   `communication_thread` - carries blocks of gradients; `schedule_learner`, `forward_watch`, `pass_clock` - what the
   schedule is made from; `schedule_monitor` - whether it still holds; `schedule_state` - a schedule in a checkpoint;
-  `pending_gradient` - a gradient that whoever uses it waits for; `partial_optimizer` - the user's optimizer, stepping
-  some of its parameters; `freshness_mode` - a debugging mode that finds who reads a parameter before its step is in
-  it; `module_hook` - a hook that a copy of a module does not have
+  `pending_gradient` - a gradient that whoever uses it waits for; `pending_parameter` - the same of a parameter;
+  `partial_optimizer` - the user's optimizer, stepping some of its parameters; `freshness_mode` - a mode that finds who
+  uses a parameter's memory before its step is in it; `module_hook` - a hook that a copy of a module does not have
 * `server_sync` - the same where a server holds the parameters: gradients out, parameters in, at `optimizer.step()`;
   `early_push` - gradients that leave while backward computes, in the order of a `Scheduler`; `parameter_return` -
   parameters that come back while the next forward pass computes; `push_encoder` - what is pushed, as the codec encodes

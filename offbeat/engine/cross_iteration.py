@@ -14,6 +14,9 @@ in its order by a thread (`communication_thread`). Rules:
   before the forward pass of a module that reads it, or where all are brought to their end (`synchronize`).
 * All of a step has landed and is stepped before the next backward: so a block's memory holds one step's gradient.
 * Who uses `.grad` between backward and the step waits for it, and finds the mean there (`pending_gradient`).
+* A script that uses a parameter after the step waits for that step, wherever it does so (`pending_parameter`). One
+  step in a hundred is a barrier, and is watched for other tensors that share a parameter's memory (`freshness_mode`).
+  If one worker finds some, all go back to the barrier.
 * Where a worker lacks a gradient or has no data the step is a barrier, there alone: what is sent, and its order, is the
   same.
 * What the workers have said along with a step's gradients counts one step later, on all of them.
@@ -49,9 +52,11 @@ from offbeat.engine.communication_thread import (
 )
 from offbeat.engine.communicator import Communicator
 from offbeat.engine.forward_watch import hook_readers
+from offbeat.engine.freshness_mode import FreshnessMode, line_of
 from offbeat.engine.module_hook import ModuleHook
 from offbeat.engine.partial_optimizer import PartialOptimizer
 from offbeat.engine.pending_gradient import PendingGradient, pending
+from offbeat.engine.pending_parameter import can_pend, pend, settle
 from offbeat.engine.reducer import Reducer
 from offbeat.engine.schedule_learner import BLIND, ScheduleLearner
 from offbeat.engine.schedule_monitor import OperationTimes, ScheduleMonitor, StepTaken, agreed, to_text
@@ -64,6 +69,7 @@ from offbeat.scheduling import MadeSchedule, can_be_worth_it, is_worth_it, lower
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
+    from types import FrameType
 
     from offbeat.engine.batch_accounting import BatchAccount
     from offbeat.engine.bucket_buffer import BucketTrailer, GradEntry
@@ -78,6 +84,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("offbeat")
 _NEVER = timedelta(days=365)
 _MOST_USED = 8  # steps in a row in which gradients are used before the optimizer's step: each is a barrier by itself
+_WRITTEN = "modified by an inplace operation"  # torch's words, where a tensor that backward needs is another by then
+_EACH = 100  # steps that are ahead: one of them is a barrier, and is watched for uses of a parameter's memory
 
 
 @dataclasses.dataclass
@@ -152,6 +160,11 @@ class CrossIterationReducer(Reducer):
         self._told_plan = False  # that it is the plan that has gradients waited for behind backward
         self._rewritten: list[str] = []  # buffers that were written to in backward
         self._freshness = context.freshness
+        self._watch = FreshnessMode(self._memory_used)
+        self._until_watched = -1  # so many steps; below 0 the next one is
+        self._why_copied = ""  # a parameter's memory is used by another tensor, which waits for nothing
+        self._told_use = False  # that a parameter is used before a module reads it
+        self._uses = {name: functools.partial(self._parameter_used, name) for name in model.parameters}
         super().__init__(model, plan, context, buffers=buffers, accounting=accounting)
         # The thread's own way to the fabric; what it waits for is explained by whoever waits for the thread.
         silent = dataclasses.replace(context, waiter=BlockingWait(clock=context.clock, timeout=_NEVER))
@@ -188,6 +201,7 @@ class CrossIterationReducer(Reducer):
     def before_step(self) -> None:
         """Take part now if that is due; `_take_gradients` comes next."""
         self._step_all()  # of an earlier call
+        self._watch.close()
         super().before_step()
         self._used_steps = self._used_steps + 1 if self._is_used else 0
         self._is_used = False
@@ -201,24 +215,25 @@ class CrossIterationReducer(Reducer):
             if (grad := entry.parameter.grad) is not None:
                 self._gradients[entry.name] = grad
                 entry.parameter.grad = None
-        if self._freshness is not None and self.is_ahead:
-            stepped = {name: self._entries[name].parameter for name in self._gradients}
-            self._freshness.expect({name: one for name, one in stepped.items() if self._optimizer.holds(one)})
+        self._expect(self._gradients)
 
     def after_step(self) -> ExchangeResult | None:
         """Let gradients be looked at again; what was found out when those of the step before were exchanged."""
         for name, grad in self._gradients.items():
             self._entries[name].parameter.grad = grad
         if self.is_ahead:
-            if self._context.history.is_kept:  # of this very step
+            is_kept = self._context.history.is_kept
+            self._until_watched -= 1
+            if is_kept or self._why_copied or self._until_watched < 0:
                 self.synchronize()
-                return self._result_before(self.communicator.step)
-            if self._flight is None:
+            elif self._flight is None:
                 self._step_all()
-            return self._result_before(self.communicator.step - 1)
+            self._watch_if_due()
+            return self._result_before(self.communicator.step if is_kept else self.communicator.step - 1)
         result = super().after_step()
         if self._learner is not None and self._learner.is_done:
             self._go_ahead(self._learner)
+            self._watch_if_due()
         elif not self._told_plan and self.plan.barrier_reason and self.communicator.world > 1:
             self._told_plan = True
             self._tell_barrier(self.plan.barrier_reason)
@@ -333,6 +348,7 @@ class CrossIterationReducer(Reducer):
         """Have blocks carried by a thread, and modules wait for what they read."""
         self._watch_hooks = hook_readers(learner.readers, self._before_module)
         self._start_thread(schedule)
+        self._until_watched = -1
         self._build(self.layout)
         self._hook_optimizer_and_states()
         self._context.control.before_question.append(self.synchronize)
@@ -371,7 +387,7 @@ class CrossIterationReducer(Reducer):
     def _learn_anew(self) -> None:
         """Watch the next steps; one is enough if the schedule is known, and none if the plan itself is the barrier."""
         self._optimizer = PartialOptimizer(self._model.optimizer)
-        self._rewritten = []
+        self._rewritten, self._why_copied = [], ""
         if self._learner is not None:
             self._learner.close()
             self._learner = None
@@ -398,10 +414,21 @@ class CrossIterationReducer(Reducer):
             self._model.optimizer.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
         ]
 
+    def explain(self, error: BaseException) -> str:
+        """Say what a hidden step may have to do with an error of backward; "" if nothing."""
+        if not (self.is_ahead and isinstance(error, RuntimeError) and _WRITTEN in str(error)):
+            return ""
+        return (
+            f"offbeat may have stepped that tensor: with {self.plan.scheduling!r} it steps a parameter when a module "
+            "that reads the parameter begins its forward pass. A view that the script used before, or another tensor "
+            "that shares the parameter's memory, did not wait for that. Use the parameter itself, call "
+            "run.synchronize() after optimizer.step(), or leave scheduling out of the plan."
+        )
+
     @property
     def wants_vote(self) -> bool:
         """Whether steps are no longer to be hidden behind the next one, or are by a schedule that is out of date."""
-        is_due = self._used_steps >= _MOST_USED or bool(self._rewritten) or bool(self._why_anew)
+        is_due = self._used_steps >= _MOST_USED or bool(self._rewritten or self._why_copied or self._why_anew)
         return self.is_ahead and is_due
 
     @property
@@ -416,7 +443,7 @@ class CrossIterationReducer(Reducer):
             return
         is_used = self._used_steps >= _MOST_USED
         mine = "gradients are used in each step, as by clipping or zero_grad(set_to_none=False)" if is_used else ""
-        mine = mine or self._why_rewritten
+        mine = mine or self._why_rewritten or self._why_copied
         if why := self._first_told("whether steps are hidden behind the next one", mine):
             self._return_to_barrier()
             self._stay_at_barrier(why)
@@ -484,6 +511,7 @@ class CrossIterationReducer(Reducer):
         """End what was begun to be ahead, and forget the schedule."""
         if self.synchronize in (questions := self._context.control.before_question):
             questions.remove(self.synchronize)
+        self._watch.close()
         self.schedule = self._profile = self._monitor = None
         self._looks = False
         if self._thread is not None:
@@ -505,6 +533,8 @@ class CrossIterationReducer(Reducer):
             return "the model is compiled, and what its modules read cannot be waited for one by one"
         if learner.is_blind:
             return BLIND
+        if odd := next((e for e in self._entries.values() if not can_pend(e.parameter)), None):
+            return f"{odd.name} is of {type(odd.parameter).__name__}, and nothing can wait where such a tensor is used"
         if learner.lacking and self.schedule is None:  # else it was in the schedule's own first steps that it counted
             return f"{worker_questions.some(learner.lacking)} had no gradient in some step"
         return ""
@@ -542,8 +572,7 @@ class CrossIterationReducer(Reducer):
     def _before_module(self, names: tuple[str, ...]) -> None:
         if self._gradients:
             self._step_some(names)
-        if self._freshness is not None:
-            self._freshness.allow([self._entries[name].parameter for name in names])
+        self._allow(names)
 
     def _use(self, entry: GradEntry) -> None:
         """Wait for a gradient that is used."""
@@ -554,6 +583,64 @@ class CrossIterationReducer(Reducer):
         self._land(entry.name)
         if entry.name in self._gradients:
             self._step_some((entry.name,))
+
+    # -- who uses a parameter before its step is in it -----------------------------------------------------------
+
+    def _expect(self, names: Iterable[str]) -> None:
+        """Have whoever uses these parameters wait, until `_allow`; those that the optimizer is to step."""
+        if not self.is_ahead:
+            return
+        stepped = {name: self._entries[name].parameter for name in names}
+        stepped = {name: one for name, one in stepped.items() if self._optimizer.holds(one)}
+        for mode in self._modes:
+            mode.expect(stepped)
+        for name, parameter in stepped.items():
+            pend(parameter, self._uses[name])
+
+    def _allow(self, names: Iterable[str]) -> None:
+        """Let these parameters be used: their step is in them."""
+        allowed = [self._entries[name].parameter for name in names]
+        for parameter in allowed:
+            settle(parameter)
+        for mode in self._modes:
+            mode.allow(allowed)
+            if mode is self._watch and not mode.has_early:
+                mode.close()
+
+    @property
+    def _modes(self) -> Sequence[FreshnessMode]:
+        return [mode for mode in (self._freshness, self._watch) if mode is not None and mode.is_open]
+
+    def _parameter_used(self, name: str, what: str, caller: FrameType) -> None:
+        """Have a parameter's step in it: it is used where no module was seen to read it."""
+        if what and (self._freshness is not None or not self._told_use) and (line := line_of(caller)):
+            if self._freshness is not None:
+                self._freshness.refuse(name, what, line)
+            self._told_use = True
+            text = (
+                f"step {self.step}: {line} uses {name} ({what}) before a module that reads it begins its forward pass. "
+                "offbeat waits there for the last step, so less of it is hidden."
+            )
+            self._context.log.all("scheduling", text)
+        if self._gradients:
+            self._step_some((name,))
+        self._allow((name,))
+
+    def _watch_if_due(self) -> None:
+        """Watch a step that is done already, so that all that is used is as it should be whatever is found."""
+        if not self.is_ahead or self._until_watched >= 0:
+            return
+        self._until_watched = _EACH - 1
+        if self._freshness is None and self._watch.open(alone=True):
+            self._optimizer.capture()
+            self._expect(self._entries)
+
+    def _memory_used(self, name: str, what: str, line: str) -> None:
+        """Note that a parameter's memory is used where nothing can wait."""
+        self._why_copied = self._why_copied or (
+            f"{line} uses the memory of {name} ({what}) through another tensor, such as an earlier view, which cannot "
+            "wait for a step; use the parameter itself there"
+        )
 
     # -- during backward -----------------------------------------------------------------------------------------
 
@@ -723,10 +810,10 @@ class CrossIterationReducer(Reducer):
         if self._gradients:
             self._land_all()
             self._step(list(self._gradients))
-        if self._freshness is not None:
-            self._freshness.allow([entry.parameter for entry in self._entries.values()])
+        self._allow(self._entries)
 
     def _step(self, names: Collection[str]) -> None:
+        self._allow(names)
         gradients = [(self._entries[name].parameter, self._gradients.pop(name)) for name in names]
         self._optimizer.step([(p, g.plain if isinstance(g, PendingGradient) else g) for p, g in gradients])
 

@@ -1,12 +1,14 @@
 """Parameters that come back from a server while the next forward pass computes: each module waits for what it reads.
 
 What comes lands beside the parameters, block by block, and is copied into a parameter when the first module that reads
-it is about to run, or when all are waited for. What a server gives once more, because a contribution was withdrawn
-(`offbeat.server.shard.update_scheduler`), changes nothing that a forward pass has read: it is copied behind backward.
+it is about to run, when somebody else uses the parameter (`pending_parameter`), or when all are waited for. What a
+server gives once more, because a contribution was withdrawn (`offbeat.server.shard.update_scheduler`), changes nothing
+that a forward pass has read: it is copied behind backward.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +16,7 @@ import torch
 from offbeat.diagnosis.wait import WaitContext
 from offbeat.engine.forward_watch import hook_readers
 from offbeat.engine.module_hook import ModuleHook
+from offbeat.engine.pending_parameter import pend, settle
 from offbeat.server.client.pulled_blocks import PulledBlocks
 
 if TYPE_CHECKING:
@@ -59,6 +62,7 @@ class ParameterReturn:
                 self._blocks[piece.name].add(block.index)
         self._request: ServerRequest[PulledParameters] | None = None
         self._untaken: set[str] = set()
+        self._uses = {name: functools.partial(self._used, name) for name in parameters}
         self._numbers: dict[str, int] = {}  # with which the blocks came that each parameter was taken from
         hook = ModuleHook(lambda *_: come_to_rest())
         self._hooks = [
@@ -71,6 +75,8 @@ class ParameterReturn:
         """The parameters of the next step were asked for."""
         self._request, self._untaken = request, set(self._parameters)
         self._numbers.clear()
+        for name, (parameter, _) in self._parameters.items():
+            pend(parameter, self._uses[name])
 
     def finish(self) -> None:
         """All are here: take those that no module has read."""
@@ -86,6 +92,8 @@ class ParameterReturn:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for parameter, _ in self._parameters.values():
+            settle(parameter)
 
     @property
     def _number(self) -> int:
@@ -96,6 +104,9 @@ class ParameterReturn:
     def _before_module(self, names: tuple[str, ...]) -> None:
         if self._untaken and (due := self._untaken.intersection(names)):
             self._take(due)
+
+    def _used(self, name: str, *_: object) -> None:
+        self._take(self._untaken.intersection((name,)))
 
     def _take(self, names: Collection[str]) -> None:
         if not names:
@@ -113,6 +124,7 @@ class ParameterReturn:
             if are_here := awaited.done():
                 for name in names:
                     parameter, value = self._parameters[name]
+                    settle(parameter)
                     parameter.data.copy_(value)
                 self._numbers.update(dict.fromkeys(names, self._number))
         return are_here

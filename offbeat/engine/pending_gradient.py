@@ -38,7 +38,7 @@ class PendingGradient(torch.Tensor):
             if func in _PASSES:
                 return func(*args, **(kwargs or {}))
             args, kwargs = _pytree.tree_map_only(PendingGradient, _used, (args, kwargs or {}))
-            return func(*args, **kwargs)
+        return func(*args, **kwargs)  # a parameter beside it may be pending, too
 
 
 def pending(plain: torch.Tensor, on_use: Callable[[], None]) -> PendingGradient:

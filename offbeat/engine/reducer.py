@@ -218,6 +218,10 @@ class Reducer:
     def synchronize(self) -> None:
         """Do nothing: all of a step is done when its backward is."""
 
+    def explain(self, error: BaseException) -> str:
+        """Say nothing: no parameter is stepped between a forward pass and its backward."""
+        return ""
+
     @property
     def wants_vote(self) -> bool:
         """Whether there is something to be decided by all: never."""

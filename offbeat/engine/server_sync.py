@@ -416,6 +416,10 @@ class ServerSync:
         if flight is not None:
             self.pending_result = self._finish(flight)
 
+    def explain(self, error: BaseException) -> str:
+        """Say nothing: no parameter is stepped between a forward pass and its backward."""
+        return ""
+
     @property
     def wants_vote(self) -> bool:
         """Whether there is something to be decided by all: never."""

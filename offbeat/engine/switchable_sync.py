@@ -161,6 +161,10 @@ class SwitchableSync:
         """Have all of the steps that the optimizer was told to make done; this worker's own."""
         self._gradients.synchronize()
 
+    def explain(self, error: BaseException) -> str:
+        """Say what the exchange of gradients may have to do with an error that leaves the script; "" if nothing."""
+        return self._gradients.explain(error)
+
     @property
     def wants_vote(self) -> bool:
         """Whether something of how gradients are exchanged is to be decided by all."""

@@ -110,6 +110,9 @@ class GradientSync(Synchronizer, Protocol):
     def synchronize(self) -> None:
         """Have all steps made that the optimizer was told to make; this worker's own, the others need not be here."""
 
+    def explain(self, error: BaseException) -> str:
+        """Say what this synchronizer may have to do with an error that leaves the script; "" if nothing."""
+
     @property
     def wants_vote(self) -> bool:
         """Whether something is to be decided by all, which `vote` does behind an exchange."""

@@ -447,7 +447,9 @@ class WorkerSession:
         return error
 
     def say_last_words(self, error: BaseException) -> None:
-        """Let the other workers know what this one dies of."""
+        """Let the other workers know what this one dies of; a note on it says what offbeat may have to do with that."""
+        for explanation in {text for one in self.models.synchronizers if (text := one.explain(error))}:
+            error.add_note(explanation)
         if self._watch is None:
             return
         if isinstance(error, (WorkerLostError, NetworkError)):
@@ -524,7 +526,10 @@ class WorkerSession:
         hook = optimizer.register_step_pre_hook(tell)
 
     def _close_at_exit(self) -> None:
-        self.close(getattr(sys, "last_value", None))  # what the interpreter dies of
+        error = getattr(sys, "last_value", None)  # what the interpreter dies of, and has printed
+        self.close(error)
+        for note in getattr(error, "__notes__", ()):
+            _log.error("%s", note)
 
     def _release(self, *, orderly: bool) -> None:
         if hasattr(self, "fabrics"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
@@ -178,12 +180,27 @@ def test_a_block_lands_beside_its_values_while_these_may_be_read(job: Job) -> No
 
 def test_who_reads_the_state_of_the_model_waits(job: Job) -> None:
     job.begin()
+    job.waiter.arrivals = [lambda: job.come(0, 0, 1.0), lambda: job.come(1, 0, 2.0)]
     job.model.state_dict()
     assert job.rests > 0
     job.returns.close()
     job.rests = 0
     job.model.state_dict()
     assert job.rests == 0
+
+
+@pytest.mark.parametrize("use", [lambda p: p.data.sum(), lambda p: p.tolist(), copy.deepcopy, pickle.dumps])
+def test_who_uses_a_parameter_waits_for_it_and_for_no_other(use: Callable[[torch.Tensor], object], job: Job) -> None:
+    job.begin()
+    job.waiter.arrivals = [lambda: job.come(0, 0, 1.0), lambda: job.come(1, 0, 2.0), job.over]
+    first, second = job.model.parameters()
+    assert (first.grad, first.shape, second.requires_grad) == (None, (2, 2), True)
+    assert len(job.waiter.arrivals) == 3, "nobody has waited"
+    use(first)
+    assert len(job.waiter.arrivals) == 2
+    assert type(first) is nn.Parameter
+    assert float(first.detach()[0, 0]) == 1.0
+    assert torch.equal(first + second, torch.full((2, 2), 3.0))
 
 
 def test_who_waits_learns_that_the_server_is_gone(job: Job) -> None:

@@ -126,6 +126,9 @@ def trained(
                     replica(torch.ones(3, 64))
             with_early += pushed_early(run) > 0 or (early and kind == "asked" and step % 3 == 2)
             optimizer.step()
+            if kind == "clamped":
+                for parameter in net.parameters():
+                    parameter.data.clamp_(-0.1, 0.1)
             optimizer.zero_grad()
         run.settle()
         return [tensor.clone() for tensor in net.state_dict().values()], with_early
@@ -141,7 +144,9 @@ def overflow(net: nn.Module) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("kind", ["plain", "clipped", "scaled", "asked", "accumulated", "left out", "evaluated"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "clipped", "scaled", "asked", "accumulated", "left out", "evaluated", "clamped"]
+)
 def test_the_bits_are_those_of_pushing_behind_backward(kind: str, shards: int) -> None:
     early, behind = (run_workers(2, trained, shards, kind, is_early, timeout_s=55) for is_early in (True, False))
     for (one, with_early), (other, without) in zip(early, behind, strict=True):
