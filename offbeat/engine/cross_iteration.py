@@ -511,7 +511,7 @@ class CrossIterationReducer(Reducer):
         """End what was begun to be ahead, and forget the schedule."""
         if self.synchronize in (questions := self._context.control.before_question):
             questions.remove(self.synchronize)
-        self._watch.close()
+        self._allow(self._entries)
         self.schedule = self._profile = self._monitor = None
         self._looks = False
         if self._thread is not None:
