@@ -194,7 +194,7 @@ def _places(history: WorkerHistory) -> Iterator[tuple[Hashable, int]]:
             key = (has.model, has.life, has.versions, _loaded_since(history, index))
         else:
             policy = history.policy(index)
-            if policy is None or (isinstance(policy, StepsLocally) and not _is_even(history, policy, has)):
+            if policy is None or (isinstance(policy, StepsLocally) and not _is_even(history, policy, index)):
                 continue
             step = (has.model, has.step, history.loaded(index), history.table(index))
             times[step] += 1  # the optimizer may step twice between two exchanges
@@ -202,15 +202,17 @@ def _places(history: WorkerHistory) -> Iterator[tuple[Hashable, int]]:
         yield key, index
 
 
-def _is_even(history: WorkerHistory, policy: Policy, has: ParametersAfter) -> bool:
+def _is_even(history: WorkerHistory, policy: Policy, index: int) -> bool:
     """Whether all have the same after a step: it ends with an average, or is made with the mean gradient.
 
-    The step from which on a policy counts is not recorded; it is 0 for the first policy of a run that loads nothing.
+    The step from which a policy counts is not recorded; it is 0 until another policy or a checkpoint comes to hold.
     Replicas are also equal where they are settled, which is not recorded.
     """
+    has = history.has[index]
     if has.weights and isinstance(policy, StepsLocally) and policy.loss_class == "local":
         return True
-    counts_from_zero = not (history.swaps or history.crosses or history.loads)
+    changes = [*history.loads, *(before for before, _ in history.swaps)]
+    counts_from_zero = not history.crosses and all(index < before for before in changes)
     return counts_from_zero and policy.contributes(has.step) == "gradient"
 
 

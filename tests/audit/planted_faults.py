@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 
 def _is_exchange(record: Any) -> bool:
-    """Whether a worker without a server says what it gave to a mean."""
-    return isinstance(record, ParametersAfter) and len(record.weights) > 1 and record.weights[0] > 0
+    """Whether a worker without a server says that something of its own is in a mean."""
+    if not isinstance(record, ParametersAfter) or len(record.weights) < 2:
+        return False
+    return any(record.given) if record.given else record.weights[0] > 0
 
 
 def _is_given(record: Any) -> bool:

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from offbeat.sync import Policy
 
 STEPS, BATCH = 12, 2
-TIMEOUT = timedelta(seconds=5)
+TIMEOUT = timedelta(seconds=15)  # starting takes long on a busy machine
 _STRUCK = 5  # the step in which a fault strikes
 _NOWHERE = "127.0.0.1:1"  # of a switch, until there is one
 _POLICIES: tuple[Policy, ...] = (
