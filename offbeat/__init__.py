@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         Sign,
         TopK,
     )
+    from offbeat.control import AdaptQuorum, ByProgress, WaitThreshold
     from offbeat.fabric import Elastic, InMemory, ParameterServer, ProcessGroup, Routed, Switch
     from offbeat.plan import Plan
     from offbeat.privacy import GaussianMechanism
@@ -162,10 +163,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'offbeat' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+if not TYPE_CHECKING:  # for a type checker, a name that is not above is a mistake
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'offbeat' has no attribute {name!r}")
+        return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

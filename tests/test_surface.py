@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import inspect
@@ -123,6 +124,16 @@ def test_public_names_are_frozen() -> None:
     assert set(attacks.__all__) == ATTACKS
     with offbeat.init() as run:
         assert {name for name in dir(run) if not name.startswith("_")} == RUN
+
+
+def test_type_checkers_know_every_public_name_and_no_other() -> None:
+    """They do not see `__getattr__`, which would make each typo a name."""
+    tree = ast.parse((ROOT / "offbeat/__init__.py").read_text())
+    guarded = {ast.unparse(node.test): node.body for node in tree.body if isinstance(node, ast.If)}
+    imports = [one for one in guarded["TYPE_CHECKING"] if isinstance(one, ast.ImportFrom)]
+    assert {alias.name for one in imports for alias in one.names} == NAMES
+    assert [one.name for one in guarded["not TYPE_CHECKING"] if isinstance(one, ast.FunctionDef)] == ["__getattr__"]
+    assert "__getattr__" not in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))

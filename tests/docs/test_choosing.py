@@ -45,3 +45,8 @@ def test_all_policies_and_fabrics_are_there() -> None:
     for name in ("BSP", "LocalSGD", "SSP", "RoundRobin", "Hybrid", "ASP", "ProcessGroup", "Elastic", "ParameterServer"):
         assert f"{name}(" in PAGE
     assert len(PLANS) >= 10
+
+
+@pytest.mark.parametrize("word", ["spot", "preempt", "Wi-Fi"])
+def test_what_people_look_for_has_a_row(word: str) -> None:
+    assert re.search(rf"^\| [^|]*{word}[^|]* \| `Plan\(", PAGE, re.MULTILINE)

@@ -14,7 +14,7 @@ from torch import nn
 
 import offbeat
 from offbeat.fabric import FabricSpec, ParameterServer, ProcessGroup
-from offbeat.sync import LocalSGD, OuterSGD
+from offbeat.sync import LocalSGD, OuterSGD, Policy
 from tests.resume_check import is_the_same_when_resumed
 from tests.workers import run_workers
 
@@ -184,7 +184,7 @@ def test_local_steps_outlive_what_the_others_bring_meanwhile() -> None:
     assert first[2] == second[2] == 0.5
 
 
-def poisoned(policy: offbeat.Policy | LocalSGD) -> tuple[State, State]:
+def poisoned(policy: Policy) -> tuple[State, State]:
     """Rank 1's third gradient is NaN."""
     rank = int(os.environ["RANK"])
     net = nn.Linear(2, 1, bias=False)
