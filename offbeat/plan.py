@@ -130,7 +130,7 @@ from offbeat.sync import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from offbeat.sync.policy import Contributes
 
@@ -719,6 +719,14 @@ class Plan:
                 "learnt holds for one of them. Save a checkpoint, and start again - at `plan.fabric`."
             )
 
+    def refined(self, parts: str) -> Plan:
+        """Make this plan with other fields, which are given as TOML, before anybody trains by it.
+
+        Raises:
+            PlanError: if they cannot be read, or make no plan that can work.
+        """
+        return Plan.from_toml(self.to_toml(), **_fields_of(parts))
+
     @property
     def _grants_early(self) -> bool:
         """Whether a worker may begin to push in its turn although it still computes."""
@@ -895,9 +903,7 @@ class Plan:
 
     def to_toml(self) -> str:
         """The plan as TOML; `from_toml` reads it back."""
-        table = {name: value for name, value in table_of(self).items() if name != "kind"}
-        scalars = {k: v for k, v in table.items() if not isinstance(v, dict)}
-        return tomli_w.dumps({**scalars, **table})
+        return _dumps({name: value for name, value in table_of(self).items() if name != "kind"})
 
     @classmethod
     def from_toml(cls, text: str, **instead: Any) -> Plan:
@@ -910,6 +916,21 @@ class Plan:
             PlanError: if the text is not TOML, or a key or value is unknown; the text ends with the path.
         """
         return cls(**{**_fields_of(text, instead), **instead})
+
+
+def toml_of(fields: Mapping[str, Any]) -> str:
+    """Write fields of a plan, by name, as TOML.
+
+    >>> print(toml_of({"keeps": "global_batch"}), end="")
+    keeps = "global_batch"
+    """
+    hints = typing.get_type_hints(Plan)
+    return _dumps({name: _to_table(value, hints[name]) for name, value in fields.items() if value is not None})
+
+
+def _dumps(table: Mapping[str, Any]) -> str:
+    scalars = {name: value for name, value in table.items() if not isinstance(value, dict)}
+    return tomli_w.dumps({**scalars, **table})
 
 
 def _fields_of(text: str, known: Collection[str] = ()) -> dict[str, Any]:
@@ -934,7 +955,7 @@ def part_of(room: str, table: Any) -> Any:
     """The part that a table of TOML describes.
 
     Args:
-        room: "sync", "codec", "fabric" or "controller".
+        room: a field of the plan that holds a part, such as "sync".
         table: its kind and its values.
 
     Raises:
@@ -1135,6 +1156,8 @@ _KINDS: dict[str, dict[str, Any]] = {
         "Phocas": Phocas,
         "TrimmedMean": TrimmedMean,
     },
+    "privacy": {"GaussianMechanism": GaussianMechanism},
+    "tuning": {"BatchTuning": BatchTuning},
     "scheduling": {
         "Credit": Credit,
         "FIFO": FIFO,

@@ -64,6 +64,7 @@ class LaunchSpec:
         hash_every: steps between two digests of the parameters.
         store: the file in which the workers meet; None for one that ends with them.
         check_freshness: whether parameters that are read too early are looked for.
+        parts: fields of a plan, as TOML, that replace those of a plan that the script gives.
     """
 
     script: Path
@@ -78,6 +79,7 @@ class LaunchSpec:
     hash_every: int = 1
     store: Path | None = None
     check_freshness: bool = False
+    parts: str = ""
 
 
 class Worker:
@@ -207,6 +209,8 @@ class Launch:
         }
         if job.history is not None:
             env |= {"OFFBEAT_HISTORY": str(job.history), "OFFBEAT_HASH_EVERY": str(job.hash_every)}
+        if job.parts:
+            env["OFFBEAT_PLAN_PARTS"] = job.parts
         if job.check_freshness:
             env["OFFBEAT_CHECK_FRESHNESS"] = "1"
         share, said = share_of_cores(job.workers, 0 if job.joining is None else len(workers_here()))

@@ -20,7 +20,7 @@ def read_part(room: str, text: str) -> Any:
     """The part that `text` describes.
 
     Args:
-        room: "sync", "codec", "fabric", "controller", "scheduling", "rule" or "validator".
+        room: a field of the plan that holds a part, such as "sync", or "collective".
         text: such as "SSP(4)", or just "ASP".
 
     Raises:
@@ -60,7 +60,9 @@ _EXAMPLES = {
     "fabric": "'ParameterServer()'",
     "controller": "'WaitThreshold(above=0.4)'",
     "scheduling": "'Prophet()'",
+    "privacy": "'GaussianMechanism(noise=1.0)'",
     "rule": "'TrimmedMean(2)'",
+    "tuning": "'BatchTuning()'",
     "validator": "'ZenoPS()'",
 }
 

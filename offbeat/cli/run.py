@@ -7,7 +7,7 @@ import dataclasses
 import os
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -64,6 +64,56 @@ def run(
             show_default=False,
         ),
     ] = "",
+    tuning: Annotated[
+        str,
+        typer.Option(
+            help="How batches follow the machines' speed, such as 'BatchTuning()', instead of the plan's.",
+            show_default=False,
+        ),
+    ] = "",
+    rule: Annotated[
+        str,
+        typer.Option(
+            help="What a server makes of contributions some of which may lie, such as 'Median()', instead of the "
+            "plan's.",
+            show_default=False,
+        ),
+    ] = "",
+    validating_rule: Annotated[
+        str,
+        typer.Option(
+            help="The rule by which a server judges contributions beside those of validators, such as 'ZenoPS()', "
+            "instead of the plan's validator.",
+            show_default=False,
+        ),
+    ] = "",
+    privacy: Annotated[
+        str,
+        typer.Option(
+            help="How each worker clips and noises what it contributes, such as 'GaussianMechanism()', instead of the "
+            "plan's.",
+            show_default=False,
+        ),
+    ] = "",
+    bucket_bytes: Annotated[
+        int | None, typer.Option(help="Bytes of a bucket of gradients, instead of the plan's.", show_default=False)
+    ] = None,
+    nonfinite: Annotated[
+        str, typer.Option(help="pass, raise or skip gradients that hold NaN or Inf, instead of the plan's.")
+    ] = "",
+    keeps: Annotated[
+        str, typer.Option(help="local_batch or global_batch stays when workers come and go, instead of the plan's.")
+    ] = "",
+    too_few: Annotated[
+        str, typer.Option(help="skip, hold or raise where too few take part for the rule, instead of the plan's.")
+    ] = "",
+    refine: Annotated[
+        bool,
+        typer.Option(
+            "--refine",
+            help="Have --sync and the other parts replace those of the plan that SCRIPT passes to offbeat.init().",
+        ),
+    ] = False,
     servers: Annotated[
         int,
         typer.Option(min=0, max=64, help="Shards of a parameter server to start beside the workers; 0: see the plan."),
@@ -124,13 +174,30 @@ def run(
     MKL_NUM_THREADS is set, or the script calls torch.set_num_threads.
     """
     from offbeat.cli.part_syntax import read_part
-    from offbeat.plan import Plan
+    from offbeat.plan import Plan, toml_of
 
     if not script.is_file():
         found = "it is no regular file" if script.exists() else "there is no such file"
         raise PlanError(f"Cannot run {script}: {found}. Give the path of a Python script.")
-    given = {"sync": sync, "codec": codec, "fabric": fabric, "controller": controller, "scheduling": scheduling}
-    parts = {room: read_part(room, text) for room, text in given.items() if text}
+    given = {
+        "sync": sync,
+        "codec": codec,
+        "fabric": fabric,
+        "controller": controller,
+        "scheduling": scheduling,
+        "tuning": tuning,
+        "rule": rule,
+        "validator": validating_rule,
+        "privacy": privacy,
+    }
+    parts: dict[str, Any] = {room: read_part(room, text) for room, text in given.items() if text}
+    values = {"bucket_bytes": bucket_bytes, "nonfinite": nonfinite, "keeps": keeps, "too_few": too_few}
+    parts |= {name: value for name, value in values.items() if value not in ("", None)}
+    if refine and (plan is not None or not parts):
+        raise PlanError(
+            "Cannot refine the plan of the script: --refine takes the parts to replace, such as --sync 'SSP(4)', and "
+            "no --plan."
+        )
     joining = None
     if validator != bool(job_place) or (validator and join):
         raise PlanError("Cannot validate without a job: give --validator and --job together, and no --join.")
@@ -143,7 +210,9 @@ def run(
     if plan is not None:
         chosen = read_plan(plan, **parts)
     else:
-        chosen = dataclasses.replace(Plan() if joining is None else joining.plan, **parts)
+        chosen = Plan() if joining is None else joining.plan
+        if not refine:  # else they need only go together with the rest of the script's plan
+            chosen = dataclasses.replace(chosen, **parts)
     folder = run_dir or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{script.stem}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -163,6 +232,7 @@ def run(
         hash_every=hash_every,
         store=_store(folder.resolve()) if chosen.has_elastic_group and joining is None else None,
         check_freshness=check_freshness,
+        parts=toml_of(parts) if refine else "",
     )
     console = Console(highlight=False, soft_wrap=True)
     metrics = folder / "metrics.jsonl"

@@ -9,6 +9,7 @@ A value is read when it is asked for, so that a variable that nobody needs may h
 | `OFFBEAT_STORE` | offbeat run | where they meet instead: a file, or tcp://host:port |
 | `OFFBEAT_STORE_PREFIX`, `OFFBEAT_JOINS` | offbeat run --join | the job that this worker joins |
 | `OFFBEAT_ROLE`, `OFFBEAT_VALIDATOR_TOKEN` | offbeat run --validator | that it is a validator, and what shows that |
+| `OFFBEAT_PLAN_PARTS` | offbeat run --refine | fields of a plan as TOML, which replace those of the script's plan |
 | `OFFBEAT_PLAN`, `OFFBEAT_TIMEOUT_S`, `OFFBEAT_RUN_DIR`, `OFFBEAT_HISTORY`, `OFFBEAT_HASH_EVERY`, \
 `OFFBEAT_CHECK_FRESHNESS` | offbeat run, user | what the script does not say itself |
 | `OFFBEAT_SERVERS`, `OFFBEAT_JOB`, `OFFBEAT_TOKEN`, `OFFBEAT_CERTIFICATE`, `OFFBEAT_KEY`, `OFFBEAT_AUTHORITY` \
@@ -51,6 +52,11 @@ class Environment:
     def plan(self) -> str:
         """The plan as TOML; "" if none is named."""
         return self._variables.get("OFFBEAT_PLAN", "")
+
+    @property
+    def plan_parts(self) -> str:
+        """The fields, as TOML, that replace those of the plan that the script gives; "" for none."""
+        return self._variables.get("OFFBEAT_PLAN_PARTS", "")
 
     @property
     def timeout(self) -> timedelta | None:

@@ -95,11 +95,13 @@ def init(
     elif environment.joins is None and asked not in (plan, Plan()):
         raise PlanError(
             "Cannot go by two plans: the script passes one to offbeat.init(), and the command line or OFFBEAT_PLAN "
-            "asks for another. Call offbeat.init() without a plan, or leave out --plan, --sync, --codec, --fabric, "
-            "--controller and --scheduling."
+            "asks for another. Call offbeat.init() without a plan; or leave out --plan, --sync and the other parts; "
+            "or have the parts replace those of the script's plan with --refine."
         )
     if not isinstance(plan, Plan):
         raise PlanError(f"Cannot use {plan!r} as a plan: make one with offbeat.Plan(...) or Plan.from_toml(text).")
+    if environment.plan_parts:
+        plan = plan.refined(environment.plan_parts)
     if timeout is None:
         timeout = environment.timeout or _TIMEOUT
     timeout = to_timedelta(timeout, "Cannot explain waits")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import subprocess
 import sys
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from offbeat import LocalSGD, Plan
+from offbeat import GRBS, LocalSGD, Plan
 from offbeat.cli.app import run_app
 from tests.cli.commands import TRAIN, alive, clean_environment, descendants, offbeat, script, start
+from tests.docs.command_line import commands, options
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,6 +92,27 @@ def test_a_plan_of_the_scripts_own_is_in_the_run_folder_and_none_other_beside_it
     code, output = offbeat("run", "--scheduling", "Prophet()", "--run-dir", "two", path, folder=tmp_path)
     assert code == 2
     assert "Cannot go by two plans" in output
+
+
+def test_options_refine_the_plan_of_the_script_when_asked(tmp_path: Path) -> None:
+    path = script(tmp_path, OWN_PLAN)
+    parts = ["--codec", "GRBS(4)", "--keeps", "global_batch", "--nonfinite", "skip", "--bucket-bytes", 4096]
+    code, output = offbeat("run", "--refine", *parts, "--run-dir", "own", path, folder=tmp_path)
+    assert code == 0, output
+    refined = Plan(sync=LocalSGD(3), codec=GRBS(4), keeps="global_batch", nonfinite="skip", bucket_bytes=4096)
+    assert Plan.from_toml((tmp_path / "own/plan.toml").read_text()) == refined
+    code, output = offbeat("run", "--refine", path, folder=tmp_path)
+    assert (code, "Cannot refine the plan of the script" in output) == (2, True), output
+
+
+def test_every_part_of_a_plan_is_an_option(tmp_path: Path) -> None:
+    fields = {field.name for field in dataclasses.fields(Plan)}
+    known = {option.removeprefix("--").replace("-", "_") for option in options(commands()["run"])}
+    assert fields - known == set(), "`--validator` runs one; its rule is --validating-rule"
+    served = ["--fabric", "ParameterServer()", "--rule", "TrimmedMean(1)", "--privacy", "GaussianMechanism(noise=2.0)"]
+    told = offbeat("run", *served, "--tuning", "BatchTuning(smalest=1)", script(tmp_path, OWN_PLAN), folder=tmp_path)
+    assert told[0] == 2
+    assert "Unknown key 'smalest' of BatchTuning (did you mean 'smallest'" in " ".join(told[1].split())
 
 
 def test_the_culprit_is_named_with_its_traceback(tmp_path: Path) -> None:
