@@ -37,6 +37,8 @@ _STATE = "offbeat"
 class OffbeatAccelerator(Accelerator):  # type: ignore[misc]
     """An Accelerator whose replicas go by a plan. Make it before anything else of Accelerate's.
 
+    It may be made again: with no plan, or the same one, it shares the run that is open.
+
     Args:
         plan: as of `offbeat.init`; None for that of `offbeat run`, or `Plan()`.
         run: that was begun already, instead.

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from offbeat.run.run import Run
 
 _log = logging.getLogger("offbeat")
+_open: list[tuple[Run, Plan]] = []  # the run that an adapter has begun and nobody has closed, with its first plan
 
 
 class Framework(NamedTuple):
@@ -60,18 +61,24 @@ TRAINER = Framework("the Trainer", "transformers", "4.56", "5.24.0")
 
 
 def begin(framework: Framework, plan: Plan | None, **options: Any) -> Run:
-    """Begin the run, for a framework that deals out the data itself. Collective.
+    """Begin the run, for a framework that deals out the data itself, or share the one that is open. Collective.
 
     Args:
         framework: it.
-        plan, options: as of `offbeat.init`.
+        plan, options: as of `offbeat.init`; a run that is open is shared where the plan is None, or that of the run.
 
     Raises:
         PlanError: if the framework is too old, the plan tunes batches, or this worker joins a job that trains already;
             and as `init`.
     """
     framework.check_version()
-    return suited(framework, init(plan, **options))
+    for run, began_with in _open:
+        if plan is None or plan == began_with:
+            return run
+    run = suited(framework, init(plan, **options))
+    _open.append((run, run.plan))
+    run._session.resources.callback(_open.clear)
+    return run
 
 
 def suited(framework: Framework, run: Run) -> Run:

@@ -547,7 +547,9 @@ def _shared(store: Store | None) -> Store:
     if store is None:
         raise PlanError(
             "Cannot run Elastic() in a process group that offbeat did not make: those that are left would have nowhere "
-            "to meet. Leave init_process_group to offbeat.init(), or use ProcessGroup() - at `plan.fabric`."
+            "to meet. Call offbeat.init(plan) before whatever makes one: init_process_group, TrainingArguments (then "
+            "OffbeatTrainer(run=run)) or Accelerator. Ray Train always makes one: use ProcessGroup() or "
+            "ParameterServer() there - at `plan.fabric`."
         )
     return store
 

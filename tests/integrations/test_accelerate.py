@@ -169,6 +169,28 @@ def test_what_a_plan_cannot_bear_is_refused(what: str, told: str) -> None:
         assert re.search(told, text), text
 
 
+def made_again() -> tuple[bool, int, str]:
+    """As Accelerate's own test scripts do."""
+    from offbeat.integrations.accelerate import OffbeatAccelerator
+
+    first = made("bsp")
+    second, third = OffbeatAccelerator(cpu=True), OffbeatAccelerator(PLANS["bsp"], cpu=True)
+    replica, optimizer = second.prepare(model := network(), torch.optim.SGD(model.parameters(), lr=0.1))
+    third.backward(replica(torch.randn(8, 20)).square().mean())
+    optimizer.step()
+    with pytest.raises(OffbeatError) as caught:
+        OffbeatAccelerator(offbeat.Plan(sync=offbeat.LocalSGD(2)), cpu=True)
+    first.end_training()
+    return first.run is second.run is third.run, first.run.step, str(caught.value)
+
+
+def test_it_may_be_made_any_number_of_times() -> None:
+    for is_shared, steps, text in run_workers(2, made_again):
+        assert is_shared
+        assert steps == 1
+        assert "Cannot begin a second run" in text
+
+
 class Classifier(nn.Module):
     """What the Trainer takes: it returns its loss."""
 

@@ -575,6 +575,24 @@ def owns_and_closes() -> bool:
     return dist.is_initialized()
 
 
+def elastic_in_a_group() -> str:
+    path = f"file://{os.environ['OFFBEAT_STORE']}"
+    dist.init_process_group("gloo", init_method=path, rank=int(os.environ["RANK"]), world_size=2)
+    try:
+        with pytest.raises(PlanError) as caught:
+            offbeat.init(offbeat.Plan(fabric=offbeat.Elastic()))
+        return str(caught.value)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_elastic_in_a_group_that_exists_names_who_makes_one() -> None:
+    for text in run_workers(2, elastic_in_a_group):
+        assert "Cannot run Elastic() in a process group that offbeat did not make" in text
+        assert "before whatever makes one: init_process_group, TrainingArguments (then OffbeatTrainer(run=run))" in text
+        assert "Ray Train always makes one" in text
+
+
 def test_its_own_group_is_closed_with_the_run() -> None:
     assert run_workers(2, owns_and_closes) == [False, False]
 
