@@ -32,7 +32,7 @@ from offbeat.lab.bridged_links import INTERFACE
 from offbeat.lab.namespace import inside
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
-from offbeat.switch.packet import FROM_WORKERS, MOST_VALUES, VALUES_STEP, Flag, Packet, PacketKind, encode
+from offbeat.switch.packet import FROM_WORKERS, MOST_VALUES, VALUES_STEP, Flag, Packet, PacketKind, encode, sealed
 from offbeat.switch.packet_batch import HEADER, PacketBatch, join_packet
 from offbeat.switch.udp_socket import UdpSocket
 from offbeat.wire.credentials import Token
@@ -46,7 +46,8 @@ KINDS = (
     "foreign", "cut", "too long", "other job", "other worker", "other cookie", "other port", "replayed", "own job"
 )  # fmt: skip
 _FROM_VICTIM = ("foreign", "cut", "too long", "replayed")  # what may come from the honest worker's own port as well
-_FIELDS = [(name, *HEADER.fields[name]) for name in HEADER.names or () if name not in ("magic", "job", "cookie")]  # type: ignore[index]
+_FIXED = ("magic", "job", "cookie", "checksum")
+_FIELDS = [(name, *HEADER.fields[name]) for name in HEADER.names or () if name not in _FIXED]  # type: ignore[index]
 _OWN_VALUES, _OWN_SLOTS, _OWN_RING, _OWN_ROWS = 64, 64, 16, 8
 _KEPT = 256  # honest packets
 _AT_ONCE = 32
@@ -126,7 +127,7 @@ class GarbageMaker:
                 self._put(data, "worker", self._another(data, "worker"))
             case "other cookie":
                 self._put(data, "cookie", self._another(data, "cookie"))
-        return data
+        return sealed(data)
 
     def _foreign(self, data: bytearray) -> bytes | bytearray:
         chance = self._chance
@@ -139,7 +140,7 @@ class GarbageMaker:
                 self._put(data, "flags", data[2] ^ chance.randint(1, 15) << 4)
             case _:
                 self._put(data, "kind", chance.choice([kind for kind in range(256) if kind not in FROM_WORKERS]))
-        return data
+        return sealed(data)
 
     def of_own_job(self) -> bytes:
         """Make a packet of the member's, in which some fields are wrong, or none."""
@@ -160,7 +161,7 @@ class GarbageMaker:
             self._put(data, name, number)
         if data[3] == PacketKind.LEAVE:  # nothing could be wasted any more
             data[3] = PacketKind.PROBE
-        return bytes(data)
+        return sealed(data)
 
     def _another(self, data: bytearray, name: str) -> int:
         """Another number than a field has."""

@@ -3,7 +3,7 @@
 Workers send packets of integers to a switch, which adds them up and sends each worker the sum (`chunk_stream`), or
 keeps it until it is read (`table`). Everything but sockets is without I/O.
 
-* `packet` - the header of a packet, and one packet; `packet_batch` - many, as arrays
+* `packet` - the header of a packet, and one packet; `packet_batch` - many, as arrays; `checksum` - of their bytes
 * `fixed_point` - floats as integers with an exponent per chunk, and back
 * `strategy` - a policy as the numbers that a switch knows of it
 * `job_shape` - what a job takes of a switch; `members` - who takes part in it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import select
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from offbeat.switch.job_shape import JobShape
 
 T = TypeVar("T")
+_log = logging.getLogger("offbeat")
 _AT_ONCE = 256
 # Between two looks when much is under way: no less than is worth a sleep, and twice as long as it takes to look.
 _LEAST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.005
@@ -72,6 +74,7 @@ class PacketClient(Protocol):
     window: int
     has_joined: bool
     refusal: Reason | None
+    damaged: int
 
     @property
     def rto_s(self) -> float: ...
@@ -183,6 +186,12 @@ class ClientThread:
         for sock in (self._socket, *self._replaced):
             sock.close()
         os.close(self._wake)
+        if damaged := self._client.damaged:
+            _log.warning(
+                "%d packets from the switch arrived damaged at rank %d. They counted as lost and were sent again; "
+                "`offbeat switch ctl` shows how many arrived damaged at the switch.",
+                damaged, self._client.worker,
+            )  # fmt: skip
 
     def _wake_up(self) -> None:
         if not self._is_closed:

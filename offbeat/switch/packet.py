@@ -1,4 +1,4 @@
-"""The packets between workers and a switch: one UDP datagram each, a header of 32 bytes and up to 2048 int32.
+"""The packets between workers and a switch: one UDP datagram each, a header of 36 bytes and up to 2048 int32.
 
     offset size  field         what it says
     0      2     magic         `MAGIC`; anything else is foreign traffic
@@ -18,6 +18,7 @@
     29     1     0
     30     1     window_old    steps before the effective clock (GRANT); the kind that was refused (NACK)
     31     1     window_new    steps from the effective clock on (GRANT); `Reason` (NACK)
+    32     4     checksum      of all the rest, header and payload; see `checksum`
 
 All numbers are little-endian, payloads, too: byte order costs next to nothing in a switch, and hosts are. Numbers of 32
 bits wrap around, and are compared by their signed difference (`is_newer`).
@@ -29,17 +30,22 @@ import enum
 import struct
 from dataclasses import dataclass
 
+import numpy as np
+
 from offbeat.errors import PeerError
+from offbeat.switch import checksum
 
 MAGIC = 0x0FFB
-VERSION = 1
-HEADER_BYTES = 32
+VERSION = 2
+HEADER_BYTES = 36
 HEADERS_BYTES = 20 + 8 + HEADER_BYTES  # of IP, UDP and ours: what a frame carries beside the payload
 VALUES_STEP = 16  # a payload is a multiple of so many int32
 MOST_VALUES = 2048
 MOST_WORKERS = 64
 ZERO_EXPONENT = -127  # of a chunk of zeros
-_LAYOUT = struct.Struct("<HBBHBBIIIHHIbxBB")
+_CHECKSUM = struct.Struct("<I")
+_CHECKSUM_AT = 4 * checksum.AT
+_LAYOUT = struct.Struct("<HBBHBBIIIHHIbxBBI")
 _HALF, _WHOLE = 1 << 31, 1 << 32
 
 
@@ -160,11 +166,23 @@ def encode(packet: Packet) -> bytes:
     >>> decode(encode(Packet(PacketKind.CLOCK, job=7, worker=2, clock=5))).clock
     5
     """
+    return sealed(packed(packet))
+
+
+def sealed(datagram: bytes | bytearray) -> bytes:
+    """A whole datagram with the checksum of what else it says."""
+    data = bytearray(datagram)
+    _CHECKSUM.pack_into(data, _CHECKSUM_AT, _checksum(data))
+    return bytes(data)
+
+
+def packed(packet: Packet) -> bytes:
+    """The datagram of a packet, but for its checksum."""
     assert len(packet.values) % VALUES_STEP == 0, "payloads are multiples of 16 int32"
     header = _LAYOUT.pack(
         MAGIC, VERSION << 4 | packet.flags, packet.kind, packet.job, packet.worker,
         len(packet.values) // VALUES_STEP, packet.cookie, packet.clock, packet.chunk, packet.slot, packet.epoch,
-        packet.bitmap, packet.exponent, packet.window_old, packet.window_new,
+        packet.bitmap, packet.exponent, packet.window_old, packet.window_new, 0,
     )  # fmt: skip
     return header + struct.pack(f"<{len(packet.values)}i", *packet.values)
 
@@ -173,12 +191,21 @@ def decode(data: bytes | memoryview) -> Packet:
     """Read a datagram.
 
     Raises:
-        PeerError: if it is none of ours, or cut short, or longer than it says.
+        PeerError: if it is none of ours, or cut short, or longer than it says, or damaged.
     """
+    packet = unpacked(data)
+    said, found = _CHECKSUM.unpack_from(data, _CHECKSUM_AT)[0], _checksum(data)
+    if said != found:
+        raise PeerError(f"it was damaged on its way: its checksum is {said:#010x}, that of its bytes is {found:#010x}")
+    return packet
+
+
+def unpacked(data: bytes | memoryview) -> Packet:
+    """Read a datagram whose checksum was looked at; raises as `decode`."""
     if len(data) < HEADER_BYTES:
         raise PeerError(f"it has {len(data)} bytes, a header has {HEADER_BYTES}")
-    (magic, flags, kind, job, worker, count, cookie, clock, chunk, slot, epoch, bitmap, exponent, old,
-     new) = _LAYOUT.unpack_from(data)  # fmt: skip
+    (magic, flags, kind, job, worker, count, cookie, clock, chunk, slot, epoch, bitmap, exponent, old, new,
+     _) = _LAYOUT.unpack_from(data)  # fmt: skip
     if magic != MAGIC:
         raise PeerError(f"it begins with {magic:#06x}, packets of this protocol with {MAGIC:#06x}")
     if flags >> 4 != VERSION:
@@ -192,6 +219,10 @@ def decode(data: bytes | memoryview) -> Packet:
         PacketKind(kind), job, worker, cookie, clock, chunk, slot, epoch, bitmap, exponent, old, new,
         Flag(flags & 15), struct.unpack_from(f"<{values}i", data, HEADER_BYTES),
     )  # fmt: skip
+
+
+def _checksum(data: bytes | bytearray | memoryview) -> int:
+    return int(checksum.checksums(np.frombuffer(data, "<u4")[None])[0])
 
 
 def is_newer(number: int, other: int) -> bool:

@@ -80,3 +80,4 @@ def _answer(batch: PacketBatch) -> None:
     """Make of each packet the answer that a switch would give its only worker."""
     header = batch.header
     header["kind"], header["bitmap"], header["cookie"] = PacketKind.RESULT, 1, 0
+    batch.seal()

@@ -15,7 +15,7 @@ from offbeat.switch.data_plane import MIB, TABLE_MIB, JobClocks, JobStats, Membe
 from offbeat.switch.job_shape import MOST_SLOTS
 from offbeat.switch.job_state import JobState, Send
 from offbeat.switch.members import ALL, refusal
-from offbeat.switch.packet import MOST_WORKERS, PacketKind, Reason, decode
+from offbeat.switch.packet import MOST_WORKERS, PacketKind, Reason
 from offbeat.switch.packet_batch import PacketBatch
 from offbeat.switch.vector_stream import VectorStream
 
@@ -77,7 +77,7 @@ class SoftwarePlane:
     def __init__(self, send: SendBatch, table_mib: int = TABLE_MIB) -> None:
         self._send, self._table_bytes = send, table_mib << MIB
         self._jobs: dict[int, _Job] = {}
-        self.dropped = {"foreign": 0, "unknown job": 0, "refused": 0}
+        self.dropped = {"foreign": 0, "unknown job": 0, "refused": 0, "damaged": 0}
         self._told = 0  # of this batch, why they are refused
 
     # -- control -------------------------------------------------------------------------------------------------
@@ -152,6 +152,10 @@ class SoftwarePlane:
             ports: [B] where each came from.
         """
         self._told = 0
+        damaged = batch.are_damaged()
+        if damaged.any():
+            self.dropped["damaged"] += int(damaged.sum())
+            batch, ports = batch.among(~damaged), ports[~damaged]
         numbers = batch.header["job"]
         known = np.zeros(len(batch), np.bool_)
         for number in np.unique(numbers):
@@ -192,7 +196,7 @@ class SoftwarePlane:
                     self._told += 1
                     if self._told > _TOLD:
                         continue
-                sends += job.state.handle(decode(batch.rows[i, : batch.sizes[i]].tobytes()), int(ports[i]), now_s)
+                sends += job.state.handle(batch.packet(i), int(ports[i]), now_s)
             self._send_each(job, sends)
         if len(turns):
             job.note_members()
@@ -232,6 +236,6 @@ class SoftwarePlane:
         self.dropped["unknown job"] += int(ours.sum())
         which = np.flatnonzero(ours)[: max(0, _TOLD - self._told)]
         if len(which):
-            packets = [decode(batch.rows[i, : batch.sizes[i]].tobytes()) for i in which]
+            packets = [batch.packet(i) for i in which.tolist()]
             refusals = [refusal(packet, Reason.UNKNOWN_JOB, packet.worker, packet.chunk) for packet in packets]
             self._send(PacketBatch.of(refusals, 0), ports[which], np.arange(len(which)))

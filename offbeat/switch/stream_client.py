@@ -83,6 +83,7 @@ class StreamClient:
         refusal: why the switch will not go on with this worker; None as long as it does.
         held_up_by: a worker that lacks results which others wait to replace; None if there is none.
         resent: packets that were sent again.
+        damaged: packets that were damaged on their way here.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class StreamClient:
         self._timer = ResendTimer(rto_s)
         self._clock = clock  # of the next exchange
         self._kept: deque[StreamExchange] = deque()  # in order, from the first whose result another may lack
-        self.sent = self.resent = 0
+        self.sent = self.resent = self.damaged = 0
         self._begin(shape, cookie, chunk)
 
     def _begin(self, shape: JobShape, cookie: int, chunk: int) -> None:
@@ -243,6 +244,7 @@ class StreamClient:
             self._oldest_s = min(self._oldest_s, now_s)
             self._sent_s[batch.header["slot"]] = now_s
             batch.header["bitmap"] = wrapped(self._acked)
+            batch.seal()
             self.sent += written
         return batch
 
@@ -340,7 +342,9 @@ class StreamClient:
         Raises:
             NumericsError: if a chunk's sum did not fit again and again.
         """
-        if not len(batch):
+        intact = batch.intact()
+        self.damaged += len(batch) - len(intact)
+        if not len(batch := intact):
             return
         if not batch.are_all(PacketKind.RESULT, self.shape.number):
             batch = self._results_among(batch)

@@ -121,6 +121,7 @@ class TableClient:
         has_joined: whether the switch has answered to its `JOIN`.
         refusal: why the switch will not go on with this worker; None as long as it does.
         resent: packets that were sent again.
+        damaged: packets that were damaged on their way here.
         spent_s: seconds in each phase but computing.
         grant: why it went on behind its last step; None before the first.
         settled: how often all have read the same table.
@@ -149,7 +150,7 @@ class TableClient:
         self.phase: Phase = "computing"
         self.is_saturated = self.has_joined = False
         self.refusal: Reason | None = None
-        self.resent = 0
+        self.resent = self.damaged = 0
         self.grant: StepGrant | None = None
         self.spent_s: dict[Phase, float] = dict.fromkeys(("push", "clock", "pull", "rest", "restore", "confirm"), 0.0)
         self._began_s = self._now_s = 0.0
@@ -359,7 +360,9 @@ class TableClient:
     def receive(self, batch: PacketBatch, now_s: float) -> None:
         """Take in packets from the switch; what answers nothing that is owed is passed over."""
         self._now_s = now_s
-        batch = batch.narrowed(self.shape.values)
+        intact = batch.intact()
+        self.damaged += len(batch) - len(intact)
+        batch = intact.narrowed(self.shape.values)
         header = batch.header
         ours = batch.are_ours(self.shape.number, from_workers=False)
         granted = ours & np.isin(header["kind"], (PacketKind.GRANT, PacketKind.JOIN_OK, PacketKind.PROBE_OK))
@@ -498,4 +501,5 @@ class TableClient:
         if ahead is not None and reads:
             header["kind"][count:], header["clock"][count:] = PacketKind.READ, self._read_clock
             header["chunk"][count:] = ahead
+        batch.seal()
         return batch

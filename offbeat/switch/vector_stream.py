@@ -272,6 +272,7 @@ class VectorStream:
         full = self.has_values[slots]
         batch.values[full] = self.values[slots[full]]
         batch.sizes[:] = HEADER_BYTES + np.where(full, 4 * self._shape.values, 0)
+        batch.seal()
         self._answers.append((at, to, batch))
 
     def _refuse(self, batch: PacketBatch, at: NDArray[np.int64], reason: Reason, about: int | None = None) -> None:

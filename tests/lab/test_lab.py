@@ -26,6 +26,7 @@ from offbeat.scenario import Replay, Scenario
 from offbeat.scheduling import MadeSchedule
 from tests.cli.commands import alive, clean_environment, descendants, offbeat, start
 from tests.lab.permissions import needs_root, soon
+from tests.switch.kernel_replay import why_not
 
 if TYPE_CHECKING:
     from offbeat.lab.results import ResultFile
@@ -552,6 +553,26 @@ def _command(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return ""
+
+
+@pytest.mark.lab
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: builds network namespaces")
+@pytest.mark.timeout(180)
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["udp", "ebpf"])
+def test_a_switch_sums_rightly_over_links_that_damage_frames(tmp_path: Path, target: str) -> None:
+    """A run whose gradients are wrong, or whose replicas differ, is an error."""
+    if target == "ebpf" and why_not():
+        pytest.skip(why_not())
+    text = REPLAY.replace("count = 2", f'count = 3\nswitch = "{target}"').replace("65536", "400_000")
+    text = text.replace('[[row]]\nname = "ddp"\nsystem = "ddp"\n', "")
+    text = text.replace("[run]", "[impair]\ncorrupt = 0.02\n[run]")
+    text += 'plan = { fabric = { kind = "Switch" } }\n'
+    path = scenario(tmp_path, text)
+    code, output = offbeat("lab", "run", path, "--json", "out.json", folder=tmp_path, timeout_s=150)
+    assert code == 0, output
+    report = results.read(tmp_path / "out.json")
+    assert [row.row for row in report.rows] == ["offbeat"]
 
 
 @pytest.mark.lab

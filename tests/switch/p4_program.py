@@ -14,7 +14,7 @@ import offbeat
 PROGRAM = Path(offbeat.__file__).parent / "switch" / "p4" / "switch.p4"
 _STANDARD = {"standard_metadata.egress_rid": 16}
 _PREFIX = {"table": 2, "action": 1, "counter": 18, "direct_counter": 19, "register": 22}
-_OPEN = re.compile(r"\b(?:control|struct|header)\s+(\w+)[^{;]*\{")
+_OPEN = re.compile(r'(?:@name\("(\w+)"\)\s+)?\b(?:control|struct|header)\s+(\w+)[^{;]*\{')
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,14 @@ def expanded(text: str) -> str:
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    """The names and bodies of controls, structs and headers."""
+    """The names, as control knows them, and bodies of controls, structs and headers."""
     found = []
     for match in _OPEN.finditer(text):
         depth, at = 1, match.end()
         while depth:
             depth += {"{": 1, "}": -1}.get(text[at], 0)
             at += 1
-        found.append((match[1], text[match.end() : at - 1]))
+        found.append((match[1] or match[2], text[match.end() : at - 1]))
     return found
 
 
@@ -144,6 +144,7 @@ def p4info(program: P4Program) -> str:
             )
         for action in table.actions:
             more += _message("action_refs", f"id: {number_of('action', action)}")
+        more += _message("initial_default_action", f"action_id: {number_of('action', table.default)}")
         if table.counter:
             more.append(f"direct_resource_ids: {number_of('direct_counter', table.counter)}")
         add("tables", "table", table.name, *more, f"size: {table.size}")

@@ -16,9 +16,10 @@ from offbeat.protocol.switch_control import JoinSwitchJob, Strategy, SwitchJobJo
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.p4 import p4runtime, rules
+from offbeat.switch.p4.p4runtime import P4INFO
 from offbeat.switch.p4.rules import MulticastGroup, P4Job, create_job, place_jobs
 from offbeat.switch.p4.shown_rules import commands_for
-from offbeat.switch.packet import HEADER_BYTES, MAGIC, VERSION, ZERO_EXPONENT, Flag, PacketKind, Reason
+from offbeat.switch.packet import HEADER_BYTES, MAGIC, VERSION, ZERO_EXPONENT, Flag, Packet, PacketKind, Reason, encode
 from tests.switch.local_switch import served_switch
 from tests.switch.p4_golden import DATA, GOLDEN, SHAPE, life, status, text_of
 from tests.switch.p4_program import PROGRAM, expanded, number_of, read_program
@@ -26,6 +27,20 @@ from tests.switch.p4_program import PROGRAM, expanded, number_of, read_program
 if TYPE_CHECKING:
     from pathlib import Path
 
+# What p4include/v1model.p4 and core.p4 declare.
+V1MODEL = set(
+    re.findall(
+        r"\w+",
+        """
+        standard_metadata_t CounterType MeterType counter direct_counter meter direct_meter register action_profile
+        random digest mark_to_drop hash action_selector HashAlgorithm Checksum16 verify_checksum update_checksum
+        verify_checksum_with_payload update_checksum_with_payload clone resubmit recirculate CloneType
+        clone_preserving_field_list resubmit_preserving_field_list recirculate_preserving_field_list truncate assert
+        assume log_msg Parser VerifyChecksum Ingress Egress ComputeChecksum Deparser V1Switch PORTNUM packet_in
+        packet_out error match_kind NoAction verify
+        """,
+    )
+)
 needs_p4runtime = pytest.mark.skipif(
     importlib.util.find_spec("p4") is None, reason="needs the package p4runtime: pip install 'offbeat[p4]'"
 )
@@ -86,6 +101,51 @@ def test_the_program_speaks_our_wire_format() -> None:
             assert numbers[one.name] == one
     header = re.findall(r"header message_t \{(.*?)\}", text, re.DOTALL)[0]
     assert sum(map(int, re.findall(r"bit<(\d+)>", header))) == 8 * HEADER_BYTES
+
+
+def test_no_control_has_a_name_of_v1model() -> None:
+    """The compiler refuses a second declaration of a name of the architecture's."""
+    text = re.sub(r"/\*.*?\*/|//[^\n]*", "", PROGRAM.read_text(), flags=re.DOTALL)
+    declared = re.findall(r"\b(?:control|parser|struct|header|extern|package)\s+(\w+)\s*[({]", text)
+    assert {"Parse", "Verify", "Compute", "Deparse", "headers_t"} <= set(declared)
+    assert not set(declared) & V1MODEL
+    assert not set(re.findall(r"\bconst\s+bit<\d+>\s+(\w+)", text)) & V1MODEL
+
+
+def test_the_program_sums_the_words_of_a_packet_in_their_order() -> None:
+    """Its macros are carried out here: what it takes, word by word, is the checksum of the same packet."""
+    text = PROGRAM.read_text()
+    numbers = dict(re.findall(r"const bit<32> (SEED|FACTOR) = (\w+);", text))
+    header = re.findall(r"header message_t \{(.*?)\}", text, re.DOTALL)[0]
+    widths = {name: int(width) for width, name in re.findall(r"bit<(\d+)> (\w+);", header)}
+    values = tuple(range(-16, 16))
+    datagram = encode(Packet(PacketKind.RESULT, 0x1234, 3, 0xC0FFEE, 7, 8, 9, 10, 11, -3, 12, 13, Flag.PRIME, values))
+    fields, at = {}, 0
+    whole = int.from_bytes(datagram[:HEADER_BYTES], "big")
+    for name, width in widths.items():
+        at += width
+        fields[name] = whole >> (8 * HEADER_BYTES - at) & ((1 << width) - 1)
+    taken = re.findall(r"^ +TAKE\((hdr.*)\)$", text, re.MULTILINE)
+    words = []
+    for one in taken:
+        word, bits = 0, 0
+        for name in re.findall(r"hdr\.message\.(\w+)", one):
+            word, bits = word << widths[name] | fields[name], bits + widths[name]
+        assert bits == 32, one
+        words.append(int.from_bytes(word.to_bytes(4, "big"), "little"))
+    assert "#define TAKE(x) word = x; word = SWAP32(word); sum = (sum + (word ^ (word >> 16))) * FACTOR;" in text
+    found = int(numbers["SEED"], 0)
+    for word in [*words, *(value % (1 << 32) for value in values)]:
+        found = (found + (word ^ word >> 16)) * int(numbers["FACTOR"], 0) % (1 << 32)
+    assert found == int.from_bytes(datagram[32:36], "little")
+
+
+def test_every_table_says_its_first_default_action() -> None:
+    text = P4INFO.read_text()
+    program = read_program()
+    for table in program.tables.values():
+        (entry,) = [one for one in text.split("\ntables {")[1:] if f'name: "{table.name}"' in one]
+        assert f"initial_default_action {{\n    action_id: {number_of('action', table.default)}\n" in entry
 
 
 @pytest.mark.skipif(shutil.which("cpp") is None, reason="needs the C preprocessor, cpp")

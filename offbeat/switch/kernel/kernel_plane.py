@@ -73,7 +73,7 @@ class KernelPlane:
     @property
     def dropped(self) -> dict[str, int]:
         """Packets that were not taken in, by why; see `DataPlane`."""
-        names = ("foreign", "unknown job", "refused", "fragments", "bundles")
+        names = ("foreign", "unknown job", "refused", "fragments", "bundles", "damaged")
         return dict(zip(names, self._program.counts("counters", len(names)), strict=True))
 
     # -- control -------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@
 #include <bpf/bpf_helpers.h>
 
 #define MAGIC 0x0FFB
-#define VERSION 1
+#define VERSION 2
 #define BLOCK 16 /* int32 that `count` counts */
 #define MOST_BLOCKS (MOST_VALUES / BLOCK)
 #define MOST_WORKERS 64
@@ -35,6 +35,8 @@
 #define ZERO_EXPONENT (-127)
 #define FRAME_BYTES (ETH_HLEN + sizeof(struct iphdr) + sizeof(struct udphdr))
 #define UNKNOWN ((__s64)1 << 40) /* further than any clock */
+#define SEED 0x0FFBEA75u /* of checksums */
+#define FACTOR 0x9E3779B5u
 #define COMPLETED 0x0FFBA115 /* what is noted in front of a packet that has completed a sum at XDP */
 
 enum kind { JOIN = 1, JOIN_OK, DATA, RESULT, INC, INC_OK, READ, ROW, CLOCK, GRANT, LEAVE, LEAVE_OK, PROBE, PROBE_OK, NACK };
@@ -42,7 +44,7 @@ enum flag { FIRST = 1, PRIME = 2, PARTIAL = 4, SATURATED = 8 };
 enum reason {
 	UNKNOWN_JOB = 1, NOT_A_MEMBER, STALE_COOKIE, WRONG_PORT, MALFORMED, SUPERSEDED, AHEAD_OF_RING, WRONG_CLOCK, HELD_UP
 };
-enum counter { FOREIGN, STRANGE, REFUSED, FRAGMENTS, BUNDLES, COUNTERS, OURS = COUNTERS, OTHERS };
+enum counter { FOREIGN, STRANGE, REFUSED, FRAGMENTS, BUNDLES, DAMAGED, COUNTERS, OURS = COUNTERS, OTHERS };
 #define FROM_WORKERS (1 << JOIN | 1 << DATA | 1 << INC | 1 << READ | 1 << CLOCK | 1 << LEAVE | 1 << PROBE)
 
 /* See offbeat/switch/packet.py. */
@@ -56,6 +58,7 @@ struct header {
 	__u32 bitmap;
 	__s8 exponent;
 	__u8 unused, window_old, window_new;
+	__u32 checksum; /* of all the rest; see offbeat/switch/checksum.py */
 };
 
 struct ethernet { /* addresses as numbers of 16 bits: that is how they are aligned */
@@ -227,6 +230,39 @@ static __always_inline int has_completed(struct __sk_buff *skb)
 	return (void *)(note + 1) <= (void *)(long)skb->data && *note == COMPLETED;
 }
 
+/* The checksum of a packet, whose header stands in the frame and its values in scratch. A function of its own to the
+ * verifier, which follows the loop once. What is multiplied is so by constants, since a block's words do not wait for one
+ * another then. */
+__noinline __u32 checksum_of(struct scratch *s)
+{
+	__u32 *words, blocks;
+	__u64 sum = SEED; /* of which the lower half counts */
+
+	if (!s)
+		return 0;
+	words = (__u32 *)&s->f.h;
+	blocks = s->f.h.count;
+#pragma unroll
+	for (__u32 i = 0; i < 8; i++)
+		sum = (sum + (words[i] ^ words[i] >> 16)) * FACTOR;
+	for (__u32 block = 0; block < MOST_BLOCKS; block++) {
+		__u32 power = 1;
+		__u64 of_block = 0;
+
+		if (block >= blocks)
+			break;
+#pragma unroll
+		for (__u32 i = 0; i < BLOCK; i++) {
+			__u32 word = s->values[block * BLOCK + BLOCK - 1 - i];
+
+			power *= FACTOR;
+			of_block += (__u64)(word ^ word >> 16) * power;
+		}
+		sum = sum * power + of_block;
+	}
+	return sum;
+}
+
 /* -- sending ---------------------------------------------------------------------------------------------------- */
 
 static __always_inline void seal(struct frame *f)
@@ -293,6 +329,7 @@ static __always_inline int reply(struct __sk_buff *skb, struct scratch *s)
 	f->ip.daddr = ip;
 	f->udp.source = f->udp.dest;
 	f->udp.dest = port;
+	f->h.checksum = checksum_of(s);
 	seal(f);
 	if (resize(skb, f->h.count) || bpf_skb_store_bytes(skb, 0, &f->eth, FRAME_BYTES + sizeof(f->h), 0))
 		return TC_ACT_SHOT;
@@ -307,6 +344,7 @@ static __noinline int broadcast(struct __sk_buff *skb, struct scratch *s, struct
 
 	if (!job || !s)
 		return -1;
+	s->f.h.checksum = checksum_of(s);
 	*out = s->f;
 	to = *(volatile __u64 *)&job->members;
 	out->ip.saddr = s->f.ip.daddr;
@@ -612,8 +650,7 @@ static __always_inline void decide(
 /* Take a packet into its slot, and note what is to be answered in `todo`, of what is kept in `kept`; a reason to refuse
  * it as it is, -1 if it cannot be, or 0. */
 static __always_inline int sum_up(
-	void *packet, enum hook hook, struct scratch *s, struct job *job, __u32 worker, struct member *member,
-	__u64 *seen)
+	struct scratch *s, struct job *job, __u32 worker, struct member *member, __u64 *seen)
 {
 	struct header *h = &s->f.h, *kept = &s->kept;
 	__u32 place = h->chunk & (job->slots - 1), key = job->first_slot + place;
@@ -630,8 +667,6 @@ static __always_inline int sum_up(
 		return MALFORMED;
 	if (distance(h->bitmap, job->acked[worker]) > 0)
 		job->acked[worker] = h->bitmap;
-	if (load(packet, hook, s))
-		return -1;
 	plan(s, 0, 0, 0);
 
 	bpf_spin_lock(&exchange->lock);
@@ -672,7 +707,7 @@ static __always_inline int on_data(
 	int is_completed = has_completed(skb), reason;
 	__u64 seen;
 
-	reason = sum_up(skb, AT_TC, s, job, worker, member, &seen);
+	reason = sum_up(s, job, worker, member, &seen);
 	if (reason > 0)
 		return refuse(skb, s, job, reason, worker);
 	if (reason < 0)
@@ -724,7 +759,7 @@ static __always_inline int on_inc(
 	if (h->chunk >= job->rows || h->count != job->blocks || h->exponent != job->exponent)
 		return refuse(skb, s, job, MALFORMED, worker);
 	row = bpf_map_lookup_elem(&rows, &key);
-	if (!row || load(skb, AT_TC, s))
+	if (!row)
 		return TC_ACT_SHOT;
 	if (step > 1) { /* all its updates of the step before are in, or it would not have begun this one */
 		bpf_spin_lock(&job->lock);
@@ -834,10 +869,11 @@ static __always_inline void note(struct member *member, __u8 kind)
 	__sync_fetch_and_add(&member->packets[kind & 15], 1);
 }
 
-/* Look at what came in; its frame is loaded if it is for the switch (OURS). Else it is to be dropped, and counted as what
- * is returned, or goes its way (OTHERS). */
-static __always_inline __u32 look_at(void *packet, enum hook hook, struct frame *f)
+/* Look at what came in; its frame and its values are in scratch if it is for the switch (OURS). Else it is to be dropped,
+ * and counted as what is returned, or goes its way (OTHERS). */
+static __always_inline __u32 look_at(void *packet, enum hook hook, struct scratch *s)
 {
+	struct frame *f = &s->f;
 	__u32 zero = 0, size, ip_size;
 	struct settings *setting = bpf_map_lookup_elem(&settings, &zero);
 
@@ -854,9 +890,9 @@ static __always_inline __u32 look_at(void *packet, enum hook hook, struct frame 
 	size = bpf_ntohs(f->udp.len) - sizeof(f->udp);
 	ip_size = bpf_ntohs(f->ip.tot_len) - sizeof(f->ip) - sizeof(f->udp);
 	if (size < sizeof(f->h) || size > 65535 || size != ip_size || length_of(packet, hook) < FRAME_BYTES + size ||
-	    load_bytes(packet, hook, FRAME_BYTES, &f->h, sizeof(f->h)) || !is_ours(f, size))
+	    load_bytes(packet, hook, FRAME_BYTES, &f->h, sizeof(f->h)) || !is_ours(f, size) || load(packet, hook, s))
 		return FOREIGN;
-	return OURS;
+	return f->h.checksum == checksum_of(s) ? OURS : DAMAGED;
 }
 
 SEC("tc")
@@ -872,7 +908,7 @@ int take_packet(struct __sk_buff *skb)
 	if (!s || skb->vlan_present) /* of another network: the port of that one is an interface of its own */
 		return TC_ACT_OK;
 	f = &s->f;
-	what = look_at(skb, AT_TC, f);
+	what = look_at(skb, AT_TC, s);
 	if (what == OTHERS)
 		return TC_ACT_OK;
 	if (what != OURS) {
@@ -930,7 +966,7 @@ int take_frame(struct xdp_md *xdp)
 	if (!s)
 		return XDP_PASS;
 	f = &s->f;
-	if (look_at(xdp, AT_XDP, f) != OURS || f->h.kind != DATA)
+	if (look_at(xdp, AT_XDP, s) != OURS || f->h.kind != DATA)
 		return XDP_PASS;
 	job = job_of(f->h.job);
 	if (!job)
@@ -944,7 +980,7 @@ int take_frame(struct xdp_md *xdp)
 	if ((void *)(noted + 1) > (void *)(long)xdp->data)
 		return XDP_PASS;
 	*noted = 0;
-	if (sum_up(xdp, AT_XDP, s, job, f->h.worker & (MOST_WORKERS - 1), member, &seen) || s->todo.refusal)
+	if (sum_up(s, job, f->h.worker & (MOST_WORKERS - 1), member, &seen) || s->todo.refusal)
 		return XDP_PASS;
 	if (s->todo.to == NOBODY) {
 		note(member, DATA);

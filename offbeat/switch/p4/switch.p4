@@ -51,9 +51,11 @@
     DO(1) DO(0)
 
 const bit<16> MAGIC = 0xFB0F; /* 0x0FFB, its bytes as they come */
-const bit<4> VERSION = 1;
-const bit<16> BARE = 40; /* bytes of UDP without values */
-const bit<16> WHOLE = 168; /* and with them */
+const bit<4> VERSION = 2;
+const bit<16> BARE = 44; /* bytes of UDP without values */
+const bit<16> WHOLE = 172; /* and with them */
+const bit<32> SEED = 0x0FFBEA75; /* of checksums */
+const bit<32> FACTOR = 0x9E3779B5;
 
 /* Kinds of packets. */
 const bit<8> JOIN = 1;
@@ -142,6 +144,7 @@ header message_t {
     bit<8> unused;
     bit<8> window_old;
     bit<8> window_new;
+    bit<32> checksum;
 }
 
 #define FIELD(i) bit<32> v##i;
@@ -195,6 +198,7 @@ struct metadata_t {
     bit<8> window_new;
     bit<32> effective;
     bit<16> epoch;
+    bit<32> checksum; /* of the packet as it is, bytes as they come */
     /* the answer */
     bit<8> kind;
     bit<8> answer;
@@ -246,8 +250,11 @@ control Verify(inout headers_t hdr, inout metadata_t meta) {
     }
 }
 
-control Ingress(inout headers_t hdr, inout metadata_t meta, inout standard_metadata_t standard_metadata) {
+/* v1model has types with the names Ingress and Egress; rules call these controls so. */
+@name("Ingress")
+control SumPackets(inout headers_t hdr, inout metadata_t meta, inout standard_metadata_t standard_metadata) {
     counter(16, CounterType.packets) refused; /* by reason */
+    counter(1, CounterType.packets) damaged;
     counter(MEMBERS, CounterType.packets) duplicates;
     direct_counter(CounterType.packets) packets;
 
@@ -411,6 +418,31 @@ control Ingress(inout headers_t hdr, inout metadata_t meta, inout standard_metad
         hdr.message.bitmap = SWAP32(hdr.message.bitmap);
     }
 
+    /* The checksum of what else is in the header and in the values, whose bytes are as they come: see
+     * offbeat/switch/checksum.py. */
+#define TAKE(x) word = x; word = SWAP32(word); sum = (sum + (word ^ (word >> 16))) * FACTOR;
+#define TAKE_VALUE(i) TAKE(hdr.values.v##i)
+    action sum_header() {
+        bit<32> word;
+        bit<32> sum = SEED;
+        TAKE(hdr.message.magic ++ hdr.message.version ++ hdr.message.flags ++ hdr.message.kind)
+        TAKE(hdr.message.job ++ hdr.message.worker ++ hdr.message.count)
+        TAKE(hdr.message.cookie)
+        TAKE(hdr.message.clock)
+        TAKE(hdr.message.chunk)
+        TAKE(hdr.message.slot ++ hdr.message.epoch)
+        TAKE(hdr.message.bitmap)
+        TAKE(hdr.message.exponent ++ hdr.message.unused ++ hdr.message.window_old ++ hdr.message.window_new)
+        meta.checksum = sum;
+    }
+
+    action sum_values() {
+        bit<32> word;
+        bit<32> sum = meta.checksum;
+        EACH(TAKE_VALUE)
+        meta.checksum = sum;
+    }
+
     /* An answer without values, in which nothing is said yet but for the clock and the chunk. */
     action begin_answer() {
         hdr.message.kind = meta.answer;
@@ -504,6 +536,16 @@ control Ingress(inout headers_t hdr, inout metadata_t meta, inout standard_metad
                 bool is_whole = (hdr.values.isValid() && hdr.message.count == 2) ||
                                 (!hdr.values.isValid() && hdr.message.count == 0);
                 is_read = is_known && is_whole && hdr.message.magic == MAGIC && hdr.message.version == VERSION;
+            }
+            if (is_read) {
+                sum_header();
+                if (hdr.values.isValid()) {
+                    sum_values();
+                }
+                if (meta.checksum != SWAP32(hdr.message.checksum)) {
+                    damaged.count(0);
+                    is_read = false;
+                }
             }
             if (is_read) {
                 @atomic {
@@ -869,13 +911,21 @@ control Ingress(inout headers_t hdr, inout metadata_t meta, inout standard_metad
                         }
                     }
                     swap_header();
+                    if (meta.to != TO_NOBODY) {
+                        sum_header();
+                        if (hdr.values.isValid()) {
+                            sum_values();
+                        }
+                        hdr.message.checksum = SWAP32(meta.checksum);
+                    }
                 }
             }
         }
     }
 }
 
-control Egress(inout headers_t hdr, inout metadata_t meta, inout standard_metadata_t standard_metadata) {
+@name("Egress")
+control AddressCopies(inout headers_t hdr, inout metadata_t meta, inout standard_metadata_t standard_metadata) {
     register<bit<16>>(MEMBERS) receiver_port;
 
     action set_receiver(bit<48> mac, bit<32> ip, bit<32> place) {
@@ -934,4 +984,4 @@ control Deparse(packet_out packet, in headers_t hdr) {
     }
 }
 
-V1Switch(Parse(), Verify(), Ingress(), Egress(), Compute(), Deparse()) main;
+V1Switch(Parse(), Verify(), SumPackets(), AddressCopies(), Compute(), Deparse()) main;
