@@ -76,7 +76,7 @@ def secret_of(rank: int) -> bytes:
 def client(address: str, rank: int = 0, role: Role = "worker", secret: bytes | None = None) -> ControlClient:
     """A link; by default always that of the same process of its rank."""
     own = secret_of(rank) if secret is None else secret
-    return ControlClient(address, rank=rank, role=role, secret=own, timeout=SHORT, patience=SHORT)
+    return ControlClient(address, rank=rank, role=role, secret=own, timeout=SHORT, patience=5 * SHORT)
 
 
 def join(
