@@ -5,7 +5,7 @@
 * `handshake`, `credentials` - what proves who may speak: token, certificates; `handshake_io` - over a stream
 * `session` - exactly once and in order, whatever breaks; without I/O
 * `stream` - a socket that never blocks, plain or with TLS
-* `link` - a session on real connections, one after the other
+* `link` - a session on real connections, one after the other; `keepalive` - whether a silent peer's machine answers
 * `tcp` - `listen` and `connect`, with an example; `listener` and `connector` behind them
 * `mesh` - a link with each of the others; `lane` - memory that grows at one end of a link and then at the other
 * `interfaces` - the addresses of this machine, and which of them leads to a peer

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from typing import TYPE_CHECKING
 
 from offbeat.errors import NetworkError, OffbeatError, PeerError
 from offbeat.wire import stream as streams
+from offbeat.wire.keepalive import KeepaliveProbe, acknowledged_s
 from offbeat.wire.session import TICKS, Counters, Limits, Receiver, Session, SessionOver
 
 if TYPE_CHECKING:
@@ -25,6 +27,10 @@ _log = logging.getLogger("offbeat.wire")
 _TURN_BYTES = 2 << 20
 # In the middle of a body it is not worth waking up for less. What comes slower is found at the next tick.
 _WAKE_BYTES = 1 << 20
+# Part of the timeout after which a silent peer's machine is asked.
+_PROBE_AFTER = 0.3
+# Part of it after which the process behind it is said to stand still.
+_STALLED = 0.6
 
 
 class PeerLink:
@@ -65,6 +71,7 @@ class PeerLink:
         self._room: list[asyncio.Future[None]] = []
         self._ticked_s = self._attached_s = 0.0
         self._unsent_bytes: int | None = None  # as much as the kernel likes
+        self._probe: KeepaliveProbe | None = None
         self._tick_s = limits.timeout.total_seconds() / TICKS
         self._timer: asyncio.TimerHandle | None = None  # runs from the first connection on
 
@@ -129,6 +136,16 @@ class PeerLink:
         """Write what is queued now, as far as the kernel takes it."""
         self._flush()
 
+    def probe_at(self, address: str) -> None:
+        """Have the other side's machine asked, while that is silent, whether its process is still there.
+
+        As long as it is, silence does not end the link.
+
+        Args:
+            address: "host:port" at which the other side listens.
+        """
+        self._probe = KeepaliveProbe(address)
+
     def pause_reading(self) -> None:
         """Take in nothing more for now, but for what is here already; the other side waits when its window is full.
 
@@ -155,7 +172,7 @@ class PeerLink:
         return self._session.has_hung_up
 
     def note_refused(self) -> None:
-        """Note that where the other side listened nobody does, and it is not started again: as if it had hung up."""
+        """Note that nobody listens where the other side did, and it is not started again: as if it had hung up."""
         if self._stream is None and not self._session.has_hung_up:
             self._session.hung_up()
 
@@ -178,6 +195,12 @@ class PeerLink:
     def silent_s(self) -> float:
         """Seconds since the other side was last heard."""
         return self._session.silent_s
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the other side has been silent for most of the timeout, while its machine answers for it."""
+        silent_s = self._session.silent_s
+        return silent_s > _STALLED * self.limits.timeout.total_seconds() and self._session.unanswered_s < silent_s / 2
 
     # -- what tcp calls ------------------------------------------------------------------------------------------
 
@@ -349,8 +372,10 @@ class PeerLink:
         # If this process itself was stopped, the other side was not silent.
         elapsed_s, self._ticked_s = min(now_s - self._ticked_s, 2 * self._tick_s), now_s
         self._timer = self._loop.call_later(self._tick_s, self._tick)
+        connection_s = math.inf if self._stream is None else acknowledged_s(self._stream.sock)
         try:
-            self._session.passed(elapsed_s, listening=not self._paused or self._stream is None)
+            answered_s = self._answered_s(connection_s)
+            self._session.passed(elapsed_s, listening=not self._paused or self._stream is None, answered_s=answered_s)
         except SessionOver as over:
             trouble = f"; the connection was lost: {self.trouble}" if self.trouble else ""
             self._end(NetworkError(f"{over.reason}{trouble}"))
@@ -359,12 +384,31 @@ class PeerLink:
             self._break(str(error), error)
             return
         silent_s = min(self._session.silent_s, now_s - self._attached_s)
+        if self._probe is not None:
+            silent_s = min(silent_s, connection_s)
         if silent_s > self.limits.timeout.total_seconds() / 2 and self._stream is not None:
             # Perhaps only this one connection is dead, as after a router forgot it. Who dialled dials again.
             self._break("nothing came over it")
         elif self._stream is not None and not self._paused:
             self._readable(self._stream)
         self._flush_soon()
+
+    def _answered_s(self, connection_s: float) -> float:
+        """Seconds since the other side's machine answered for it, infinite if nobody is to ask.
+
+        Args:
+            connection_s: since it answered on the connection.
+        """
+        probe = self._probe
+        if probe is None:
+            return math.inf
+        if self._session.silent_s < _PROBE_AFTER * self.limits.timeout.total_seconds():
+            probe.close()
+            return math.inf
+        answered_s = min(connection_s, probe.look())
+        if probe.has_ended:
+            self.note_refused()
+        return answered_s
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -382,6 +426,8 @@ class PeerLink:
         self.trouble = self.trouble if error is None else str(error)
         if self._timer is not None:
             self._timer.cancel()
+        if self._probe is not None:
+            self._probe.close()
         self.ended.set_result(None)
         self._session.forget()
         self._tell_room()

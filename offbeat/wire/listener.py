@@ -18,7 +18,7 @@ from offbeat.wire.credentials import Certificates, CertifiedRole, Credentials, t
 from offbeat.wire.handshake_io import STRANGER_BYTES, hear, say
 from offbeat.wire.interfaces import shown_address
 from offbeat.wire.link import PeerLink
-from offbeat.wire.messages import HandshakeClaim, Join, pack
+from offbeat.wire.messages import HandshakeClaim, Join, Message, pack
 from offbeat.wire.rate_limited_log import RateLimitedLog
 from offbeat.wire.stream import close, open_stream, prepare
 
@@ -108,6 +108,7 @@ class Acceptor:
 
     async def welcome(self, sock: socket.socket, peer: str) -> None:
         """See whom `peer` claims to be, and attach its connection to its link."""
+        join: Message | None = None
         try:
             prepare(sock)
             async with asyncio.timeout(STRANGER_S):
@@ -133,7 +134,9 @@ class Acceptor:
                     await say(stream, handshake.refuse(self._token, said, join, str(error)))
                     raise
         except (OSError, PeerError) as error:  # a TimeoutError is an OSError
-            self._refusals.log(f"{peer}: {str(error) or 'it took too long'}")
+            # Who hangs up without a word only looked whether this process is there (`keepalive`).
+            if join is not None or not isinstance(error, ConnectionError):
+                self._refusals.log(f"{peer}: {str(error) or 'it took too long'}")
             close(sock)
         except BaseException:
             close(sock)

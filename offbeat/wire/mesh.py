@@ -14,9 +14,10 @@ memory of a bounded size.
     channel = mesh.channel(0)                           # the same number on all
     channel.begin(0, "sum of 10 float32", sinks, lanes, failed)
 
-Loss is told to whoever has an exchange under way with the lost peer. How soon it is noticed is a matter of the links'
-limits: a peer that hung up, or where nobody listens any more, is lost after a fifth of the timeout, one that is silent
-after all of it.
+Whoever has an exchange under way with a lost peer is told. How soon a mesh notices a loss depends on the links'
+limits: a peer that hung up, or where nobody listens any more, is lost after a fifth of the timeout. A peer that is
+silent is lost after all of it, unless its machine still answers (`keepalive`): then its process is there, though it is
+stopped, holds the GIL or has no processor, and whoever waits for it decides for how long.
 """
 
 from __future__ import annotations
@@ -135,6 +136,8 @@ class PeerMesh:
                 f"Cannot begin: within {patience.total_seconds():g} s no link came from rank {who}. Can it reach "
                 f"{self._listener.address if self._listener else 'this machine'}?"
             ) from None
+        for rank, peer in self._peers.items():
+            peer.link.probe_at(addresses[rank])
 
     def channel(self, number: int) -> MeshChannel:
         """The exchanges of one user; the same number names it on all."""
@@ -159,6 +162,10 @@ class PeerMesh:
         """Seconds since a rank was last heard, on any thread; 0 if it is lost."""
         found = self._peers.get(rank)
         return 0.0 if found is None else found.link.silent_s
+
+    def stalled(self) -> dict[int, float]:
+        """The ranks that are silent while their machines answer, and for how many seconds they are; on any thread."""
+        return {rank: peer.link.silent_s for rank, peer in list(self._peers.items()) if peer.link.is_stalled}
 
     async def close(self) -> None:
         """Say good-bye to all, once they take part in what this process has, and have received what was sent.

@@ -27,15 +27,16 @@ metadata, and the same for what the owner queued beyond the window, which waitin
 owner's, on both sides.
 
 *Silence.* With nothing else to say, a session says how far it has received, `_BEATS` times per `Limits.timeout`; a peer
-that says nothing for the whole of it is lost. A frame that was begun, and of which less than `_TRICKLE_BYTES` come in
-half of it, breaks the connection: bytes are missing, and such words fill their place. A peer that hung up, as the
-kernel does for a process that was killed, is lost after `Limits.grace`: it would have dialled again at once. Time in
-which this process itself did not run does not count.
+that says nothing for the whole of it is lost, unless its machine is known to answer for it (`keepalive`). A frame that
+was begun, and of which less than `_TRICKLE_BYTES` come in half of it, breaks the connection: bytes are missing, and
+such words fill their place. A peer that hung up, as the kernel does for a process that was killed, is lost after
+`Limits.grace`: it would have dialled again at once. Time in which this process itself did not run does not count.
 """
 
 from __future__ import annotations
 
 import collections
+import math
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
@@ -92,7 +93,8 @@ class Limits:
     Args:
         window_bytes: most that is sent and not acknowledged.
         max_metadata_bytes, max_body_bytes: of one frame, in both directions; the same on both sides.
-        timeout: a peer that is silent for longer is lost; one that hung up, after `grace`.
+        timeout: a peer from which, and from whose machine, nothing is heard for longer is lost; one that hung up, after
+            `grace`.
     """
 
     window_bytes: int = 16 << 20
@@ -166,7 +168,7 @@ class Session:
         self._number = self._taken = self._acknowledged = 0
         self._owes_ack = False
         self._strikes = 0
-        self._silent_s = self._mute_s = 0.0
+        self._silent_s = self._unanswered_s = self._mute_s = 0.0
         self._gone_s: float | None = None  # for how long the other side has been away, if it hung up
         self._stuck_s, self._stuck_at_bytes = 0.0, 0  # since when, and where, a frame does not go on
 
@@ -322,7 +324,7 @@ class Session:
             PeerError: if this connection has to be given up.
             SessionOver: if the session has to.
         """
-        self._silent_s = 0.0
+        self._silent_s = self._unanswered_s = 0.0
         self.counters.bytes_in += size_bytes
         reader = self._reader
         if not reader.buffer_updated(size_bytes):
@@ -428,25 +430,28 @@ class Session:
         if self._strikes >= _STRIKES:
             raise SessionOver(error) from error
 
-    def passed(self, elapsed_s: float, *, listening: bool = True) -> None:
+    def passed(self, elapsed_s: float, *, listening: bool = True, answered_s: float = math.inf) -> None:
         """`elapsed_s` more have passed; if it is time for a word, `take` has one.
 
         Args:
             listening: whether something could have been heard.
+            answered_s: seconds since the other side's machine last answered for it; infinite if that is not known.
 
         Raises:
             SessionOver: if the other side has been silent, or has not come back, for too long.
             PeerError: if this connection has to be given up.
         """
         timeout_s = self.limits.timeout.total_seconds()
-        self._silent_s += elapsed_s if listening else 0.0
+        heard_nothing_s = elapsed_s if listening else 0.0
+        self._silent_s += heard_nothing_s
+        self._unanswered_s = min(self._unanswered_s + heard_nothing_s, answered_s)
         self._mute_s += elapsed_s
         grace_s = self.limits.grace.total_seconds()
         if self._gone_s is not None:
             self._gone_s += elapsed_s
             if self._gone_s > grace_s - 0.5 * timeout_s / TICKS:
                 raise SessionOver(NetworkError(f"it hung up, and was not back within {grace_s:g} s"))
-        if self._silent_s > timeout_s * (1 - 1 / TICKS):
+        if self._unanswered_s > timeout_s * (1 - 1 / TICKS):
             raise SessionOver(NetworkError(f"it has been silent for {timeout_s:g} s"))
         if self._mute_s >= timeout_s / _BEATS:
             self._owes_ack = True
@@ -461,6 +466,11 @@ class Session:
     def silent_s(self) -> float:
         """Seconds since anything was heard."""
         return self._silent_s
+
+    @property
+    def unanswered_s(self) -> float:
+        """Seconds since anything was heard of the other side, or its machine answered for it."""
+        return self._unanswered_s
 
     def _new_reader(self) -> Reader:
         limits = self.limits

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import os
 import socket
 import ssl
+import weakref
 from typing import TYPE_CHECKING, Protocol
 
 from offbeat.errors import PeerError
@@ -141,8 +144,31 @@ def limit_unsent(sock: socket.socket, size_bytes: int) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, size_bytes)
 
 
+_open_here = weakref.WeakSet[socket.socket]()
+
+
+def keep_from_children(sock: socket.socket) -> None:
+    """Have a socket closed in each child that is forked from now on.
+
+    A child that outlives this process would hold the connection, and the kernel would not tell the other side of the
+    end.
+    """
+    _close_in_children()
+    _open_here.add(sock)
+
+
+@functools.cache
+def _close_in_children() -> None:
+    def close_all() -> None:
+        for sock in list(_open_here):
+            sock.close()
+
+    os.register_at_fork(after_in_child=close_all)
+
+
 def prepare(sock: socket.socket) -> None:
     """Set a TCP socket up."""
+    keep_from_children(sock)
     sock.setblocking(False)
     # No TCP_USER_TIMEOUT: it would also end the connection with a peer that does not read for a while, and silence is
     # noticed anyway.
@@ -165,6 +191,7 @@ async def open_stream(
     if context is None:
         return PlainStream(sock)
     tls = context.wrap_socket(sock, server_side=server, server_hostname=host, do_handshake_on_connect=False)
+    keep_from_children(tls)
     try:
         while True:
             try:
@@ -179,6 +206,8 @@ async def open_stream(
         raise PeerError(f"its certificate is not accepted: {error.verify_message.rstrip('.')}") from error
     except ssl.SSLError as error:
         tls.close()
+        if server and isinstance(error, ssl.SSLEOFError):
+            raise ConnectionResetError("it hung up") from error
         raise PeerError(f"its certificate is not accepted, or it speaks no TLS: {error.reason or error}") from error
     except BaseException:
         tls.close()

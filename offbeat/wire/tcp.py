@@ -48,6 +48,7 @@ from offbeat.wire.link import PeerLink
 from offbeat.wire.listener import Acceptor, Listener
 from offbeat.wire.messages import HandshakeClaim
 from offbeat.wire.session import Limits
+from offbeat.wire.stream import prepare
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,7 +89,7 @@ async def listen(
         sock = socket.create_server((bind, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise NetworkError(f"Cannot open a server on {bind}, port {port}: {error}. Choose another.") from error
-    sock.setblocking(False)
+    prepare(sock)
     return Listener(sock, acceptor)
 
 
