@@ -28,6 +28,7 @@ from offbeat.wire.mesh import MeshExchange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from datetime import timedelta
 
     from offbeat.errors import OffbeatError
     from offbeat.fabric.lane_network import LaneNetwork
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 _FIRST_BYTES, _BLOCK_BYTES = 2 * BLOCK_BYTES, BLOCK_BYTES // 2  # several blocks, whatever is known of the link
 _ROUND_S = 0.2
 _MOST_BYTES = 64 << 20
-_PATIENCE_S = 20.0
 _PINGS = 4
 _SURE_MBPS = 1000.0  # beyond that a busy machine decides how fast a process sends
 _CHANGED = 1.2  # more, or less, than so many times what was known
@@ -231,8 +231,8 @@ def known_network(network: LaneNetwork, topology: Topology, meet: Callable[[str]
     channel, base = network.measurements(len(turns) * _PINGS)
     for turn, partner in enumerate(turns):
         if partner is not None:
-            pings = _pings(channel, base + turn * _PINGS, network.members[partner])
-            message_s = min(message_s, network.loop.run(pings))
+            pair = PairExchange(channel, network.members[partner], network.patience)
+            message_s = min(message_s, network.loop.run(pair.ping(base + turn * _PINGS)))
         meet("")
     return _measured(topology, min(float(text) for text in meet(str(message_s))))
 
@@ -252,7 +252,7 @@ def measure_rates(
         itself, in seconds.
 
     Raises:
-        NetworkError: if a link is lost meanwhile, or carries next to nothing; on all, behind as many meetings.
+        NetworkError: if a link is lost meanwhile, or carries next to nothing; on all, after as many meetings.
     """
     world, error = network.world, ""
     channel, base = network.measurements(2 * len(turns) * (_PINGS + 1))
@@ -260,28 +260,33 @@ def measure_rates(
     rates: list[list[float]] = []
     message_s = math.inf
     for number in range(2):
-        mine = [0.0] * world
+        mine, paces = [0.0] * world, [0.0] * world
         for turn, partner in enumerate(turns):
             if partner is not None:
                 out, come = sizes[network.place][partner], sizes[partner][network.place]
                 first = base + (turn + number * len(turns)) * (_PINGS + 1)
-                rank = network.members[partner]
+                pair = PairExchange(channel, network.members[partner], network.patience)
                 try:
-                    message_s = min(message_s, network.loop.run(_pings(channel, first, rank)))
-                    mine[partner] = network.loop.run(_both_ways(channel, first + _PINGS, rank, out, come))
+                    message_s = min(message_s, network.loop.run(pair.ping(first)))
+                    mine[partner], took_s = network.loop.run(pair.both_ways(first + _PINGS, out, come))
+                    paces[partner] = come / took_s
                 except NetworkError as failed:  # told below, so that all meet as often
                     error = error or str(failed)
             meet("")  # the next round begins when all links are free
-        said = [json.loads(text) for text in meet(json.dumps([message_s, mine, error]))]
+        said = [json.loads(text) for text in meet(json.dumps([message_s, mine, paces, error]))]
         if len(said) != world:
             raise NetworkError("Cannot measure the links: a worker was lost meanwhile.")
         if error := next((one for *_, one in said if one), ""):
             raise NetworkError(error)
-        message_s, by_receiver = min(one for one, *_ in said), [row for _, row, _ in said]
-        rates = [[by_receiver[receiver][sender] for receiver in range(world)] for sender in range(world)]
+        message_s = min(one for one, *_ in said)
+        rates, by_pace = (
+            [[said[receiver][which][sender] for receiver in range(world)] for sender in range(world)]
+            for which in (1, 2)
+        )
+        # Not by the rate: where workers wait for a processor, little may come fast, and much takes its time.
         sizes = [
-            [int(min(_MOST_BYTES, max(_FIRST_BYTES, rate * _ROUND_S))) // BLOCK_BYTES * BLOCK_BYTES for rate in row]
-            for row in rates
+            [int(min(_MOST_BYTES, max(_FIRST_BYTES, pace * _ROUND_S))) // BLOCK_BYTES * BLOCK_BYTES for pace in row]
+            for row in by_pace
         ]
     return rates, message_s
 
@@ -345,54 +350,66 @@ def unlike(rates: Sequence[Sequence[float]], network: Topology) -> list[tuple[in
     ]
 
 
-async def _pings(channel: MeshChannel, first: int, partner: int) -> float:
-    """Exchange a byte several times, one after the other; the shortest time that it took."""
-    shortest_s = math.inf
-    for number in range(first, first + _PINGS):
-        began_s = time.monotonic()
-        await _both_ways(channel, number, partner, 1, 1)
-        shortest_s = min(shortest_s, time.monotonic() - began_s)
-    return shortest_s
+class PairExchange:
+    """A measurement of two workers, each of which sends to the other at the same time.
 
+    Args:
+        channel: of measurements.
+        partner: the other's rank.
+        patience: for how long an exchange may take.
+    """
 
-async def _both_ways(channel: MeshChannel, number: int, partner: int, out_bytes: int, come_bytes: int) -> float:
-    """Send and receive so much, and return how fast it came."""
-    over, stamps = asyncio.Event(), list[tuple[float, int]]()
-    errors: list[OffbeatError] = []
+    def __init__(self, channel: MeshChannel, partner: int, patience: timedelta) -> None:
+        self._channel, self._partner, self._patience_s = channel, partner, patience.total_seconds()
 
-    def failed(error: OffbeatError) -> None:
-        errors.append(error)
-        over.set()
+    async def ping(self, first: int) -> float:
+        """Exchange a byte `_PINGS` times, one after the other; the shortest time that it took."""
+        took_s = [(await self.both_ways(number, 1, 1))[1] for number in range(first, first + _PINGS)]
+        return min(took_s)
 
-    left = 2
+    async def both_ways(self, number: int, out_bytes: int, come_bytes: int) -> tuple[float, float]:
+        """Send and receive so much; return how fast it came, in bytes per second, and how long all of it took.
 
-    def one_less() -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
+        Raises:
+            NetworkError: if the link is lost, or it takes longer than the network's patience; names the direction.
+        """
+        over, stamps = asyncio.Event(), list[tuple[float, int]]()
+        errors: list[OffbeatError] = []
+        under_way = {"receive", "send"}
+
+        def failed(error: OffbeatError) -> None:
+            errors.append(error)
             over.set()
 
-    target = GrowingBuffer(memoryview(bytearray(come_bytes)), 0)
-    target.follow(lambda: stamps.append((time.monotonic(), target.progress)))
-    lane = OutgoingLane(
-        LaneKey(channel.number, number, 0), GrowingBuffer(memoryview(bytearray(out_bytes))), (0,),
-        most_bytes=_BLOCK_BYTES, sent=one_less,
-    )  # fmt: skip
-    sinks = {(partner, 0): CopyingSink(target, one_less)}
-    channel.begin(number, MeshExchange("a measurement", sinks, [(partner, lane)], failed))
-    try:
-        async with asyncio.timeout(_PATIENCE_S):
-            await over.wait()
-    except TimeoutError:
-        raise NetworkError(
-            f"Cannot measure the link with rank {partner}: of {come_bytes} bytes {target.progress} came in "
-            f"{_PATIENCE_S:g} s."
-        ) from None
-    if errors:
-        raise errors[0]
-    channel.end(number)
-    (first_s, first_bytes), (last_s, _) = stamps[0], stamps[-1]
-    return (come_bytes - first_bytes) / max(last_s - first_s, 1e-6)
+        def has_ended(direction: str) -> None:
+            under_way.discard(direction)
+            if not under_way:
+                over.set()
+
+        target = GrowingBuffer(memoryview(bytearray(come_bytes)), 0)
+        target.follow(lambda: stamps.append((time.monotonic(), target.progress)))
+        lane = OutgoingLane(
+            LaneKey(self._channel.number, number, 0), GrowingBuffer(memoryview(bytearray(out_bytes))), (0,),
+            most_bytes=_BLOCK_BYTES, sent=lambda: has_ended("send"),
+        )  # fmt: skip
+        sinks = {(self._partner, 0): CopyingSink(target, lambda: has_ended("receive"))}
+        began_s = time.monotonic()
+        self._channel.begin(number, MeshExchange("a measurement", sinks, [(self._partner, lane)], failed))
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await over.wait()
+        except TimeoutError:
+            here = f"{target.progress} of the {come_bytes} bytes that it sends are here" * ("receive" in under_way)
+            there = f"it has not confirmed the {out_bytes} bytes sent to it" * ("send" in under_way)
+            raise NetworkError(
+                f"Cannot measure the link with rank {self._partner} in {self._patience_s:g} s: "
+                f"{' and '.join(filter(None, (here, there)))}. Give the workers a longer timeout, or look at the link."
+            ) from None
+        if errors:
+            raise errors[0]
+        self._channel.end(number)
+        (first_s, first_bytes), (last_s, _) = stamps[0], stamps[-1]
+        return (come_bytes - first_bytes) / max(last_s - first_s, 1e-6), time.monotonic() - began_s
 
 
 def _mbps(rate_bytes_per_s: float) -> float:

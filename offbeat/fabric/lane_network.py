@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     from offbeat.wire.mesh import MeshChannel
 
 _POLL = timedelta(milliseconds=20)
-# A peer that hung up, as a process that is killed does, is lost after a fifth of it, and one that is silent after all:
-# on a machine with more workers than cores one may well be silent for a second.
+# A peer that hung up, as a process that is killed does, is lost after a fifth of it. One that is silent is lost after
+# all of it if its machine is silent, too. Else whoever waits decides: a worker may well hold the GIL for some seconds.
 _TIMEOUT = timedelta(seconds=5)
 _SILENT_S = 1.0
+_MEASUREMENT = timedelta(seconds=20)  # at least: the slowest link takes so long for the least that tells something
 _LIMITS = Limits(max_metadata_bytes=4 << 10, max_body_bytes=4 << 20, timeout=_TIMEOUT)
 
 
@@ -53,6 +54,7 @@ class LaneNetwork:
         timeout: for how long the others are waited for.
 
     Attributes:
+        patience: for how long a measurement, or a trial of paths, may take.
         interfaces: by place, over which each has its links, for people.
 
     Raises:
@@ -71,6 +73,7 @@ class LaneNetwork:
         self.rank, self.members, self.place, self.world = rank, tuple(members), members.index(rank), len(members)
         self.name, self._measured = job, 0
         self._mesh: PeerMesh | None = None
+        self.patience = max(timeout, _MEASUREMENT)
         self.loop, self.pool = LoopThread("offbeat-lanes"), StagingPool()
         self._numbers = itertools.count()
         try:
@@ -107,6 +110,11 @@ class LaneNetwork:
     def is_broken(self) -> bool:
         """Whether there is no connection with one of the others just now."""
         return self.mesh.is_broken
+
+    @property
+    def stalled(self) -> dict[int, float]:
+        """The ranks that stand still, and for how many seconds; see `PeerMesh.stalled`."""
+        return self.mesh.stalled()
 
     def channel(self) -> MeshChannel:
         """A channel for one more user; users come in the same order on all workers."""

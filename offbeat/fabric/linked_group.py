@@ -19,6 +19,7 @@ from offbeat.topology_spec import NetworkFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from datetime import timedelta
     from pathlib import Path
 
     import torch.distributed as dist
@@ -70,8 +71,18 @@ class LinkedGroup:
         """The reasons why those are lost that are, by rank; who has left in order is not."""
         return self._network.lost
 
+    @property
+    def stalled(self) -> dict[int, float]:
+        """The ranks that stand still, and for how many seconds; see `PeerMesh.stalled`."""
+        return self._network.stalled
+
     def plan(
-        self, meet: Callable[[str], list[str]], known: MeasuredNetwork | None = None, *, is_first: bool = True
+        self,
+        meet: Callable[[str], list[str]],
+        known: MeasuredNetwork | None = None,
+        *,
+        is_first: bool = True,
+        patience: timedelta | None = None,
     ) -> PathCollectives:
         """Measure what is not known, and plan paths. Collective; if it fails the links are let go.
 
@@ -79,6 +90,7 @@ class LinkedGroup:
             meet: as that of the group; another one may wait for longer.
             known: of the network in the generation before; None if this worker was not in it.
             is_first: whether this is the first generation.
+            patience: for how long a measurement may take; None for what follows from the context's timeout.
 
         Raises:
             NetworkError, PeerError: if a link is lost meanwhile.
@@ -86,6 +98,7 @@ class LinkedGroup:
             PlanError: if the method does not suit the network that the job begins with.
         """
         runner = self._make_runner(self._network)
+        self._network.patience = patience or self._network.patience
         try:
             measured, plan = self._planned(runner, meet, known, is_first=is_first)
             check_alike(plan, meet, self._network)

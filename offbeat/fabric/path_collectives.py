@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -27,6 +26,7 @@ from offbeat.wire.lane import BusyTime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from datetime import timedelta
 
     import torch.distributed as dist
 
@@ -44,7 +44,6 @@ _log = logging.getLogger("offbeat")
 GroupSum: TypeAlias = "Callable[[torch.Tensor], Pending]"
 """Begins to sum a tensor [D] in place by torch's group."""
 
-_TRIAL = timedelta(seconds=20)
 _SMALL_BYTES, _PIECES = 1 << 20, 16  # of broadcasts
 
 
@@ -70,8 +69,9 @@ class PathTrials:
         return timed(lambda: self._until_over(begin(whole)))
 
     def _until_over(self, exchange: Exchange | Pending) -> None:
-        if not exchange.wait(_TRIAL):
-            raise NetworkError(f"Cannot choose paths: a trial did not end within {_TRIAL.total_seconds():g} s.")
+        patience = self._runner.network.patience
+        if not exchange.wait(patience):
+            raise NetworkError(f"Cannot choose paths: a trial did not end within {patience.total_seconds():g} s.")
         if self._runner.device.type == "cuda":  # NCCL's collectives hold up the stream alone
             torch.cuda.synchronize(self._runner.device)
 
