@@ -54,6 +54,7 @@ class Call:
     looked_s: float = 0.0
     is_said: bool = False
     is_reported: bool = False
+    is_stall_reported: bool = False
     _is_ending: bool = False
 
     def succeed(self, value: Any) -> None:
@@ -131,6 +132,7 @@ class CallBoard:
         place: of this worker.
         timeout: of a call.
         lost: says of places who is lost, and why.
+        stalled: says who stands still, and why.
     """
 
     def __init__(
@@ -140,9 +142,10 @@ class CallBoard:
         place: int,
         timeout: timedelta,
         lost: Callable[[], Mapping[int, str]],
+        stalled: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._store, self._ranks, self._place = store, ranks, place
-        self._timeout_s, self._lost = timeout.total_seconds(), lost
+        self._timeout_s, self._lost, self._stalled = timeout.total_seconds(), lost, stalled
         self._begun, self._process = 0, os.getpid()
         self._calls: deque[Call] = deque()
         self._lock = threading.Lock()
@@ -210,6 +213,10 @@ class CallBoard:
         if lost := self._lost():
             self.lose("; ".join(lost.values()))
             return
+        stalled = self._stalled()
+        if stalled and not call.is_stall_reported:
+            call.is_stall_reported = True
+            _log.warning("Waiting for %.0f s in %s: %s.", waited_s, call.what, "; ".join(stalled))
         # The store is asked ever more rarely: a call may well take an hour while one of the workers evaluates.
         if waited_s < min(_SAY_S, self._timeout_s / 2) or now_s - call.looked_s < waited_s / 8:
             return
@@ -231,6 +238,7 @@ class CallBoard:
             if missing
             else "all have called it"
         )
+        reason = "; ".join((reason, *stalled))
         if waited_s > self._timeout_s:
             call.fail(NetworkError(f"Cannot end {call.what} within the timeout of {self._timeout_s:g} s: {reason}."))
         elif waited_s > _REPORT_S and not call.is_reported:

@@ -7,11 +7,13 @@ import os
 import socket
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import torch.distributed as dist
 
+from offbeat.diagnosis.process_state import glance
 from offbeat.errors import DisagreementError, NetworkError
 from offbeat.version import __version__
 
@@ -31,14 +33,30 @@ class GroupMember(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str
     pid: int
+    machine: str
     version: str
 
     def __str__(self) -> str:
         return f"{self.host}, pid {self.pid}"
 
+    def standstill(self) -> str:
+        """Say why its process stands still, as far as this machine's kernel knows."""
+        if self.machine == this_machine():
+            is_paused = glance(self.pid).state == "paused"
+            return "it is paused (SIGSTOP)" if is_paused else "it holds the GIL in C, or gets no processor"
+        return "it is paused, holds the GIL in C, or gets no processor"
 
-def meet_members(store: Store, place: int, ranks: Sequence[int], timeout: timedelta) -> dict[int, str]:
-    """Wait until all have come; who each is, by rank, for people. Collective.
+
+def this_machine() -> str:
+    """Name this boot of the machine, and the numbering of its processes that this one sees; "" if it is not known."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def meet_members(store: Store, place: int, ranks: Sequence[int], timeout: timedelta) -> dict[int, GroupMember]:
+    """Wait until all have come; return who each is, by rank. Collective.
 
     Args:
         store: for this meeting alone.
@@ -49,7 +67,7 @@ def meet_members(store: Store, place: int, ranks: Sequence[int], timeout: timede
         NetworkError: if not all come in time.
         DisagreementError: if they do not run the same offbeat.
     """
-    mine = GroupMember(host=socket.gethostname(), pid=os.getpid(), version=__version__)
+    mine = GroupMember(host=socket.gethostname(), pid=os.getpid(), machine=this_machine(), version=__version__)
     try:
         store.set(str(place), msgspec.json.encode(mine).decode())
         _wait_for_all(store, ranks, timeout.total_seconds())
@@ -65,7 +83,7 @@ def meet_members(store: Store, place: int, ranks: Sequence[int], timeout: timede
                 f"Cannot make a group: rank {rank} ({one}) runs offbeat {one.version}, and rank {ranks[place]} "
                 f"{mine.version}. Install the same everywhere."
             )
-    return {rank: str(one) for rank, one in found.items()}
+    return found
 
 
 def _wait_for_all(store: Store, ranks: Sequence[int], timeout_s: float) -> None:

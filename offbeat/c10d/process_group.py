@@ -7,8 +7,9 @@ opened with the group; what they carry is measured before the first sum of `LEAS
 of a group take part. Small sums, other reductions, and all other collectives go over a group of Gloo's. So all that
 Gloo carries is carried, with its semantics; tensors on a GPU go as Gloo has them, by way of the host.
 
-Who is lost is noticed by the links, also while Gloo waits, and each call that is under way ends with an error that
-names who and where.
+The links notice who is lost, also while Gloo waits, and each call that is under way ends with an error that names who
+and where. A worker that is silent while its machine answers (stopped, holding the GIL, without a processor) is named in
+the log, and ends nothing before the group's timeout.
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ class OffbeatGroup(dist.ProcessGroup):
         for device in ("cpu", "cuda"):
             backend = self._gloo._get_backend(torch.device(device))
             self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend)
-        self._board = CallBoard(PrefixStore("calls", store), self._ranks, place, timeout, self._lost)
+        self._timeout = timeout
+        self._board = CallBoard(PrefixStore("calls", store), self._ranks, place, timeout, self._lost, self._stalled)
         self._opening, self._ends = threading.Lock(), _DaemonThreads()
         self._planning: Call | None = None
         self._meet = StoreMeeting(PrefixStore("paths", store), place, len(ranks), self._is_over)
@@ -170,6 +172,15 @@ class OffbeatGroup(dist.ProcessGroup):
         """The reasons why those are lost that are, by rank."""
         lost = {} if self._links is None else self._links.lost
         return {rank: f"rank {rank} ({self._hosts[rank]}) is lost: {error}" for rank, error in lost.items()}
+
+    def _stalled(self) -> list[str]:
+        """Say who stands still, and why, as far as it is known."""
+        stalled = {} if self._links is None else self._links.stalled
+        return [
+            f"rank {rank} ({self._hosts[rank]}) has been silent for {silent_s:.1f} s while its machine answers: "
+            f"{self._hosts[rank].standstill()}"
+            for rank, silent_s in stalled.items()
+        ]
 
     def _is_over(self) -> bool:
         """Whether planning need not be waited for any more."""
@@ -222,7 +233,7 @@ class OffbeatGroup(dist.ProcessGroup):
                 if unlike := {rank: what for rank, what in zip(self._ranks, said, strict=True) if what != call.what}:
                     told = "; ".join(f"rank {rank} has called {what}" for rank, what in unlike.items())
                     raise DisagreementError(f"Cannot begin {call.what}: {told}. All workers have to call the same.")
-                self._collectives = self._links.plan(self._meet)
+                self._collectives = self._links.plan(self._meet, patience=self._timeout)
             return self._collectives
 
     def _goes_along_paths(self, tensors: Sequence[torch.Tensor], opts: Any) -> bool:
@@ -250,12 +261,14 @@ class OffbeatGroup(dist.ProcessGroup):
         return CallWork(call)
 
     def _named(self, error: Exception) -> Exception:
-        """The error, with who is lost; the links know that a moment later than Gloo does."""
+        """The error, with who is lost, or stands still; the links know that a moment later than Gloo does."""
         deadline = _Deadline(_MOMENT)
         while isinstance(error, NetworkError) and not deadline.has_passed() and not self._is_closed:
             if lost := self._lost():
                 return NetworkError("; ".join(lost.values()))
             time.sleep(_POLL_S)
+        if isinstance(error, NetworkError) and (stalled := self._stalled()):
+            return NetworkError(f"{str(error).removesuffix('.')}; {'; '.join(stalled)}.")
         return error
 
     # -- what Gloo does ------------------------------------------------------------------------------------------
@@ -303,6 +316,7 @@ class OffbeatGroup(dist.ProcessGroup):
         return self._gloo.get_group_store()
 
     def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
         self._board.set_timeout(timeout)
         self._gloo.set_timeout(timeout)
 

@@ -6,7 +6,9 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import time
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,9 @@ import offbeat
 from offbeat.c10d import members
 from offbeat.collective import Ring, WaterFilling
 from offbeat.errors import PlanError
-from tests.workers import run_workers
+from offbeat.fabric import lane_network
+from offbeat.testing.faults.in_process import hold_gil
+from tests.workers import listen, run_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -207,6 +211,91 @@ def test_who_is_killed_is_named_on_every_rank(size: int) -> None:
     for took_s, said in (results[0], results[2]):
         assert took_s < 1.5
         assert re.search(r"rank 1 \(.+, pid \d+\) is lost", said), said
+
+
+def detect_within(timeout_s: float) -> None:
+    """Have links give up a machine that is silent for so long."""
+    lane_network._LIMITS = replace(lane_network._LIMITS, timeout=timedelta(seconds=timeout_s))
+
+
+def stand_still(how: str, seconds: float) -> None:
+    """Say nothing for so long."""
+    if how == "holds the GIL":
+        hold_gil(seconds)
+    else:
+        subprocess.Popen(["bash", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sum_while_one_stands_still(how: str, size: int) -> tuple[float, list[str]]:
+    detect_within(2)
+    told = listen()
+    rank, _ = begin("offbeat", PATHS)
+    total = torch.zeros(size)
+    for step in range(8):
+        if (rank, step) == (1, 4):
+            stand_still(how, 3.5)
+        total += rank + 1
+        dist.all_reduce(total)
+        total /= 2
+    dist.destroy_process_group()
+    return float(total[-1]), told
+
+
+@pytest.mark.parametrize("size", [10, 200_000], ids=["by Gloo", "along paths"])
+@pytest.mark.parametrize("how", ["holds the GIL", "is paused"])
+def test_a_worker_that_stands_still_ends_nothing_and_is_named(how: str, size: int) -> None:
+    (total, told), (other, _) = run_workers(2, sum_while_one_stands_still, how, size)
+    assert total == other == 12.0
+    (line,) = [line for line in told if "has been silent" in line]
+    assert re.search(rf"in all_reduce .*: rank 1 \(.+, pid \d+\) .* while its machine answers: it {how}", line), line
+
+
+def wait_for_one_that_is_stopped(size: int) -> tuple[float, str, list[str]]:
+    detect_within(2)
+    told = listen()
+    rank, _ = begin("offbeat", PATHS, timeout_s=4)
+    tensor = torch.ones(size)
+    dist.all_reduce(tensor)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    began_s = time.monotonic()
+    try:
+        dist.all_reduce(tensor)
+    except Exception as error:
+        return time.monotonic() - began_s, str(error), told
+    raise AssertionError("it was not stopped")
+
+
+@pytest.mark.parametrize("size", [10, 200_000], ids=["by Gloo", "along paths"])
+def test_a_worker_that_is_stopped_for_good_ends_the_call_at_the_timeout(size: int) -> None:
+    took_s, said, told = run_workers(2, wait_for_one_that_is_stopped, size, faulty=1)[0]
+    assert 3.5 < took_s < 6.5
+    assert re.search(r"rank 1 \(.+, pid \d+\) .*: it is paused \(SIGSTOP\)", said), said
+    assert any("is paused (SIGSTOP)" in line for line in told), "long before"
+
+
+def lose_one_with_a_child() -> tuple[float, str]:
+    rank, _ = begin("offbeat", PATHS)
+    tensor = torch.ones(200_000)
+    dist.all_reduce(tensor)
+    if rank == 1:
+        if os.fork() == 0:
+            time.sleep(8)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    began_s = time.monotonic()
+    try:
+        dist.all_reduce(tensor)
+    except Exception as error:
+        return time.monotonic() - began_s, str(error)
+    raise AssertionError("nobody was lost")
+
+
+def test_a_killed_worker_whose_child_lives_on_is_lost_at_once() -> None:
+    took_s, said = run_workers(2, lose_one_with_a_child, faulty=1)[0]
+    assert took_s < 3.0
+    assert re.search(r"rank 1 \(.+, pid \d+\) is lost", said), said
 
 
 def call_other_things(small: bool) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
+from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,12 +17,12 @@ from torch import nn
 import offbeat
 from offbeat.collective import Ring, WaterFilling
 from offbeat.errors import DisagreementError, PlanError, WorkerLostError
-from offbeat.fabric import BindContext, Routed
+from offbeat.fabric import BindContext, Routed, lane_network
 from offbeat.fabric.discovery import star_of, unlike
 from offbeat.payload import Sum
 from offbeat.plan import Plan
 from offbeat.topology import MAX_RATE_MBPS
-from tests.workers import run_workers
+from tests.workers import listen, run_workers
 
 if TYPE_CHECKING:
     from offbeat.fabric.fabric import FabricSpec
@@ -72,6 +74,32 @@ def lose_one(fabric: Routed | None = None) -> tuple[float, str]:
 def test_who_is_killed_is_named() -> None:
     for _, said in (one for rank, one in enumerate(run_workers(3, lose_one, faulty=1)) if rank != 1):
         assert "rank 1" in said.lower()
+
+
+def train_while_one_is_stopped() -> tuple[torch.Tensor, list[str]]:
+    lane_network._LIMITS = replace(lane_network._LIMITS, timeout=timedelta(seconds=2))
+    told, rank = listen(), int(os.environ["RANK"])
+    torch.manual_seed(1)
+    model = nn.Linear(30, 3000)
+    with offbeat.init(Plan(fabric=Routed(WaterFilling(2))), timeout=2.0) as run:
+        replica, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+        bound: Any = run._session.models.prepared[0].fabric
+        assert not bound._collectives.goes_by_group(4 * 3000 * 31)
+        for step in range(5):
+            if (rank, step) == (1, 3):
+                subprocess.Popen(["bash", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+                os.kill(os.getpid(), signal.SIGSTOP)
+            replica(torch.ones(4, 30)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.weight.detach().clone(), told
+
+
+def test_a_worker_that_is_stopped_is_reported_and_ends_nothing() -> None:
+    """For longer than the links' timeout and the run's; as on any other fabric."""
+    (first, told), (other, _) = run_workers(2, train_while_one_is_stopped)
+    assert torch.equal(first, other)
+    assert any("rank 1 on" in line and "paused (SIGSTOP)" in line for line in told), told
 
 
 def wait_for_late() -> str:
