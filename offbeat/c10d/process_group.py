@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 LEAST_BYTES = 64 << 10
 """Sums of less go over Gloo, where a message costs less."""
-_PATIENCE, _MOMENT = timedelta(seconds=60), timedelta(seconds=1.4)
+_MOMENT = timedelta(seconds=1.4)
 _POLL_S = 0.02
 _DTYPES = (  # of Gloo's sums
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
@@ -154,7 +154,7 @@ class OffbeatGroup(dist.ProcessGroup):
         self._meet = StoreMeeting(PrefixStore("paths", store), place, len(ranks), self._is_over)
         self._collectives: PathCollectives | None = None
         self._is_closed = False
-        self._links = None if len(ranks) == 1 else self._open(PrefixStore("links", store), min(timeout, _PATIENCE))
+        self._links = None if len(ranks) == 1 else self._open(PrefixStore("links", store), timeout)
 
     def _open(self, store: Any, patience: timedelta) -> LinkedGroup:
         """Open links with the others."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -27,12 +28,22 @@ if TYPE_CHECKING:
 _pids = msgspec.json.Decoder(dict[int, Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]]).decode
 # Of a core: who has used less since the last look does not start, but waits for something.
 _IDLE = 0.02
+_LEAST_STARTUP, _STARTUP_TIMEOUTS = timedelta(seconds=60), 12
 _SAYS = {
     "running": "is still starting",
     "idle": "runs, and uses no processor",
     "paused": "is paused (SIGSTOP)",
     "dead": "has ended",
 }
+
+
+def startup_limit(timeout: timedelta) -> timedelta:
+    """The time that processes may take to start and to meet for the first time, on a busy machine too.
+
+    >>> startup_limit(timedelta(seconds=30))
+    datetime.timedelta(seconds=360)
+    """
+    return max(_LEAST_STARTUP, _STARTUP_TIMEOUTS * timeout)
 
 
 def look_at(rank: int, workers: Path | None) -> ProcessSample | None:

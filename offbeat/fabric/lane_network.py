@@ -168,14 +168,18 @@ def texts_of_all(companion: Fabric, text: str, patience: timedelta) -> list[str]
     """Tell the others a text, and hear theirs, over a fabric that is there. Collective.
 
     Raises:
-        NetworkError: if not all say theirs in time.
+        NetworkError: if not all say theirs within `patience`.
     """
     mine = torch.tensor(list(text.encode()), dtype=torch.uint8)
     pending = companion.start(Gather((mine,)))
     deadline_s = time.monotonic() + patience.total_seconds()
     while not pending.wait(_POLL):
         if time.monotonic() > deadline_s:
-            raise NetworkError("Cannot open links between the workers: not all of them have come in time.")
+            raise NetworkError(
+                "Cannot open and measure the links between the workers: within "
+                f"{patience.total_seconds():g} s not all of them have told each other what they found. A longer "
+                "--timeout gives them longer."
+            )
     reply = pending.result()
     assert not isinstance(reply, Total)
     return [bytes(part.tensors[0].tolist()).decode() for part in reply]

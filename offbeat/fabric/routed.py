@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from offbeat.collective import CollectiveMethod
+from offbeat.diagnosis.startup_barrier import startup_limit
 from offbeat.errors import PlanError
 from offbeat.fabric.algorithm_runner import LaneRunner
 from offbeat.fabric.fabric import BindContext, Offers
@@ -96,6 +97,7 @@ class Routed:
         companion = self.companion.bind(context)
         # What the others say is text, in the memory of the host.
         told = companion if context.backend == "gloo" else self.companion.bind(replace(context, backend="gloo"))
+        context = replace(context, timeout=startup_limit(context.timeout))
         meet = functools.partial(texts_of_all, told, patience=context.timeout)
         try:
             linked = LinkedGroup(

@@ -12,6 +12,7 @@ import select
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated
 
@@ -19,17 +20,16 @@ import msgspec
 
 from offbeat.backoff import Backoff
 from offbeat.diagnosis.process_state import glance
+from offbeat.diagnosis.startup_barrier import startup_limit
 from offbeat.errors import NetworkError
 from offbeat.safe_write import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from datetime import timedelta
 
     from offbeat.clock import Clock
     from offbeat.wire.credentials import Credentials
 
-_START_S = 60.0
 RESTARTS = 5  # of a server that is looked after
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 4.0  # between two restarts: what kills it at once must not use them all up
 _HOLDS_S = 60.0
@@ -199,12 +199,13 @@ class ShardProcess:
             raise NetworkError(f"Cannot start a parameter server: {error}.") from error
         finally:
             os.close(theirs)
-        self._pipe, self._said, self._told_s = mine, b"", 0.0
+        self._pipe, self._said, self._told_s, self._limit_s = mine, b"", 0.0, 0.0
         self.ended_silently = False  # before it had answered
 
     def tell(self, settings: ShardSettings) -> None:
         """Have it serve."""
         assert self.process.stdin is not None
+        self._limit_s = startup_limit(timedelta(seconds=settings.timeout_s)).total_seconds()
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(msgspec.json.encode(settings))
             self.process.stdin.close()
@@ -214,7 +215,7 @@ class ShardProcess:
         """The address where it serves, as "host:port", once it has its settings; None if it has not answered so soon.
 
         Raises:
-            NetworkError: if it cannot, or has not answered for long.
+            NetworkError: if it cannot, or has not answered within `startup_limit` of its timeout.
         """
         is_closed = False
         if select.select([self._pipe], [], [], within_s)[0]:
@@ -223,7 +224,7 @@ class ShardProcess:
             self._said += more
             if more and not more.endswith(b"\n"):
                 return None
-        elif time.monotonic() < self._told_s + _START_S:
+        elif time.monotonic() < self._told_s + self._limit_s:
             return None
         os.close(self._pipe)
         if self._said.endswith(b"\n"):
@@ -231,7 +232,11 @@ class ShardProcess:
         elif is_closed:  # also where it cannot be waited for yet: the kernel closes what a process has open before
             announcement, self.ended_silently = ShardAnnouncement(error="it ended at once."), True
         else:
-            announcement = ShardAnnouncement(error=f"it has not answered for {_START_S:g} s.")
+            is_paused = glance(self.process.pid).state == "paused"
+            announcement = ShardAnnouncement(
+                error=f"it has not said within {self._limit_s:g} s where it serves, and "
+                f"{'is paused (SIGSTOP)' if is_paused else 'is still starting'}. A longer --timeout gives it longer."
+            )
         if announcement.error:
             self.process.kill()
             self.process.wait()

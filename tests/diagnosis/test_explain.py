@@ -105,6 +105,14 @@ def test_one_waits_in_an_exchange_and_for_anything_else(
     assert says in found.text
 
 
+def test_what_all_take_part_in_is_no_transfer_that_was_lost() -> None:
+    """Links are measured, or a model is given to all: nothing says that the network is at fault."""
+    place = "the links with the others to be measured"
+    cluster = ClusterReport(1, (WorkerReport(rank=1, host="b", phase="waiting", operation=place, step=0),))
+    found = explain(cluster, rank=0, step=0, phase="waiting", operation=place, place=place, waited_s=4.5)
+    assert found.text.endswith("All workers wait for it.")
+
+
 AHEAD: dict[str, dict[str, Any]] = {
     "computing the next step": {"phase": "computing", "step": 8},
     "holding the GIL in the next step": {"phase": "computing", "step": 8, "heartbeat_age_s": 5.0},

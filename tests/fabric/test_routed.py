@@ -17,7 +17,7 @@ from torch import nn
 import offbeat
 from offbeat.collective import Ring, WaterFilling
 from offbeat.errors import DisagreementError, PlanError, WorkerLostError
-from offbeat.fabric import BindContext, Routed, lane_network
+from offbeat.fabric import BindContext, Routed, lane_network, linked_group
 from offbeat.fabric.discovery import star_of, unlike
 from offbeat.payload import Sum
 from offbeat.plan import Plan
@@ -100,6 +100,26 @@ def test_a_worker_that_is_stopped_is_reported_and_ends_nothing() -> None:
     (first, told), (other, _) = run_workers(2, train_while_one_is_stopped)
     assert torch.equal(first, other)
     assert any("rank 1 on" in line and "paused (SIGSTOP)" in line for line in told), told
+
+
+def begin_while_one_is_slow() -> str:
+    patched: Any = linked_group
+    check = patched.check_alike
+
+    def check_late(plan: Any, meet: Any, network: Any) -> None:
+        if network.rank == 1:
+            time.sleep(3)
+        check(plan, meet, network)
+
+    patched.check_alike = check_late
+    with offbeat.init(Plan(fabric=Routed(Ring())), timeout=1.0) as run:
+        model = nn.Linear(3, 2)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    return "well"
+
+
+def test_workers_meet_late_while_paths_are_planned() -> None:
+    assert run_workers(2, begin_while_one_is_slow) == ["well", "well"]
 
 
 def wait_for_late() -> str:

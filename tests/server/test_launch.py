@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from typing import Any
 
 import pytest
@@ -80,3 +81,31 @@ def test_a_server_that_dies_at_once_is_not_started_again_at_once(monkeypatch: py
     assert popen.started >= 6
     # At most 0, 0.5, 1, 2 and 4 s; jitter leaves half of each, and a pause is looked up from 20 times a second.
     assert 3.75 <= clock.now_s() <= 7.5 + 5 * 0.06
+
+
+class Silent:
+    """In place of `subprocess.Popen`: a process that never answers."""
+
+    def __call__(self, command: list[str], *, pass_fds: tuple[int, ...], **how: Any) -> subprocess.Popen[bytes]:
+        self.process = POPEN(["sleep", "60"], pass_fds=pass_fds, stdin=subprocess.PIPE)
+        return self.process
+
+
+@pytest.mark.parametrize(("timeout_s", "limit_s"), [(5.0, 60), (30.0, 360)])
+def test_a_server_may_take_as_long_to_start_as_the_timeout_allows(
+    monkeypatch: pytest.MonkeyPatch, timeout_s: float, limit_s: int
+) -> None:
+    popen = Silent()
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    started = launch.ShardProcess()
+    now_s = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    started.tell(launch.ShardSettings(job="j", timeout_s=timeout_s))
+    now_s += limit_s - 1
+    assert started.answer(0.0) is None
+    popen.process.send_signal(signal.SIGSTOP)
+    os.waitpid(popen.process.pid, os.WUNTRACED)
+    now_s += 2
+    says = f"it has not said within {limit_s} s where it serves, and is paused .SIGSTOP.. A longer --timeout"
+    with pytest.raises(NetworkError, match=says):
+        started.answer(0.0)
