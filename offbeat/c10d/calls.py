@@ -152,13 +152,18 @@ class CallBoard:
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one that has the links."""
+        return os.getpid() != self._process
+
     def check_process(self, what: str) -> None:
         """See that a call is made by the process that has the links.
 
         Raises:
             DistBackendError: if not.
         """
-        if os.getpid() != self._process:
+        if self.is_forked:
             raise dist.DistBackendError(
                 f"Cannot call {what} in process {os.getpid()}: it was forked from {self._process}, which has the group "
                 "and its links. Begin a group in the new process, or call it in the old one."
@@ -197,6 +202,11 @@ class CallBoard:
         """Fail what is under way, and look after nothing any more."""
         self._is_closed.set()
         self.lose(reason)
+
+    def join(self, limit_s: float) -> None:
+        """Wait for the thread, once this was closed."""
+        if self._thread is not None:
+            self._thread.join(limit_s)
 
     def _look(self) -> None:
         while not self._is_closed.wait(_LOOK_S):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import queue
 import threading
 import time
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 LEAST_BYTES = 64 << 10
 """Sums of less go over Gloo, where a message costs less."""
 _MOMENT = timedelta(seconds=1.4)
+_SETTLE = timedelta(seconds=3)  # for what Gloo does when a group is let go: it ends once the others let go as well
 _POLL_S = 0.02
 _DTYPES = (  # of Gloo's sums
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
@@ -114,7 +116,7 @@ def make_group(options: Any, spec: Any = None) -> OffbeatGroup:
 def _let_go(reference: weakref.ReferenceType[OffbeatGroup]) -> None:
     """Let go of a group at the end of the process, while its threads can still be heard of."""
     group = reference()
-    if group is not None:
+    if group is not None and not group.is_forked:
         group.let_go()
 
 
@@ -150,6 +152,7 @@ class OffbeatGroup(dist.ProcessGroup):
         self._timeout = timeout
         self._board = CallBoard(PrefixStore("calls", store), self._ranks, place, timeout, self._lost, self._stalled)
         self._opening, self._ends = threading.Lock(), _DaemonThreads()
+        self._under_way = _CallbacksUnderWay()
         self._planning: Call | None = None
         self._meet = StoreMeeting(PrefixStore("paths", store), place, len(ranks), self._is_over)
         self._collectives: PathCollectives | None = None
@@ -298,10 +301,15 @@ class OffbeatGroup(dist.ProcessGroup):
             call.succeed(found if value is None else value)
 
         try:
-            work.get_future().add_done_callback(lambda done: over(done.value))
+            work.get_future().add_done_callback(self._under_way.noted(lambda done: over(done.value)))
         except RuntimeError:  # some of Gloo's works have none
             self._ends.submit(lambda: over(work.wait))
         return CallWork(call)
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one that has the group."""
+        return self._board.is_forked
 
     def rank(self) -> int:
         return self._place
@@ -321,20 +329,29 @@ class OffbeatGroup(dist.ProcessGroup):
         self._gloo.set_timeout(timeout)
 
     def let_go(self) -> None:
-        """Let go at the end of the process, of a group that nobody has destroyed."""
-        if self._is_closed:
-            return
-        if self._board.is_busy or self._lost():
-            self.abort()
-        else:
-            self.shutdown()
+        """Let go at the end of the process, also of a group that was destroyed; then no thread of it is in Python.
+
+        One that came back to Python from C++ while the interpreter ends would abort the process. Gloo's group stays:
+        its destructor, in the last garbage collection, would wait for threads that may wait for the GIL.
+        """
+        never_destroy(self._gloo)
+        if not self._is_closed:
+            if self._board.is_busy or self._lost():
+                self.abort()
+            else:
+                self.shutdown()
+        deadline = _Deadline(_SETTLE)
+        self._under_way.wait(deadline)
+        self._ends.join(deadline)
+        self._board.join(deadline.left_s)
 
     def shutdown(self) -> None:
-        """Let go, once nothing is under way."""
-        self._end("the group was destroyed")
-        if self._lost():
+        """Let go, once what Gloo does has ended; what has not by then fails."""
+        if not self._under_way.wait(_Deadline(_SETTLE)) or self._lost():
             self.abort()
-        elif self._links is not None:
+            return
+        self._end("the group was destroyed")
+        if self._links is not None:
             self._links.close()
 
     def abort(self) -> None:
@@ -434,6 +451,35 @@ def _words(what: str, tensors: Sequence[torch.Tensor], operation: str = "") -> s
     return what + (f" ({operation})" if operation else "") + (f" of {sizes}" if sizes else "")
 
 
+class _CallbacksUnderWay:
+    """The callbacks that threads of Gloo's will call, and those that they have yet to free.
+
+    A group must not be destroyed before: its destructor waits for these threads, and they wait for the GIL.
+    """
+
+    def __init__(self) -> None:
+        self._changed, self._left = threading.Condition(), dict[int, weakref.ref[Any]]()
+        self._numbers = itertools.count()
+
+    def noted(self, callback: Callable[[Any], None]) -> Callable[[Any], None]:
+        """The callback, to be given away; it is under way until nobody holds it any more."""
+        number = next(self._numbers)
+
+        def freed(_: Any) -> None:
+            with self._changed:
+                del self._left[number]
+                self._changed.notify_all()
+
+        with self._changed:
+            self._left[number] = weakref.ref(callback, freed)
+        return callback
+
+    def wait(self, deadline: _Deadline) -> bool:
+        """Wait until none is under way; whether that is so by the deadline."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._left, deadline.left_s)
+
+
 class _DaemonThreads:
     """Threads that end with the process, whatever they wait for; those of Python's executors are joined at its end.
 
@@ -442,7 +488,8 @@ class _DaemonThreads:
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock, self._threads, self._free = threading.Lock(), 0, 0
+        self._lock, self._free = threading.Lock(), 0
+        self._threads: list[threading.Thread] = []
 
     def submit(self, task: Callable[[], None]) -> None:
         """Have something done."""
@@ -450,15 +497,20 @@ class _DaemonThreads:
             if self._free:
                 self._free -= 1
             else:
-                self._threads += 1
-                threading.Thread(target=self._run, name="offbeat-c10d-ends", daemon=True).start()
+                self._threads.append(threading.Thread(target=self._run, name="offbeat-c10d-ends", daemon=True))
+                self._threads[-1].start()
             self._tasks.put(task)
 
     def shutdown(self) -> None:
-        """End the threads, behind what they have to do."""
+        """End the threads, after what they have to do."""
         with self._lock:
-            for _ in range(self._threads):
+            for _ in self._threads:
                 self._tasks.put(None)
+
+    def join(self, deadline: _Deadline) -> None:
+        """Wait for them until the deadline."""
+        for thread in self._threads:
+            thread.join(deadline.left_s)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -470,6 +522,10 @@ class _DaemonThreads:
 class _Deadline:
     def __init__(self, patience: timedelta) -> None:
         self._end_s = time.monotonic() + patience.total_seconds()
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._end_s - time.monotonic())
 
     def has_passed(self) -> bool:
         return time.monotonic() > self._end_s

@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -30,6 +31,7 @@ from tests.workers import listen, run_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 PATHS = offbeat.Routed(WaterFilling(2))
 
@@ -529,3 +531,38 @@ def test_fsdp_has_the_bits_of_gloo() -> None:
     expected = run_workers(2, train_in_shards, "gloo")
     for state, theirs in zip(run_workers(2, train_in_shards, "offbeat"), expected, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(state, theirs, strict=True))
+
+
+ENDS_WITH_WORK_UNDER_WAY = """
+import os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("offbeat")
+works = []
+for _ in range(20):
+    works.append(dist.all_reduce(torch.ones(10), async_op=True))
+    works.append(dist.barrier(async_op=True))
+if sys.argv[1] == "destroy":
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["destroy", "leave it to the end"])
+def test_a_script_that_ends_with_work_under_way_ends_well(how: str, tmp_path: Path) -> None:
+    for turn in range(3):
+        environment = {**os.environ, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            environment["MASTER_PORT"] = str(free.getsockname()[1])
+        processes = []
+        for rank in range(3):
+            with (tmp_path / f"{turn}-{rank}.log").open("w") as log:
+                command = [sys.executable, "-X", "faulthandler", "-c", ENDS_WITH_WORK_UNDER_WAY, how]
+                processes.append(
+                    subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stdout=log, stderr=log)
+                )
+        try:
+            ended = [process.wait(120) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        assert ended == [0, 0, 0], [log.read_text() for log in sorted(tmp_path.iterdir())]
