@@ -103,6 +103,20 @@ class ControlGroup:
         self.sum(question)
         return self._gather(question, text)
 
+    def tensors(self, question: str, tensor: torch.Tensor) -> dict[int, torch.Tensor]:
+        """The `tensor` of every worker that takes part, by rank, in their order. Collective.
+
+        Args:
+            tensor: on the CPU; of one dtype on all, its shapes may differ.
+
+        Raises:
+            DisagreementError: if the workers ask different questions.
+        """
+        self.sum(question)
+        reply = self._waiter.wait(self._fabric.start(Gather((tensor,))), WaitContext(question))
+        assert isinstance(reply, list)
+        return {contribution.worker: contribution.tensors[0] for contribution in reply}
+
     def ranks_that(self, question: str, flag: bool) -> tuple[int, ...]:
         """The ranks of the workers whose `flag` is set, in their order. Collective.
 

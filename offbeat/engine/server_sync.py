@@ -506,7 +506,8 @@ class ServerSync:
         for bucket, values in zip(self.layout.buckets, self.values, strict=True):
             for slot in bucket.slots:
                 parameter = self._model.parameters[slot.name]
-                value = view_in(values, slot.offset, parameter)
+                real = parameter.numel() * (1 + parameter.is_complex())
+                value = view_in(_as_whole(values[slot.offset : slot.offset + real]), 0, parameter)
                 value.copy_(parameter.data)
                 if self._lands_in(parameter):
                     parameter.data = value
@@ -637,3 +638,10 @@ class ServerSync:
 def _memory(bucket: Bucket) -> torch.Tensor:
     pinned = bucket.device.type == "cuda"
     return torch.zeros(bucket.numel, dtype=bucket.dtype, pin_memory=pinned)
+
+
+def _as_whole(part: torch.Tensor) -> torch.Tensor:
+    """The same memory, as a storage of its own: safetensors takes two stretches of one storage for shared tensors."""
+    if part.is_pinned():  # what lands there is copied to the device
+        return part
+    return torch.from_numpy(part.view(torch.uint8).numpy()).view(part.dtype)

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import recursively_apply
 
-from offbeat.errors import ModelError
+from offbeat.errors import ModelError, WorkerLostError
 from offbeat.integrations import state_files
 from offbeat.integrations.figures import RunFigures
 from offbeat.integrations.step_meetings import StepMeetings
@@ -101,19 +102,70 @@ class OffbeatAccelerator(Accelerator):  # type: ignore[misc]
     # -- what all workers do together ----------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
-        """Gather tensors of all workers."""
+        """Gather tensors of all workers; on `Elastic()`, of those that are left."""
         self._meetings.note("Accelerator.gather", self.way_out)
-        return super().gather(tensor)
+        if not self._outlives_workers:
+            return super().gather(tensor)
+        return recursively_apply(lambda one: torch.cat(self._parts("gather", one)), tensor, error_on_other_type=True)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather what a metric is computed from; objects that are no tensors use torch's own group.
+
+        Raises:
+            WorkerLostError: if objects are to be gathered after a worker was lost.
+        """
+        with self._naming_the_lost("Accelerator.gather_for_metrics", "Gather tensors, which outlive a lost worker"):
+            return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce tensors of all workers."""
+        """Reduce tensors of all workers; on `Elastic()`, of those that are left."""
         self._meetings.note("Accelerator.reduce", self.way_out)
-        return super().reduce(tensor, reduction, scale)
+        if not self._outlives_workers or reduction not in ("sum", "mean"):
+            way_out = "Use reduction='sum' or 'mean', which outlive a lost worker"
+            with self._naming_the_lost(f"Accelerator.reduce(reduction={reduction!r})", way_out):
+                return super().reduce(tensor, reduction, scale)
+
+        def combined(one: torch.Tensor) -> torch.Tensor:
+            stacked = torch.cat(self._parts("reduce", one[None]))
+            return stacked.sum(0).to(one.dtype) if reduction == "sum" else stacked.sum(0) / len(stacked)
+
+        return recursively_apply(combined, tensor, error_on_other_type=True)
 
     def wait_for_everyone(self) -> None:
-        """Wait for all."""
+        """Wait for all; on `Elastic()`, for those that are left."""
         self._meetings.note("Accelerator.wait_for_everyone", self.way_out)
-        super().wait_for_everyone()
+        if self._outlives_workers:
+            self.run._session.context.control.sum("Accelerator.wait_for_everyone")
+        else:
+            super().wait_for_everyone()
+
+    @property
+    def _outlives_workers(self) -> bool:
+        """Whether the run's own group carries what Accelerate asks of all, since torch's dies with a worker."""
+        session = self.run._session
+        return session.context.group is not None and session.server is None
+
+    def _parts(self, what: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of the workers that are left, in the order of their ranks."""
+        own = tensor if tensor.ndim else tensor[None]
+        parts = self.run._session.context.control.tensors(f"Accelerator.{what}", own.detach().cpu().contiguous())
+        return [one.to(tensor.device) for one in parts.values()]
+
+    @contextmanager
+    def _naming_the_lost(self, what: str, way_out: str) -> Iterator[None]:
+        """Say who is lost, and what to do, where torch's own group fails for it."""
+        try:
+            yield
+        except RuntimeError as error:
+            group = self.run._session.context.group
+            lost = {} if group is None or group.gone is None else group.gone()
+            if not lost:
+                raise
+            named = "; ".join(f"rank {rank} {why.rstrip(' .')}" for rank, why in sorted(lost.items()))
+            raise WorkerLostError(
+                f"Cannot finish {what}: {named}, and it uses torch's own process group, which ends with its first lost "
+                f"worker. {way_out}; save with run.settle() and offbeat.Checkpoints, which need no such group."
+            ) from error
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
         """Log to Accelerate's trackers, with how the workers train."""
@@ -127,29 +179,10 @@ class OffbeatAccelerator(Accelerator):  # type: ignore[misc]
 
     # -- checkpoints and end -------------------------------------------------------------------------------------
 
-    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """The state of a model, such as for `save_model`.
-
-        Each tensor has memory of its own: a server's parameters are views of one buffer, of which Accelerate would keep
-        one, and take the others for copies of it.
-        """
-        copies: dict[tuple[Any, ...], torch.Tensor] = {}  # what is tied stays so
-        return {
-            name: copies.setdefault((one.data_ptr(), one.shape, one.stride()), one.clone())
-            if isinstance(one, torch.Tensor)
-            else one
-            for name, one in super().get_state_dict(model, unwrap).items()
-        }
-
-    def save_state(self, output_dir: str | None = None, safe_serialization: bool = False, **options: Any) -> Any:
-        """Save all that was prepared, of replicas that are equal, and the run. Collective.
-
-        Args:
-            safe_serialization: whether as safetensors, which loads nothing into parameters that are views of one
-                buffer, as a server's are; else as torch saves it.
-        """
+    def save_state(self, output_dir: str | None = None, *args: Any, **options: Any) -> Any:
+        """Save all that was prepared, of replicas that are equal, and the run. Collective."""
         self.run.settle()
-        folder = super().save_state(output_dir, safe_serialization, **options)
+        folder = super().save_state(output_dir, *args, **options)
         state_files.save(self.run, os.path.join(folder, _STATE))
         return folder
 

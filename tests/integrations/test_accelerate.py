@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ PLANS = {
     "bsp": offbeat.Plan(),
     "server": offbeat.Plan(fabric=SERVER),
     "asp": offbeat.Plan(sync=offbeat.ASP(), fabric=SERVER),
+    "elastic": offbeat.Plan(fabric=offbeat.Elastic()),
     "reset": offbeat.Plan(codec=offbeat.ErrorReset(offbeat.GRBS(4), every=2)),
 }
 
@@ -189,6 +191,41 @@ def test_it_may_be_made_any_number_of_times() -> None:
         assert is_shared
         assert steps == 1
         assert "Cannot begin a second run" in text
+
+
+def outlive(victim: int) -> dict[str, Any]:
+    """One worker is killed between two steps; what the others gather before and after."""
+    accelerator = made("elastic")
+    model = network()
+    replica, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    rank, found = accelerator.run.rank, dict[str, Any]()
+    for step in range(4):
+        if (rank, step) == (victim, 2):
+            os.kill(os.getpid(), signal.SIGKILL)
+        accelerator.backward(replica(torch.ones(2, 20)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        mine = {"x": torch.full((2, 3), float(rank)), "y": [torch.tensor(rank)]}
+        found[f"gathered {step}"] = accelerator.gather_for_metrics(mine)
+    found["sum"] = accelerator.reduce(torch.tensor([1, rank]))
+    found["mean"] = accelerator.reduce(torch.tensor(float(rank)), "mean")
+    accelerator.wait_for_everyone()
+    with pytest.raises(OffbeatError) as caught:
+        accelerator.gather_for_metrics([f"an object of rank {rank}"])
+    found["objects"] = str(caught.value)
+    accelerator.run.close()
+    return found
+
+
+def test_what_is_gathered_on_elastic_outlives_a_worker() -> None:
+    for found in run_workers(3, outlive, 1, faulty=1)[::2]:
+        assert found["gathered 0"]["x"][:, 0].tolist() == [0, 0, 1, 1, 2, 2]
+        assert found["gathered 3"]["x"][:, 0].tolist() == [0, 0, 2, 2]
+        assert found["gathered 3"]["y"][0].tolist() == [0, 2]
+        assert found["sum"].tolist() == [2, 2]
+        assert float(found["mean"]) == 1.0
+        assert found["objects"].startswith("Cannot finish Accelerator.gather_for_metrics: rank 1 ")
+        assert "Gather tensors, which outlive a lost worker" in found["objects"]
 
 
 class Classifier(nn.Module):
