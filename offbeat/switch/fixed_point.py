@@ -20,11 +20,12 @@ from offbeat.errors import NumericsError
 from offbeat.switch.packet import ZERO_EXPONENT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
 _INT32 = np.iinfo(np.int32)
+_TILE_VALUES = 1 << 14  # as floats 64 KiB
 # Below it values are told apart no further; above it a float32 cannot be summed.
 LEAST_EXPONENT, MOST_EXPONENT = -90, 126
 
@@ -41,7 +42,9 @@ def exponents(chunks: NDArray[np.float32]) -> NDArray[np.int8]:
     Raises:
         NumericsError: if a value is NaN, infinite, or too large to be summed.
     """
-    most = np.maximum(chunks.max(axis=1), -chunks.min(axis=1))
+    most = np.empty(len(chunks), np.float32)
+    for rows in _tiles(chunks):
+        np.maximum(chunks[rows].max(axis=1), -chunks[rows].min(axis=1), out=most[rows])
     if not np.isfinite(most).all():
         raise NumericsError("Cannot send a gradient that holds NaN or Inf through a switch: it adds up integers.")
     found = np.maximum(np.frexp(most)[1], LEAST_EXPONENT)
@@ -64,9 +67,17 @@ def units(exponent: NDArray[np.int8], workers: int) -> NDArray[np.float32]:
 
 def quantize(chunks: NDArray[np.float32], scale: NDArray[np.float32], out: NDArray[np.int32]) -> None:
     """Write chunks [M, V], multiplied by scales [M] and rounded, to `out` [M, V]."""
-    scaled = chunks * scale[:, None]
-    np.rint(scaled, out=scaled)
-    np.copyto(out, scaled, casting="unsafe")
+    for rows in _tiles(chunks):
+        scaled = chunks[rows] * scale[rows, None]
+        np.rint(scaled, out=scaled)
+        np.copyto(out[rows], scaled, casting="unsafe")
+
+
+def to_sums(integers: NDArray[np.int32], unit: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+    """Write sums [M, V], multiplied by what 1 stands for in each [M], to `out` [M, V]."""
+    for rows in _tiles(integers):
+        np.copyto(out[rows], integers[rows], casting="unsafe")
+        out[rows] *= unit[rows, None]
 
 
 def to_integers(chunks: NDArray[np.float32], exponent: NDArray[np.int8], workers: int) -> NDArray[np.int32]:
@@ -101,6 +112,12 @@ def error_bound(exponent: int, workers: int) -> float:
     True
     """
     return workers / 2 * 2.0 ** (exponent + _spare_bits(workers) - 31)
+
+
+def _tiles(chunks: NDArray[np.float32] | NDArray[np.int32]) -> Iterator[slice]:
+    """Rows of chunks [M, V], so many at a time that what is read once is still in the cache when it is read again."""
+    rows = max(1, _TILE_VALUES // max(1, chunks.shape[1]))
+    return (slice(start, start + rows) for start in range(0, len(chunks), rows))
 
 
 def _spare_bits(workers: int) -> int:

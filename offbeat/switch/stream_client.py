@@ -38,6 +38,7 @@ import numpy as np
 
 from offbeat.errors import NetworkError, NumericsError
 from offbeat.protocol.group_progress import GroupProgress
+from offbeat.switch.fixed_point import to_sums
 from offbeat.switch.packet import (
     MAGIC,
     VALUES_STEP,
@@ -446,13 +447,12 @@ class StreamClient:
         exchange.included[at] = header["bitmap"] | header["cookie"].astype(np.uint64) << np.uint64(32)
         if not header["count"].all():  # chunks of zeros
             full = header["count"] > 0
+            exchange.sums[chunk[~full]] = 0
             batch, at = batch.among(full), chunk[full]
         if exchange.supplier is not None:
             exchange.sums[at] = batch.values.view(np.float32)
         elif isinstance(at, slice):
-            sums = exchange.sums[at]
-            np.copyto(sums, batch.values, casting="unsafe")
-            sums *= exchange.unit[at, None]
+            to_sums(batch.values, exchange.unit[at], exchange.sums[at])
         else:
             exchange.sums[at] = batch.values.astype(np.float32) * exchange.unit[at, None]
 

@@ -28,13 +28,13 @@ class StreamExchange:
     """One exchange: a sum over the workers, chunk by chunk.
 
     Args:
-        parts: [D] float32 each, which stay as they are; each begins with a chunk of its own.
+        parts: [D] float32 each; each begins with a chunk of its own. Packets are made from them where they lie, so
+            nobody may change them before the exchange is done.
         shape: of the job.
         first: number of its first chunk.
         clock: its own number.
 
     Attributes:
-        chunks: [M, V] float32 that this worker brings, or the bits of those that it supplies.
         own, agreed: [M] int8, the exponents of its own chunks, and the largest of all workers'.
         announced: [P, V] int32, its own exponents as they are sent.
         sums: [M, V] float32.
@@ -53,24 +53,21 @@ class StreamExchange:
         self.clock, self.floor, self.is_taken, self._workers = clock, clock, False, shape.workers
         self._sizes = [len(part) for part in parts]
         self._ends = np.cumsum([-(-size // shape.values) for size in self._sizes])
-        chunks = int(self._ends[-1])
-        padded = np.zeros((chunks, shape.values), np.float32)
-        for part, rows in zip(parts, np.split(padded, self._ends[:-1]), strict=True):
-            rows.reshape(-1)[: len(part)] = part
-        self.chunks = padded
-        self.primes = -(-chunks // shape.values)
-        self._exponents = exponents(padded)
+        self._chunks, self._values = int(self._ends[-1]), shape.values
+        self.primes = -(-self._chunks // shape.values)
+        self._brought = [rows for part in parts for rows in _rows_of(part, shape.values)]
+        self._exponents = np.concatenate([exponents(rows) for rows in self._brought])
         self.place(first)
 
     def place(self, first: int, supplier: int | None = None) -> None:
         """Have it begin with chunk `first`, and know nothing of results."""
-        chunks = len(self.chunks)
+        chunks = self._chunks
         self.first, self.end, self.supplier = first, first + self.primes + chunks, supplier
         self._offer(self._exponents if supplier is None else np.full(chunks, ZERO_EXPONENT, np.int8))
         self.agreed = np.full(chunks, ZERO_EXPONENT, np.int8)
         self.known = 0  # chunks, from the first on, whose exponents are agreed on
         self.attempts = np.zeros(chunks, np.uint16)
-        self.sums = np.zeros_like(self.chunks)
+        self.sums = np.empty((chunks, self._values), np.float32)  # each chunk's result fills its row
         self.included = np.zeros(chunks, np.uint64)
         self.has_retries = False
         self.missing = self.primes + chunks
@@ -85,7 +82,7 @@ class StreamExchange:
     def _offer(self, own: NDArray[np.int8]) -> None:
         """Announce these exponents of its chunks."""
         self.own = own
-        self.announced = np.zeros((self.primes, self.chunks.shape[1]), np.int32)
+        self.announced = np.zeros((self.primes, self._values), np.int32)
         self.announced.reshape(-1)[: len(own)] = own.astype(np.int32) - ZERO_EXPONENT
 
     def supplied(self, first: int, supplier: int, *, is_supplier: bool) -> StreamExchange:
@@ -93,7 +90,7 @@ class StreamExchange:
         other = copy.copy(self)
         other.place(first, supplier)
         if is_supplier:
-            other.chunks = self.sums  # bits of floats need no exponent: it says of how many workers they are
+            other._brought = [self.sums]  # bits of floats need no exponent: it says of how many workers they are
             other._offer(np.where(self.sums.view(np.int32).any(axis=1), self.count, ZERO_EXPONENT).astype(np.int8))
         return other
 
@@ -106,7 +103,7 @@ class StreamExchange:
         Raises:
             NetworkError: if the one that was to supply the result is not in all.
         """
-        self.chunks = self.sums
+        self._brought = [self.sums]
         if self.supplier is not None:
             if not (self.included >> np.uint64(self.supplier) & np.uint64(1)).all():
                 raise NetworkError(
@@ -166,7 +163,7 @@ class StreamExchange:
         has_values = ~too_large & (agreed != ZERO_EXPONENT) & bool(self.is_in)
         if self.supplier is not None:
             has_values &= own != ZERO_EXPONENT
-        count = self.chunks.shape[1] // VALUES_STEP
+        count = self._values // VALUES_STEP
         self.scale[chunks] = np.where(has_values, scales(agreed, self._workers), np.float32(0))
         self.unit[chunks] = units(agreed, self._workers)
         headers["exponent"][chunks] = np.where(too_large, own, agreed) if self.is_in else ZERO_EXPONENT
@@ -184,8 +181,29 @@ class StreamExchange:
         if primes:
             batch.values[:primes] = self.announced[index.start : index.start + primes]
         if primes < len(batch) and self.is_in:
-            chunks = slice(max(start, self.data) - self.data, stop - self.data)
-            if self.supplier is None:
-                quantize(self.chunks[chunks], self.scale[chunks], batch.values[primes:])
-            else:
-                batch.values[primes:] = self.chunks[chunks].view(np.int32)
+            self._write_values(max(start, self.data) - self.data, stop - self.data, batch.values[primes:])
+
+    def _write_values(self, start: int, stop: int, out: NDArray[np.int32]) -> None:
+        """Write the integers of chunks from `start` to `stop`."""
+        first = 0  # chunk of those that are in `rows`
+        for rows in self._brought:
+            here = slice(max(start - first, 0), max(stop - first, 0))
+            if len(some := rows[here]):
+                at = first + here.start
+                to = out[at - start : at - start + len(some)]
+                if self.supplier is None:
+                    quantize(some, self.scale[at : at + len(some)], to)
+                else:
+                    to[:] = some.view(np.int32)
+            first += len(rows)
+
+
+def _rows_of(part: NDArray[np.float32], values: int) -> list[NDArray[np.float32]]:
+    """The chunks [., V] of a vector: those that it fills, where they lie, and a copy of the last one with zeros."""
+    whole = len(part) // values
+    rows = [part[: whole * values].reshape(whole, values)] if whole else []
+    if whole * values < len(part):
+        rest = np.zeros((1, values), np.float32)
+        rest[0, : len(part) - whole * values] = part[whole * values :]
+        rows.append(rest)
+    return rows

@@ -566,7 +566,7 @@ def test_a_switch_sums_rightly_over_links_that_damage_frames(tmp_path: Path, tar
         pytest.skip(why_not())
     text = REPLAY.replace("count = 2", f'count = 3\nswitch = "{target}"').replace("65536", "400_000")
     text = text.replace('[[row]]\nname = "ddp"\nsystem = "ddp"\n', "")
-    text = text.replace("[run]", "[impair]\ncorrupt = 0.02\n[run]")
+    text = text.replace("[run]", '[impair]\ncorrupt = 0.02\n[run]\nbaseline = "offbeat"')
     text += 'plan = { fabric = { kind = "Switch" } }\n'
     path = scenario(tmp_path, text)
     code, output = offbeat("lab", "run", path, "--json", "out.json", folder=tmp_path, timeout_s=150)

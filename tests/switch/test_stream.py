@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
 from offbeat.errors import NumericsError
 from offbeat.protocol.switch_control import Strategy
 from offbeat.switch.chunk_stream import ChunkStream
+from offbeat.switch.fixed_point import exponents, quantize, to_sums
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.job_state import JobState
 from offbeat.switch.packet import Flag, Packet, PacketKind, Reason, decode
 from offbeat.switch.packet_batch import PacketBatch
 from offbeat.switch.stream_client import StreamClient
+from offbeat.switch.stream_exchange import StreamExchange
 from offbeat.switch.vector_stream import VectorStream
 from tests.switch.network import VALUES, StreamPlay
 
@@ -188,3 +192,27 @@ def test_a_chunk_of_zeros_has_no_payload() -> None:
     assert sizes == [{32 + 4 * VALUES}, {32}]
     assert all(one.is_done and not one.total.any() for one in exchanges)
     assert exchanges[0].own.tolist() == [-127] * 2
+
+
+def test_an_exchange_copies_no_more_than_the_last_chunk_of_a_vector() -> None:
+    vector = np.arange(5 * VALUES + 3, dtype=np.float32)
+    exchange = StreamExchange([vector], JobShape(7, 1, values=VALUES, slots=16), 0, 0)
+    whole, rest = exchange._brought
+    assert np.shares_memory(whole, vector)
+    assert whole.shape == (5, VALUES)
+    assert rest.tolist() == [[*vector[5 * VALUES :].tolist(), *[0.0] * (VALUES - 3)]]
+
+
+def test_no_pass_over_a_vector_takes_memory_of_its_size() -> None:
+    """What a window of packets is made of, and becomes, stays in a processor's cache."""
+    rows = np.ones((256, 2048), np.float32)
+    integers, unit = np.empty(rows.shape, np.int32), np.ones(len(rows), np.float32)
+    tracemalloc.start()
+    try:
+        exponents(rows)
+        quantize(rows, unit, integers)
+        to_sums(integers, unit, rows)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < rows.nbytes / 8
