@@ -31,7 +31,7 @@ _TILE_BYTES = 1 << 17  # that are mixed at a time, so that they stay in a proces
 
 @functools.lru_cache(maxsize=256)
 def _weights(words: int) -> tuple[NDArray[np.uint32], np.uint32]:
-    """What each of so many words is multiplied by, 0 for the checksum's own, and what the seed comes to."""
+    """The factor of each of so many words, 0 for the checksum's own, and the seed times its factor."""
     weights, power = [], 1
     for at in range(words - 1, -1, -1):
         power = power if at == AT else power * FACTOR % (1 << 32)
@@ -40,7 +40,7 @@ def _weights(words: int) -> tuple[NDArray[np.uint32], np.uint32]:
 
 
 def checksums(packets: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """[B] of packets [B, W] of the same number of words, whatever their checksums say."""
+    """[B] the checksums of packets [B, W] of the same number of words, whatever the packets say."""
     weights, seed = _weights(packets.shape[1])
     rows = max(1, _TILE_BYTES // (4 * len(weights)))
     found = np.empty(len(packets), np.uint32)

@@ -96,14 +96,14 @@ class PacketBatch:
             self.header["checksum"] = self._checksums(None)
 
     def are_damaged(self) -> NDArray[np.bool_]:
-        """[B] which are whole packets of this protocol, and have other checksums than they say."""
+        """[B] which packets are whole, of this protocol, and have other checksums than they say."""
         whole = self._are_whole()
         found = self._checksums(None if whole.all() else whole)
         damaged: NDArray[np.bool_] = whole & (found != self.header["checksum"])
         return damaged
 
     def intact(self) -> PacketBatch:
-        """Those that are not damaged; the same batch if none is."""
+        """Copy the packets that are not damaged; the same batch if none is."""
         damaged = self.are_damaged()
         return self.among(~damaged) if damaged.any() else self
 
@@ -156,7 +156,7 @@ class PacketBatch:
         return [row[:size].tobytes() for row, size in zip(self.rows, self.sizes, strict=True)]
 
     def packet(self, row: int) -> Packet:
-        """One of them, which is whole and not damaged; raises `PeerError` if it is no packet."""
+        """Read one packet, which is whole and not damaged; raises `PeerError` if it is no packet."""
         return unpacked(self.rows[row, : self.sizes[row]].tobytes())
 
     @classmethod
