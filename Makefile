@@ -95,7 +95,7 @@ schedules: $(STAMP)  ## what the order of gradients is worth on the model alone,
 	$(BIN)/python -m benchmarks.schedules
 	$(BIN)/python -m benchmarks.page
 
-results-page: $(STAMP)  ## write the page of results, and the picture of README.md's first screen
+results-page: $(STAMP)  ## write the page of results, the table of docs/robust.md, and the picture of README.md's first screen
 	$(BIN)/python -m benchmarks.page
 	$(BIN)/python -m benchmarks.first_screen
 

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from offbeat.testing.attacks import Attack
 
 ROOT = Path(__file__).parent.parent
+DATA = str(ROOT.parent / "shared/data")
 RESULT = ROOT / "benchmarks/results/byzantine_table.json"
 COMMAND = "python -m benchmarks.byzantine_table"
 WORKERS, TRUSTED, BATCH, STEPS, LR = 10, 256, 32, 600, 0.1
@@ -137,17 +138,17 @@ class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Bench:
     """The data, the model, and all workers' gradients at once."""
 
-    def __init__(self, seed: int) -> None:
-        (images, labels), (self.test, self.answers), self.note = mnist.load(str(ROOT.parent / "shared/data"))
+    def __init__(self, seed: int, workers: int = WORKERS, data: str = DATA) -> None:
+        (images, labels), (self.test, self.answers), self.note = mnist.load(data)
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(labels), generator=generator)
         images, labels = images[order].flatten(1), labels[order]
         self.trusted = images[:TRUSTED], labels[:TRUSTED]
-        each = (len(labels) - TRUSTED) // WORKERS
-        used = slice(TRUSTED, TRUSTED + each * WORKERS)
-        self.images, self.labels = images[used].view(WORKERS, each, -1), labels[used].view(WORKERS, each)
+        each = (len(labels) - TRUSTED) // workers
+        used = slice(TRUSTED, TRUSTED + each * workers)
+        self.images, self.labels = images[used].view(workers, each, -1), labels[used].view(workers, each)
         torch.manual_seed(seed)
-        self.model = mnist.mlp(28)
+        self.model = mnist.mlp(self.test.shape[-1])
         self.names = [name for name, _ in self.model.named_parameters()]
         self.shapes = [parameter.shape for parameter in self.model.parameters()]
         self.generator = generator

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from benchmarks import byzantine_table, reset_toy
+from benchmarks import byzantine_jobs, byzantine_table, reset_toy
+from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -126,6 +127,48 @@ def attacks(lines: Lines) -> str:
         f"{told}\n{lines(['attack', *names], rows)}\n`{found.command}`, {found.date}, torch "
         f"{found.versions['torch']}; {found.note}. [Raw records](byzantine_table.json).\n"
     )
+
+
+_FALLEN = 0.05  # of the accuracy without a lie
+
+
+def jobs(lines: Lines) -> str:
+    """What attacks do to rules in jobs of real processes; "" before it was measured."""
+    if not byzantine_jobs.RESULT.exists():
+        return ""
+    found, settings = byzantine_jobs.read(), byzantine_jobs.read().settings
+    return (
+        f"\n## byzantine_jobs\n\nJobs of {settings['workers']} workers, two of which lie, with a server, and a "
+        "validator where the rule needs one: each a process of its own. Test accuracy after "
+        f"{settings['steps']} steps of each honest worker, one seed. Trained on the {settings['trusted']} trusted "
+        f"samples alone it is {found.server_only[0]:.3f}. Liars know their own updates alone; one that repeats its "
+        f"first honest gradient pushes {settings['repeats']} of them for each of an honest worker where nobody waits "
+        f"for the others. Bold: at least {100 * _FALLEN:g} points below the same rule without a lie.\n\n"
+        f"{jobs_table(lines)}\n`{found.command}`, {found.date}, torch {found.versions['torch']}; {found.note}. "
+        "[Raw records](byzantine_jobs.json).\n"
+    )
+
+
+def jobs_table(lines: Lines) -> str:
+    """The table of rules and lies, as far as it was measured."""
+    of = {(cell.rule, cell.threat): cell.mean for cell in byzantine_jobs.read().cells}
+    lies = [lie for lie in byzantine_jobs.LIES if any(threat == lie for _, threat in of)]
+
+    def figure(rule: str, lie: str) -> str:
+        if (rule, lie) not in of:
+            return ""
+        text = f"{of[rule, lie]:.3f}"
+        return f"**{text}**" if of[rule, lie] <= of[rule, "none"] - _FALLEN else text
+
+    rows = [[_rule_name(rule), *(figure(rule, lie) for lie in lies)] for rule in byzantine_jobs.PLANS]
+    return lines(["rule", *lies], rows)
+
+
+def _rule_name(name: str) -> str:
+    """A rule as people write it, without what is its default."""
+    plan = byzantine_jobs.PLANS[name]
+    rule = "the mean" if plan.judging_rule is None else f"`{short_name(plan.judging_rule)}`"
+    return f"{rule}, `{short_name(plan.sync)}`"
 
 
 _DIVERGED = 100.0

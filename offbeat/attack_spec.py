@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 AttackKind = Literal[
     "sign", "gaussian", "direction", "bit-flip", "label-flip", "ipm", "alie", "min-max", "min-sum", "mimic", "nan",
-    "inf", "zero", "replay", "inflate", "drop",
+    "inf", "zero", "replay", "repeat", "inflate", "drop",
 ]  # fmt: skip
 When = Literal["before", "after"]
 ATTACKS, ATTACKS_LOG = "OFFBEAT_ATTACKS", "OFFBEAT_ATTACKS_LOG"

@@ -110,6 +110,7 @@ ATTACKS = {
     "NotFinite",
     "RandomDirection",
     "SignFlip",
+    "Repeat",
     "StaleUpdate",
     "Zero",
     "flipped_labels",

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.audit.invariants import InvariantChecker, InvariantViolation
+from offbeat.coordinator.reference_limit import ReferenceLimit
 from offbeat.errors import PlanError
 from offbeat.history import (
     ContributionsWithdrawn,
@@ -31,7 +32,7 @@ from offbeat.history import (
     event_of,
 )
 from offbeat.plan import Plan
-from offbeat.robust import LossRule
+from offbeat.robust import LossRule, ReferenceRule
 from offbeat.server.judge import Judge
 from offbeat.sync import (
     ASP,
@@ -100,6 +101,7 @@ class PolicyReplay:
         has_validator: whether it does so beside a validator, than which no contribution weighs more.
         validators: ranks of those, whose contributions are references and move nothing.
         weights: of contributions that were announced, in samples.
+        beyond_limit: those that weigh nothing, since their worker has pushed more than one for each reference.
         unarrived: contributions whose workers were gone before they had arrived, or that the life ended without.
         arrived: those that are known to have.
         fates: what became of each: "pending", "applied", "dropped" or "lost".
@@ -114,6 +116,8 @@ class PolicyReplay:
         self.validators: set[int] = set()
         self._rule: Rule | None = None
         self.weights: dict[Push, float] = {}
+        self.beyond_limit: set[Push] = set()
+        self._limit = ReferenceLimit()
         self.unarrived: set[Push] = set()
         self.arrived: set[Push] = set()
         self.is_broken = False
@@ -299,6 +303,9 @@ class PolicyReplay:
             self._result.stalest = max(self._result.stalest, stale)
         self._version += 1
         self.updates[self._version] = DecidedUpdate(self._version, action.pushes, action.rate)
+        if isinstance(self._rule, ReferenceRule):
+            weights = {push: self.weights.get(push, 0.0) for push in action.pushes}
+            self.beyond_limit |= self._limit.beyond(weights, self.validators)
 
     def _known(self, push: Push, fate: str) -> None:
         if push not in self._checker.fates:

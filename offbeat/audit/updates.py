@@ -108,10 +108,11 @@ def _what_is_wrong(made: UpdateMade, update: DecidedUpdate | None, shard: ShardU
         return wrong_scale
     if wrong := [one for one in made.used if not _weighs(one, decisions)]:
         one = wrong[0]
-        announced = decisions.weights.get((one.worker, one.clock), 0.0)
+        push, announced = (one.worker, one.clock), decisions.weights.get((one.worker, one.clock), 0.0)
+        limit = ", and is more than one for each reference" * (push in decisions.beyond_limit)
         return (
-            f"Contribution {(one.worker, one.clock)} weighs {one.weight:g} in update {made.version}, but was announced "
-            f"with {announced:g}"
+            f"Contribution {push} weighs {one.weight:g} in update {made.version}, but was announced with "
+            f"{announced:g}{limit}"
         )
     return ""
 
@@ -134,7 +135,9 @@ def _what_is_wrong_with_scales(made: UpdateMade, decisions: PolicyReplay) -> str
 
 
 def _weighs(one: UsedContribution, decisions: PolicyReplay) -> bool:
-    return abs(one.weight - decisions.weights.get((one.worker, one.clock), 0.0)) <= _A_LITTLE * max(1.0, one.weight)
+    push = (one.worker, one.clock)
+    expected = 0.0 if push in decisions.beyond_limit else decisions.weights.get(push, 0.0)
+    return abs(one.weight - expected) <= _A_LITTLE * max(1.0, one.weight)
 
 
 def _check_all_made(
@@ -225,6 +228,7 @@ class UpdateAudit:
             self._shares |= {push: share for push, share in shares.items() if push in decisions.fates}
         of = {push: update.version for update in decisions.updates.values() for push in update.pushes}
         rejected = {(rank, n) for one in decisions.judged.values() for rank, n, scale in one.scales if scale == 0}
+        rejected |= decisions.beyond_limit
         self._validators |= decisions.validators
         for push, fate in decisions.fates.items():
             if self.fates.get(push) == "applied":

@@ -7,6 +7,7 @@
   at all shards, and what of them goes with a worker; `decisions` - what the policy decides, as messages
 * `judgements` - what a rule that compares whole contributions makes of them
 * `short_updates` - which are of fewer contributions than the rule needs, and why
+* `reference_limit` - how many contributions of a worker are compared with one reference
 * `loss_questions` - which validator finds out the losses that a rule goes by
 * `policy_runner` - asks the synchronization policy, and keeps count of what it promised; `model_record` - what else is
   known of one model

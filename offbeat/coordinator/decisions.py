@@ -13,13 +13,14 @@ from offbeat.protocol.training import Evicted, Granted, ReleaseWorker
 from offbeat.sync import Apply, Deadline, Drop, Evict, Grant, Pushed, Release, Wake
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from offbeat.coordinator.arrivals import Arrivals
     from offbeat.coordinator.data_leases import LeaseManager
     from offbeat.coordinator.data_requests import DataRequests
     from offbeat.coordinator.job_record import JobRecord
     from offbeat.coordinator.model_record import ModelRecord
+    from offbeat.protocol.training import ContributionInfo
     from offbeat.sync import Action, Event, Push
 
 _TOO_SLOW = "it kept the others waiting for too long"
@@ -134,6 +135,7 @@ class Decisions:
         if self._job.needs_validator:  # whatever workers say
             hyper = one.hyper_for(change=brought[0].change)
             brought = [msgspec.structs.replace(about, hyper=hyper) for about in brought]
+            brought = self._limited(one, dict(zip(pushes, brought, strict=True)))
         references = tuple(sorted({worker for worker, _ in pushes} & self._job.validators))
         is_short = self._short_updates.decided(one, dict(zip(pushes, brought, strict=True)))
         # Who brings other hyper-parameters is heard where a rule goes by what most say.
@@ -149,6 +151,19 @@ class Decisions:
         for push in pushes:
             self._leases.applied(model, push, awaited)
         self._has_applied = True
+
+    def _limited(self, one: ModelRecord, brought: Mapping[Push, ContributionInfo]) -> list[ContributionInfo]:
+        """Have contributions weigh nothing if their worker has pushed too many for the references so far."""
+        if self._job.needs_losses:
+            return list(brought.values())
+        beyond = one.limit.beyond({push: about.weight for push, about in brought.items()}, self._job.validators)
+        for worker in sorted({worker for worker, _ in beyond} - one.told_limited):
+            one.told_limited.add(worker)
+            self._job.out.log(
+                f"Rank {worker} pushes more contributions than validators push references: those beyond one for each "
+                "reference are rejected. If the worker is honest, have a faster validator, or several."
+            )
+        return [msgspec.structs.replace(about, weight=0.0) if p in beyond else about for p, about in brought.items()]
 
     def _drop(self, model: int, one: ModelRecord, push: Push) -> None:
         del one.announced[push]

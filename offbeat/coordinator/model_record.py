@@ -11,6 +11,7 @@ from offbeat.coordinator.hyperparameters import HyperparameterCheck
 from offbeat.coordinator.policy_runner import ContributionCounts, PolicyRunner
 from offbeat.coordinator.progress import TrainingProgress
 from offbeat.coordinator.reconnect import LostUpdates
+from offbeat.coordinator.reference_limit import ReferenceLimit
 from offbeat.protocol.optimizer_spec import outer_hyper
 from offbeat.sync import State, StepsLocally
 
@@ -73,6 +74,8 @@ class ModelRecord:
     trusted_hyper: tuple[Hyper, ...] = ()  # that a validator said last with a gradient
     most_weight: float = 1.0  # that a contribution may have where there are validators: that of their last one
     batches: dict[int, float] = field(default_factory=dict)  # worker: most samples of a contribution, as it said
+    limit: ReferenceLimit = field(default_factory=ReferenceLimit)  # on contributions beside one reference
+    told_limited: set[int] = field(default_factory=set)  # workers of which it was said that they are beyond that
     told_batches: set[int] = field(default_factory=set)  # validators of which it was said that their batches differ
     pause: str = ""  # why nothing is decided, as people know
     told_short: set[str] = field(default_factory=set)  # why updates are left out, as people know

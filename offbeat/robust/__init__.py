@@ -28,6 +28,7 @@ from offbeat.robust.meamed import MeaMed
 from offbeat.robust.mean import Mean
 from offbeat.robust.median import Median
 from offbeat.robust.phocas import Phocas
+from offbeat.robust.reference_rule import ReferenceRule
 from offbeat.robust.rule import Rule, TooFew, add_scaled, gram_of
 from offbeat.robust.trimmed_mean import TrimmedMean
 from offbeat.robust.zeno import Zeno
@@ -50,6 +51,7 @@ __all__ = [
     "Median",
     "MultiKrum",
     "Phocas",
+    "ReferenceRule",
     "Rule",
     "TooFew",
     "TrimmedMean",

@@ -45,6 +45,7 @@ from offbeat.testing.attacks import (
     Mimic,
     NotFinite,
     RandomDirection,
+    Repeat,
     SignFlip,
     StaleUpdate,
     Zero,
@@ -75,6 +76,7 @@ _MADE: dict[str, Callable[..., Attack]] = {
     "inf": functools.partial(NotFinite, math.inf),
     "zero": Zero,
     "replay": StaleUpdate,
+    "repeat": Repeat,
     "inflate": Inflate,
 }
 _NEEDS = {"bit-flip": 1, "ipm": 1, "alie": _PAIR, "min-max": _PAIR, "min-sum": _PAIR, "mimic": _PAIR}
@@ -104,6 +106,7 @@ class Attacker:
         self._attacks = {number: _made(spec, world) for number, spec in self._mine if spec.kind in _MADE}
         self._known = max([_SAMPLE, *(_least(spec) for _, spec in self._mine)])
         self._samples: dict[Hashable, deque[torch.Tensor]] = {}
+        self._first: dict[Hashable, torch.Tensor] = {}  # own update of all
         self._told: set[Forged] = set()
         self._undo: list[Callable[[], None]] = []
         if self._mine:
@@ -148,11 +151,13 @@ class Attacker:
         key = (what, when, len(own))
         known = self._samples.setdefault(key, deque(maxlen=self._known))
         known.append(own)
+        first_1D = self._first.setdefault(key, own)[None]
         honest_ND = torch.stack(tuple(known)) if any(_least(spec) for _, spec in mine) else own[None]
         lie = own
         for number, spec in mine:
             if len(known) >= _least(spec) and self._strikes(number, spec, step):
-                lie = self._attacks[number].forge(lie, honest_ND, self._generator(number, spec, step))
+                seen_ND = first_1D if spec.kind == "repeat" else honest_ND
+                lie = self._attacks[number].forge(lie, seen_ND, self._generator(number, spec, step))
                 self._note(number, step)
         if lie is own:
             return list(vectors)

@@ -14,7 +14,7 @@ processes can give them more than the liars' own. Draws come from a generator th
     mimic                     the update of one honest worker             Karimireddy et al. (ICLR 2022)
     line search               mean(honest) - g u, g the worst for a rule that is known     El Mhamdi et al. (ICML 2018)
     label flip                honest, on labels C - 1 - y                 see `flipped_labels`
-    zero, inflate, not finite, replay                                     standard
+    zero, inflate, not finite, replay, repeat                             standard
 
 In a job of real processes a liar is not omniscient: it knows no other worker's update, so its own last ones stand for
 those of the honest (`offbeat.testing.attacker`).
@@ -42,6 +42,7 @@ __all__ = [
     "Mimic",
     "NotFinite",
     "RandomDirection",
+    "Repeat",
     "SignFlip",
     "StaleUpdate",
     "Zero",
@@ -243,6 +244,18 @@ class StaleUpdate:
 
     def forge(self, own: torch.Tensor, honest_ND: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         return honest_ND[max(0, len(honest_ND) - 1 - self.age)].clone()
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """The first update that a liar knows of, its own honest one, in place of all later ones.
+
+    Each one agrees with the others' updates and with a trusted reference. The harm is in the number: a worker that
+    computes nothing pushes many for each of an honest worker, where none waits for the others (`ASP`).
+    """
+
+    def forge(self, own: torch.Tensor, honest_ND: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        return honest_ND[0].clone()
 
 
 @dataclass(frozen=True)

@@ -538,3 +538,17 @@ def _decided(did: list[Any], kind: type) -> list[Any]:
 def _answers(did: list[Any]) -> dict[int, AllWorkersAnswer]:
     sent = [one for one in did if isinstance(one, SendToWorker)]
     return {one.worker: one.message for one in sent if isinstance(one.message, AllWorkersAnswer)}
+
+
+def test_a_worker_has_one_contribution_for_each_reference_and_the_others_weigh_nothing() -> None:
+    """An honest gradient pushed again and again agrees with the reference each time."""
+    job = Job(ASP(), ZenoPlusPlus())
+    job.open(VALIDATOR, is_validator=True)
+    job.arrive(VALIDATOR)
+
+    def weights(*workers: int) -> list[float]:
+        return [update.about[0].weight for worker in workers for update in job.bring(worker)]
+
+    assert weights(VALIDATOR, *[0] * 5) == [32.0, 32.0, 32.0, 0.0, 0.0, 0.0]
+    assert weights(1, VALIDATOR, 1, 1) == [32.0] * 4, "another worker has its own"
+    assert weights(0, 0) == [32.0, 0.0], "and a new reference allows one more"

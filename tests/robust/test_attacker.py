@@ -58,6 +58,7 @@ LIES: dict[str, tuple[dict[str, Any], int, Callable[[int], torch.Tensor]]] = {
     "zero": ({}, 0, lambda step: torch.zeros(D)),
     "inflate": ({"scale": 30}, 0, lambda step: 30 * whole(step)),
     "replay": ({"age": 3}, 3, lambda step: whole(step - 3)),
+    "repeat": ({}, 0, lambda step: whole(0)),
     "bit-flip": ({}, 0, lambda step: -sample(step)[0]),
     "mimic": ({}, 1, lambda step: sample(step)[0]),
     "ipm": ({"epsilon": 0.1}, 0, lambda step: -0.1 * sample(step).mean(0)),

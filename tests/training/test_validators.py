@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -129,6 +130,34 @@ def test_most_workers_lie_and_the_model_learns(policy: Policy, rule: Rule, tmp_p
     assert honest.rejected < honest.judged / 2
     fates = {one.fate for one in contributions(tmp_path / "history") if one.rank == WORLD}
     assert {"reference"} <= fates <= {"reference", "pending"}
+
+
+def flood(folder: str, plan: Plan) -> None:
+    """One worker computes a gradient once, and pushes it again and again; the others take their time."""
+    rank, here = come(folder), Path(folder)
+    net, ends = model(rank), contextlib.suppress(*[SystemExit] * (rank == WORLD))  # a validator, with the job
+    with ends, offbeat.init(plan, seed=3, timeout=timedelta(seconds=5), history=here / "history") as run:
+        replica, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=LR))
+        data = samples(100 + rank, 32 * STEPS)
+        for step in range(2 * STEPS if rank == 0 else STEPS // 4 if rank < WORLD else 1_000_000):
+            x, y = data[:32] if rank == 0 else data[32 * (step % STEPS) : 32 * (step % STEPS + 1)]
+            time.sleep(0.0 if rank == 0 else 0.05)
+            F.cross_entropy(replica(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        run.settle()
+
+
+@pytest.mark.parametrize("rule", [ZenoPlusPlus(scope="block"), FLTrust()], ids=repr)
+def test_a_worker_that_floods_the_server_has_no_larger_share_than_references(rule: Rule, tmp_path: Path) -> None:
+    run_workers(WORLD, flood, str(tmp_path), plan(ASP(), rule), newcomers=1, timeout_s=100)
+    verdict = verify(tmp_path / "history")
+    assert verdict.holds, verdict.violations[0]
+    found = contributions(tmp_path / "history")
+    references = sum(one.fate == "reference" for one in found)
+    used = sum(one.fate == "applied" for one in found if one.rank == 0)
+    assert sum(one.rank == 0 for one in found) == 2 * STEPS > references + 2, "it was faster than the validator"
+    assert 0 < used <= references + 2
 
 
 @pytest.mark.parametrize(
