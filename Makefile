@@ -18,11 +18,11 @@ demo: $(STAMP)  ## train on four local workers
 	$(BIN)/offbeat run --workers 4 examples/digits.py
 
 # Most tests wait for processes most of the time: three at a time on two cores take a fifth less than two.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
+# They are handed out in order, in small portions: promises first.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist load --maxschedchunk 8 --durations 25
 
 test: $(STAMP) lint  ## what the README and the pages promise (tests/promises.toml), then every other fast test
-	$(PYTEST) -m promise --timeout 300
-	$(PYTEST) -m "not promise and not slow"
+	$(PYTEST) -m "promise or not slow"
 
 test-slow: $(STAMP)  ## the other tests; SLICE=3/8 runs the fourth of eight parts, as CI does for some commits
 	$(PYTEST) -m "slow and not promise" --timeout 600 $(if $(SLICE),--slice $(SLICE))
@@ -42,7 +42,7 @@ frameworks: $(STAMP)  ## the adapters' tests, with the frameworks, and the table
 
 test-random: SEED ?= $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 test-random: $(STAMP)  ## the tests of `make test` in another order each time, or in that of SEED=...
-	$(PYTEST) -m "not slow or promise" --timeout 300 --random-order-seed $(SEED)
+	$(PYTEST) -m "promise or not slow" --random-order-seed $(SEED)
 
 mutants: $(STAMP)  ## small faults, one at a time, that the tests have to find (half an hour; ARGS="--room sync" for one room)
 	$(BIN)/python -m tests.mutants --json tests/mutants/result.json $(ARGS)

@@ -13,6 +13,8 @@ import pytest
 
 from tests import promises, warm
 
+_PROMISE_S = 300  # that a promised test may take
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """No test may need what another one leaves behind: `make test-random`. Slow tests run in slices: `.ci/run`."""
@@ -29,7 +31,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)  # before marks select tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the promised tests, keep one slice, and shuffle files and the tests within each file.
+    """Mark the promised tests and put them first, keep one slice, and shuffle files and the tests within each file.
 
     A file's tests stay together, with the fixtures that all of them share.
     """
@@ -37,6 +39,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if promises.promised(item.nodeid, names):
             item.add_marker(pytest.mark.promise)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(_PROMISE_S))
+    items.sort(key=lambda item: item.get_closest_marker("promise") is None)  # promises first
     everything = [Path(argument).absolute() for argument in config.args] == [config.rootpath / "tests"]
     if everything and (gone := promises.missing(names, (item.nodeid for item in items))):
         raise pytest.UsageError(f"tests/promises.toml names tests that do not exist: {', '.join(gone)}")

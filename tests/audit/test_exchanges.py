@@ -44,6 +44,7 @@ def train(folder: Path, plan: offbeat.Plan, swap: tuple[int, Any] | None = None,
         run.settle()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [BSP(), LocalSGD(4), LocalSGD(3, after=2)], ids=repr)
 def test_what_all_gave_is_in_the_means_once(tmp_path: Path, policy: BSP | LocalSGD) -> None:
     run_workers(WORLD, train, tmp_path, offbeat.Plan(sync=policy))
@@ -56,6 +57,7 @@ def test_what_all_gave_is_in_the_means_once(tmp_path: Path, policy: BSP | LocalS
     assert (result.lead, result.bound) == (alone, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [
@@ -86,6 +88,7 @@ def test_fragments_without_parameters_are_no_lead(tmp_path: Path) -> None:
     assert result.applied == WORLD * STEPS // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("controller", "swap"),
     [

@@ -52,6 +52,7 @@ def test_same_bits_as_ddp(plan: offbeat.Plan) -> None:
     assert_same_bits(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", IN_TURN)
 def test_any_optimizer(plan: offbeat.Plan) -> None:
     assert_same_bits(

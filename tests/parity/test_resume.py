@@ -72,6 +72,7 @@ def goes_on_ahead(scheduling: Scheduler, fabric: FabricSpec) -> bool:
     return is_the_same_when_resumed(plan, out_of_order, sgd, batches, 10, begun=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "scheduling", "fabric"),
     [

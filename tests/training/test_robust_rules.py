@@ -84,6 +84,7 @@ def simulate(rule: Rule, how: str) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in net.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "how"),
     [
