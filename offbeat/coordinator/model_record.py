@@ -168,7 +168,7 @@ class ModelRecord:
 
     @property
     def counted(self) -> dict[int, int]:
-        """By worker, its last contribution, if that is in an update and weighs something there."""
+        """Each worker's last contribution, if that is in an update and weighs something there."""
         return {worker: clock for worker, clock in self.applied.items() if self.is_counted(worker, clock)}
 
     def is_counted(self, worker: int, clock: int) -> bool:

@@ -15,7 +15,7 @@ MOST_COMPARED = 256  # contributions of one update, by their Gram matrix
 
 
 class HeldLife(msgspec.Struct, frozen=True, array_like=True):
-    """What a shard that was not killed still has in memory of the life that has just ended.
+    """The memory of the life that has just ended, of a shard that was not killed.
 
     Args:
         life: of the server.

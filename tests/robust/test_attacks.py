@@ -103,6 +103,6 @@ def test_every_attack_can_be_drawn_again() -> None:
         for kind in vars(attacks).values()
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind is not LineSearch
     ]
-    assert len(kinds) == 12
+    assert len(kinds) == 13
     for kind in kinds:
         torch.testing.assert_close(forged(kind()), forged(kind()), equal_nan=True)

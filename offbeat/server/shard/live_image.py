@@ -1,4 +1,4 @@
-"""What a shard that was not killed still holds in memory when a life of the server ends.
+"""The memory of a shard that was not killed, after a life of the server has ended.
 
 A shard that was stopped for a while, or could not be reached, ends a life of all shards (see
 `offbeat.coordinator.reconnect`), although nothing was forgotten. If all shards of that life come back as the same
@@ -68,12 +68,12 @@ class LiveImage:
 
     @property
     def shards(self) -> int:
-        """How many shards there were, besides this one."""
+        """The number of shards there were, besides this one."""
         return len(self._followers)
 
     @property
     def held(self) -> HeldLife | None:
-        """What the coordinator is to know of this memory; None if that is more than fits into a message."""
+        """The description of this memory for the coordinator; None if that is more than fits into a message."""
         whole = tuple(self._whole())
         return HeldLife(self.life, self._heard, tuple(self.models), whole) if len(whole) <= MOST_WHOLE else None
 
@@ -118,7 +118,7 @@ class LiveImage:
         return {model: self._coordinator.progress(model) for model in self._coordinator.models}
 
     def counted(self, model: int) -> dict[int, int]:
-        """By worker, its last contribution that counts, if the coordinator is here."""
+        """Return each worker's last contribution that counts, if the coordinator is here."""
         return {} if self._coordinator is None else self._coordinator.models[model].counted
 
     def carry_out(self, message: Decision | AdoptPlan) -> Push | None:

@@ -249,7 +249,7 @@ class Shard:
 
     @property
     def image(self) -> LiveImage | None:
-        """What the next life can continue from; None if that is nothing. This life is over."""
+        """The memory that the next life can continue from, if there is any. This life is over."""
         if not self.begun.is_set():
             return self._image
         coordinator, peers = self._coordinator, self._peers.values()
