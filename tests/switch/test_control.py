@@ -548,11 +548,11 @@ def test_one_job_in_trouble_leaves_the_others_watched(caplog: pytest.LogCaptureF
     ]
 
 
-class DamagingSocket(UdpSocket):
-    """A socket behind which some packets are damaged, so that the switch refuses them.
+class MisplacingSocket(UdpSocket):
+    """A socket that gives some packets the slot of another chunk, so that the switch refuses them.
 
     Args:
-        batches: that are damaged, of those that carry chunks.
+        batches: whose first packet is changed, of those that carry chunks.
     """
 
     def __init__(self, batches: range) -> None:
@@ -560,22 +560,24 @@ class DamagingSocket(UdpSocket):
         self._batches, self._seen = batches, 0
 
     def send(self, batch: PacketBatch, to: NDArray[np.uint64], rows: NDArray[np.int64] | None = None) -> None:
-        """Send it, after damage to its first packet."""
+        """Send it, after a change to its first packet."""
         if batch.header["kind"][0] == PacketKind.DATA:
-            batch.header["slot"][0] ^= self._seen in self._batches
+            if self._seen in self._batches:
+                batch.header["slot"][0] ^= 1
+                batch.first(1).seal()
             self._seen += 1
         super().send(batch, to, rows)
 
 
-def test_one_damaged_packet_is_sent_again() -> None:
+def test_one_refused_packet_is_sent_again() -> None:
     vectors = integers(2, 2, 50_000)
     with served_switch() as address:
-        assert sums_of(address, vectors, open_socket=lambda: DamagingSocket(range(1, 2))) == right_sums(vectors)
+        assert sums_of(address, vectors, open_socket=lambda: MisplacingSocket(range(1, 2))) == right_sums(vectors)
 
 
 def test_who_is_refused_again_and_again_gives_up() -> None:
     with served_switch() as address, pytest.raises(NetworkError, match="refuses this worker: the packet does not fit"):
-        sums_of(address, integers(2, 1, 1000), open_socket=lambda: DamagingSocket(range(1000)))
+        sums_of(address, integers(2, 1, 1000), open_socket=lambda: MisplacingSocket(range(1000)))
 
 
 def test_all_begin_with_an_empty_table_also_if_the_switch_forgot_that_they_were_to(address: str) -> None:

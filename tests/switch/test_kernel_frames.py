@@ -14,7 +14,7 @@ import pytest
 from offbeat.protocol.switch_control import Strategy
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.kernel.kernel_switch import KernelSwitch
-from offbeat.switch.packet import Flag, Packet, PacketKind, decode, encode
+from offbeat.switch.packet import VERSION, Flag, Packet, PacketKind, decode, encode, sealed
 from tests.switch.kernel_replay import in_a_network_of_its_own, why_not
 
 if TYPE_CHECKING:
@@ -144,9 +144,10 @@ def odd_frames(port: SwitchPort) -> Iterator[tuple[str, bytes, str]]:
     yield "a count of more", port.frame(good[:7] + b"\x02" + good[8:]), "foreign"
     yield "a count of none", port.frame(good[:7] + b"\x00" + good[8:]), "foreign"
     yield "a count of all", port.frame(good[:7] + b"\xff" + good[8:]), "foreign"
-    yield "another version", port.frame(good[:2] + b"\x2f" + good[3:]), "foreign"
+    yield "another version", port.frame(good[:2] + bytes([VERSION + 1 << 4 | 15]) + good[3:]), "foreign"
     yield "an answer", port.frame(good[:3] + bytes([PacketKind.RESULT]) + good[4:]), "foreign"
     yield "no such kind", port.frame(good[:3] + b"\xff" + good[4:]), "foreign"
+    yield "another value", port.frame(good[:-1] + b"\x01"), "damaged"
 
 
 @pytest.mark.parametrize("at_xdp", [False, True])
@@ -202,6 +203,7 @@ def test_random_changes_anywhere_in_frames_change_no_other_job(at_xdp: bool) -> 
                 for _ in range(chance.randrange(1, 4)):
                     at = chance.randrange(12, _HEADERS + 8)  # not the job's number alone, or cookies
                     frame[at if at not in range(_HEADERS + 4, _HEADERS + 6) else 14] = chance.randrange(256)
+                frame[_HEADERS:] = sealed(frame[_HEADERS:])
                 port.send(bytes(frame[: chance.randrange(14, len(frame) + 1)] if chance.random() < 0.2 else frame))
                 if number % 100 == 99:
                     port.send(port.frame(port.data()))
@@ -234,5 +236,5 @@ def test_several_packets_in_one_are_counted_as_such() -> None:
             switch.close()
 
     assert in_a_network_of_its_own(play) == {
-        "foreign": 0, "unknown job": 0, "refused": 0, "fragments": 0, "bundles": 1
+        "foreign": 0, "unknown job": 0, "refused": 0, "fragments": 0, "bundles": 1, "damaged": 0
     }  # fmt: skip

@@ -13,7 +13,7 @@ from offbeat.switch.chunk_stream import ChunkStream
 from offbeat.switch.fixed_point import exponents, quantize, to_sums
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.job_state import JobState
-from offbeat.switch.packet import Flag, Packet, PacketKind, Reason, decode
+from offbeat.switch.packet import HEADER_BYTES, Flag, Packet, PacketKind, Reason, decode
 from offbeat.switch.packet_batch import PacketBatch
 from offbeat.switch.stream_client import StreamClient
 from offbeat.switch.stream_exchange import StreamExchange
@@ -124,7 +124,7 @@ def exchange(state: JobState, clients: list[StreamClient], spoilt: int | None = 
     """Let packets go to and fro until nobody has any.
 
     Args:
-        spoilt: a worker whose values are changed on their way to the largest there are, in the first `attempts`.
+        spoilt: a worker that sends the largest values there are, instead of its own, in the first `attempts`.
     """
     for _ in range(100):
         quiet = True
@@ -139,6 +139,7 @@ def exchange(state: JobState, clients: list[StreamClient], spoilt: int | None = 
                     and batch.header["epoch"][0] < attempts
                 ):
                     batch.values[0] = (1 << 31) - 1
+                    batch.seal()
                 for port, answer in state.handle(decode(batch.datagrams()[0]), worker):
                     assert isinstance(port, int)
                     clients[port].receive(PacketBatch.of([answer], VALUES), 0.0)
@@ -189,7 +190,7 @@ def test_a_chunk_of_zeros_has_no_payload() -> None:
                 for port, answer in state.handle(decode(one), worker):
                     assert isinstance(port, int)
                     clients[port].receive(PacketBatch.of([answer], VALUES), 0.0)
-    assert sizes == [{32 + 4 * VALUES}, {32}]
+    assert sizes == [{HEADER_BYTES + 4 * VALUES}, {HEADER_BYTES}]
     assert all(one.is_done and not one.total.any() for one in exchanges)
     assert exchanges[0].own.tolist() == [-127] * 2
 
