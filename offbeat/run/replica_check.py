@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from offbeat.engine.module_hook import ModuleHook
 from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from offbeat.engine import SwitchableSync
 
@@ -30,7 +30,9 @@ class ReplicaCheck:
     def __init__(self, model: torch.nn.Module, synchronizer: SwitchableSync, tell: Callable[[str], None]) -> None:
         self._synchronizer, self._tell = synchronizer, tell
         hook = ModuleHook(lambda *_: self._on_state_dict())
-        self._hooks = [module.register_state_dict_pre_hook(hook) for module in model.modules()]
+        # TorchScript takes no such hook; a module around it, whose state holds that part's, does.
+        watched = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        self._hooks = [module.register_state_dict_pre_hook(hook) for module in watched]
 
     def _on_state_dict(self) -> None:
         synchronizer = self._synchronizer
