@@ -236,7 +236,7 @@ def sum_while_one_stands_still(how: str, size: int) -> tuple[float, list[str]]:
     total = torch.zeros(size)
     for step in range(8):
         if (rank, step) == (1, 4):
-            stand_still(how, 3.5)
+            stand_still(how, 5)
         total += rank + 1
         dist.all_reduce(total)
         total /= 2
@@ -249,8 +249,8 @@ def sum_while_one_stands_still(how: str, size: int) -> tuple[float, list[str]]:
 def test_a_worker_that_stands_still_ends_nothing_and_is_named(how: str, size: int) -> None:
     (total, told), (other, _) = run_workers(2, sum_while_one_stands_still, how, size)
     assert total == other == 12.0
-    (line,) = [line for line in told if "has been silent" in line]
-    assert re.search(rf"in all_reduce .*: rank 1 \(.+, pid \d+\) .* while its machine answers: it {how}", line), line
+    said = rf"in all_reduce .*: rank 1 \(.+, pid \d+\) .* while its machine answers: it {how}"
+    assert any(re.search(said, line) for line in told), told
 
 
 def wait_for_one_that_is_stopped(size: int) -> tuple[float, str, list[str]]:
