@@ -133,7 +133,7 @@ _FALLEN = 0.05  # of the accuracy without a lie
 
 
 def jobs(lines: Lines) -> str:
-    """What attacks do to rules in jobs of real processes; "" before it was measured."""
+    """Write the section on attacks in jobs of real processes; "" before they were measured."""
     if not byzantine_jobs.RESULT.exists():
         return ""
     found, settings = byzantine_jobs.read(), byzantine_jobs.read().settings

@@ -24,7 +24,7 @@ FEW, MANY = (1002, 1053), range(60)
 
 
 def audited(job: RandomJob, folder: Path) -> AuditResult:
-    """What an audit finds in a job that is over, once its server has recorded everything."""
+    """Audit a job that is over, once its server has recorded everything."""
     history, deadline_s = folder / "history", time.monotonic() + 10
     while job.plan.is_served and time.monotonic() < deadline_s and not _has_ended(history):
         time.sleep(0.05)
@@ -37,7 +37,7 @@ def _has_ended(history: Path) -> bool:
 
 
 def told(job: RandomJob, result: AuditResult) -> str:
-    """What an audit found, for people who read a failed test."""
+    """Write out an audit's findings, for people who read a failed test."""
     laws = [f"law {one.law}: {one.what}" for one in result.violations]
     return "\n".join([repr(job), *laws])
 

@@ -1,4 +1,4 @@
-"""What every command does with an error that is not its own, and with Ctrl-C."""
+"""Every command ends with a sentence at an error that is not its own, and at Ctrl-C."""
 
 from __future__ import annotations
 

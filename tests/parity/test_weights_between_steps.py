@@ -43,13 +43,13 @@ class Script:
         self.begin()
 
     def begin(self) -> None:
-        """What it does before its loop."""
+        """Act before the loop."""
 
     def loss(self, replica: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(replica(x), y)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """What it does with weights after the optimizer's step."""
+        """Use weights after the optimizer's step."""
 
 
 class Saves(Script):

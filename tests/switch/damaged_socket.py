@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from offbeat.switch.packet import HEADER_BYTES
 from offbeat.switch.udp_socket import UdpSocket
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from offbeat.switch.packet_batch import PacketBatch
 
-_HEADER_BITS = 8 * 36
+_HEADER_BITS = 8 * HEADER_BYTES
 
 
 class DamagedSocket(UdpSocket):
