@@ -217,15 +217,15 @@ def test_the_environment_asks_for_it() -> None:
         _ = Environment({"OFFBEAT_CHECK_FRESHNESS": "yes"}).check_freshness
 
 
-def watched(begins: int, in_graph: bool = False) -> tuple[str, list[str], bool, list[int]]:
-    """What a view that is used from some step on does to a job, of which every fourth step is watched.
+def watched(begins: int, in_graph: bool = False) -> tuple[str, list[str], dict[str, list[int]]]:
+    """Use a view from some step on in a job that watches every fourth step.
 
     Returns:
-        The notes of the error that it ends with; what was said; whether steps are hidden in the end; and the steps
-        behind which nothing was left to be done.
+        The notes of the error that ended it; what offbeat said; and the steps by what was true after each: at the
+        barrier, watched, hidden, or hidden but done already.
     """
     cross_iteration._EACH = 4
-    net, told, whole = Writer(), listen(), list[int]()
+    net, told, steps = Writer(), listen(), dict[str, list[int]]()
     try:
         with offbeat.init(PLAN) as run:
             replica, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.01))
@@ -236,35 +236,45 @@ def watched(begins: int, in_graph: bool = False) -> tuple[str, list[str], bool, 
                     loss = (bias * bias).sum()
                 (F.cross_entropy(replica(words), words) + loss).backward()
                 optimizer.step()
-                if is_ahead(run) and not run._session.models.synchronizers[0]._gradients._gradients:  # type: ignore[attr-defined]
-                    whole.append(step)
+                gradients: Any = run._session.models.synchronizers[0]._gradients  # type: ignore[attr-defined]
+                if not is_ahead(run):
+                    state = "barrier"
+                elif gradients._watch.is_open:
+                    state = "watched"
+                else:
+                    state = "hidden" if gradients._gradients else "done"
+                steps.setdefault(state, []).append(step)
                 optimizer.zero_grad()
-            return "", told, is_ahead(run), whole
+            return "", told, steps
     except RuntimeError as error:
-        return "".join(getattr(error, "__notes__", ())), told, True, whole
+        return "".join(getattr(error, "__notes__", ())), told, steps
 
 
 def test_an_ordinary_script_is_hidden_but_for_the_steps_that_are_watched() -> None:
-    for notes, told, hides, whole in run_workers(2, watched, 24):
-        assert hides
-        assert whole == [6, 10, 14, 18, 22]
+    for notes, told, steps in run_workers(2, watched, 24):
+        assert steps["barrier"] == list(range(6))
+        every_fourth = {6, 10, 14, 18, 22}
+        # The watch ends early in a step that votes for another schedule, which a busy machine can make any step do.
+        assert set(steps["watched"]) <= every_fourth <= {*steps["watched"], *steps.get("done", ())}
+        assert len(steps["watched"]) >= 3
+        assert len(steps["hidden"]) > len(steps.get("done", ()))
         assert notes == ""
         assert not any("uses" in text for text in told)
 
 
 def test_a_view_that_is_used_late_is_found_in_the_next_step_that_is_watched() -> None:
-    (_, told, hides, whole), second = run_workers(2, watched, 9)
-    assert not hides
-    assert not second[2]
-    assert whole[:2] == [6, 10], "the next one behind the first use is watched"
-    assert whole == list(range(10, whole[-1] + 1)) or whole == [6, *range(10, whole[-1] + 1)], "a barrier from there on"
+    (_, told, steps), (_, _, others) = run_workers(2, watched, 9)
+    assert steps["watched"][-1] in (10, 14), "the next one after the first use is watched"
+    assert steps["barrier"][6:] == others["barrier"][6:]
+    assert max(steps["hidden"]) < steps["watched"][-1], "every later step is done at its end"
+    assert steps["barrier"][-1] == 23
     (text,) = [text for text in told if "waited for behind backward" in text]
     assert f"rank 0: {__file__}:" in text
     assert "uses the memory of twice.bias (aten.mul.Tensor) through another tensor" in text
 
 
 def test_backward_that_misses_what_a_step_has_written_says_whose_step_that_was() -> None:
-    for notes, _, _, _ in run_workers(2, watched, 12, True):
+    for notes, _, _ in run_workers(2, watched, 12, True):
         assert "offbeat may have stepped that tensor: with Priority(slice_bytes=100)" in notes
         assert "call run.synchronize() after optimizer.step()" in notes
 
