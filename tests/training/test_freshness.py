@@ -236,7 +236,7 @@ def watched(begins: int, in_graph: bool = False) -> tuple[str, list[str], dict[s
                     loss = (bias * bias).sum()
                 (F.cross_entropy(replica(words), words) + loss).backward()
                 optimizer.step()
-                gradients: Any = run._session.models.synchronizers[0]._gradients  # type: ignore[attr-defined]
+                gradients: Any = run._session.models.synchronizers[0]._gradients
                 if not is_ahead(run):
                     state = "barrier"
                 elif gradients._watch.is_open:
