@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,11 +41,12 @@ from offbeat.run.environment import Environment
 from offbeat.tensors import dtype_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from offbeat.c10d.calls import Call
     from offbeat.fabric.path_collectives import PathCollectives, PathPending
 
+T = TypeVar("T")
 LEAST_BYTES = 64 << 10
 """Sums of less go over Gloo, where a message costs less."""
 _MOMENT = timedelta(seconds=1.4)
@@ -152,7 +153,7 @@ class OffbeatGroup(dist.ProcessGroup):
         self._timeout = timeout
         self._board = CallBoard(PrefixStore("calls", store), self._ranks, place, timeout, self._lost, self._stalled)
         self._opening, self._ends = threading.Lock(), _DaemonThreads()
-        self._under_way = _CallbacksUnderWay()
+        self._held = _HeldByGloo()
         self._planning: Call | None = None
         self._meet = StoreMeeting(PrefixStore("paths", store), place, len(ranks), self._is_over)
         self._collectives: PathCollectives | None = None
@@ -213,13 +214,16 @@ class OffbeatGroup(dist.ProcessGroup):
                 if copy is not tensor:
                     tensor.detach().copy_(copy)
 
+        def by_gloo() -> Any:
+            return self._gloo.allreduce(self._held.aliases(packed), opts)
+
         if not self._goes_along_paths(tensors, opts):
-            return self._delegated(call, lambda: self._gloo.allreduce(packed, opts), tensors, end)
+            return self._delegated(call, by_gloo, tensors, end)
         whole = packed[0].detach().view(-1)
         try:
             collectives = self._planned(call)
             if collectives.goes_by_group(whole.numel() * whole.element_size()):
-                return self._delegated(call, lambda: self._gloo.allreduce(packed, opts), tensors, end)
+                return self._delegated(call, by_gloo, tensors, end)
             pending = collectives.sum_along_paths(whole)
         except (OffbeatError, RuntimeError) as error:
             call.fail(self._named(error))
@@ -277,9 +281,19 @@ class OffbeatGroup(dist.ProcessGroup):
     # -- what Gloo does ------------------------------------------------------------------------------------------
 
     def _delegated(
-        self, call: Call, begin: Callable[[], Any], value: Any = None, end: Callable[[], None] | None = None
+        self,
+        call: Call,
+        begin: Callable[[], Any],
+        value: Any = None,
+        end: Callable[[], None] | None = None,
+        given: Mapping[int, torch.Tensor] | None = None,
     ) -> Any:
-        """Have Gloo do it, and something behind it; returns a work that ends with it, or when somebody is lost."""
+        """Have Gloo do it, then do `end`; returns a work that ends with it, or when somebody is lost.
+
+        Args:
+            value: the work's result; None for Gloo's.
+            given: by `id`, the tensors that Gloo has aliases of, for its result.
+        """
         if lost := self._lost():
             call.fail(NetworkError(f"Cannot begin {call.what}: {'; '.join(lost.values())}"))
             return CallWork(call)
@@ -298,10 +312,10 @@ class OffbeatGroup(dist.ProcessGroup):
                 why = NetworkError(f"Cannot end {call.what}: {str(error).splitlines()[0]}")
                 self._ends.submit(lambda: call.fail(self._named(why)))
                 return
-            call.succeed(found if value is None else value)
+            call.succeed(_originals(found, given or {}) if value is None else value)
 
         try:
-            work.get_future().add_done_callback(self._under_way.noted(lambda done: over(done.value)))
+            work.get_future().add_done_callback(self._held.noted(lambda done: over(done.value)))
         except RuntimeError:  # some of Gloo's works have none
             self._ends.submit(lambda: over(work.wait))
         return CallWork(call)
@@ -341,13 +355,13 @@ class OffbeatGroup(dist.ProcessGroup):
             else:
                 self.shutdown()
         deadline = _Deadline(_SETTLE)
-        self._under_way.wait(deadline)
+        self._held.wait(deadline)
         self._ends.join(deadline)
         self._board.join(deadline.left_s)
 
     def shutdown(self) -> None:
         """Let go, once what Gloo does has ended; what has not by then fails."""
-        if not self._under_way.wait(_Deadline(_SETTLE)) or self._lost():
+        if not self._held.wait(_Deadline(_SETTLE)) or self._lost():
             self.abort()
             return
         self._end("the group was destroyed")
@@ -370,10 +384,15 @@ class OffbeatGroup(dist.ProcessGroup):
 def _delegates(name: str, what: str) -> Callable[..., Any]:
     @functools.wraps(getattr(dist.ProcessGroup, name))
     def call(self: OffbeatGroup, *arguments: Any, **options: Any) -> Any:
-        begin = functools.partial(getattr(self._gloo, name), *arguments, **options)
+        given: dict[int, torch.Tensor] = {}
+
+        def begin() -> Any:
+            named = {option: self._held.aliases(one, given) for option, one in options.items()}
+            return getattr(self._gloo, name)(*(self._held.aliases(one, given) for one in arguments), **named)
+
         # Of what is given to one and taken from another workers do not bring the same.
         tensors = _tensors(arguments) if what in _ALIKE else []
-        return self._delegated(self._board.begin(_words(what, tensors)), begin)
+        return self._delegated(self._board.begin(_words(what, tensors)), begin, given=given)
 
     return call
 
@@ -404,7 +423,6 @@ def _gloo(store: Any, place: int, size: int, timeout: timedelta) -> dist.Process
     for device in ("cpu", "cuda"):
         group._register_backend(torch.device(device), kind, backend)
     group._set_default_backend(kind)
-    backend._set_sequence_number_for_group()
     return group
 
 
@@ -418,6 +436,13 @@ def _tensors(arguments: Sequence[Any]) -> list[torch.Tensor]:
             if found:
                 return found
     return []
+
+
+def _originals(found: Any, given: Mapping[int, torch.Tensor]) -> Any:
+    """Gloo's result with the caller's tensors in place of their aliases."""
+    if isinstance(found, (list, tuple)):
+        return [_originals(one, given) for one in found]
+    return given.get(id(found), found)
 
 
 def _packed(tensor: torch.Tensor) -> torch.Tensor:
@@ -451,33 +476,42 @@ def _words(what: str, tensors: Sequence[torch.Tensor], operation: str = "") -> s
     return what + (f" ({operation})" if operation else "") + (f" of {sizes}" if sizes else "")
 
 
-class _CallbacksUnderWay:
-    """The callbacks that threads of Gloo's will call, and those that they have yet to free.
+class _HeldByGloo:
+    """The Python objects that threads of Gloo's have yet to let go of: callbacks, and aliases of tensors.
 
-    A group must not be destroyed before: its destructor waits for these threads, and they wait for the GIL.
+    To free one, a thread needs the GIL. If the interpreter ends meanwhile, Python ends the thread within a destructor,
+    and that aborts the process; if the group is destroyed, its destructor waits for the thread while it has the GIL.
     """
 
     def __init__(self) -> None:
-        self._changed, self._left = threading.Condition(), dict[int, weakref.ref[Any]]()
-        self._numbers = itertools.count()
+        self._left, self._numbers = dict[int, weakref.ref[Any]](), itertools.count()
 
-    def noted(self, callback: Callable[[Any], None]) -> Callable[[Any], None]:
-        """The callback, to be given away; it is under way until nobody holds it any more."""
+    def noted(self, held: T) -> T:
+        """Return the object, to be given to Gloo alone; it is held until it is freed."""
         number = next(self._numbers)
+        # No Python code runs when it is freed: who sees that it is gone has the GIL, which the thread has released.
+        self._left[number] = weakref.ref(held, functools.partial(self._left.pop, number))
+        return held
 
-        def freed(_: Any) -> None:
-            with self._changed:
-                del self._left[number]
-                self._changed.notify_all()
+    def aliases(self, given: Any, of: dict[int, torch.Tensor] | None = None) -> Any:
+        """Return the argument of a call with an alias in place of each tensor.
 
-        with self._changed:
-            self._left[number] = weakref.ref(callback, freed)
-        return callback
+        Args:
+            given: a tensor, a list of tensors, and so on, or anything else.
+            of: takes the tensor of each alias, by the alias's `id`.
+        """
+        if isinstance(given, torch.Tensor):
+            alias = self.noted(given.detach())
+            if of is not None:
+                of[id(alias)] = given
+            return alias
+        return [self.aliases(one, of) for one in given] if isinstance(given, (list, tuple)) else given
 
     def wait(self, deadline: _Deadline) -> bool:
-        """Wait until none is under way; whether that is so by the deadline."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._left, deadline.left_s)
+        """Wait until Gloo holds nothing; whether that is so by the deadline."""
+        while self._left and deadline.left_s:
+            time.sleep(0.001)
+        return not self._left
 
 
 class _DaemonThreads:
