@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests import promises, warm
@@ -58,10 +59,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure() -> None:
-    """A shell that starts a command in the background has it ignore SIGINT, and so would every process of a test."""
+    """Have Ctrl-C end the run, forks be cheap, and examples take their time.
+
+    A shell that starts a command in the background has it ignore SIGINT, and so would every process of a test.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     warm.in_pytest()
+    hypothesis.settings.register_profile("offbeat", deadline=None)  # on a busy machine any example may be slow
+    hypothesis.settings.load_profile("offbeat")
 
 
 @pytest.fixture(autouse=True)

@@ -93,9 +93,7 @@ def twin(value: Any) -> Any:
     return value
 
 
-LOOSELY = settings(
-    deadline=None, max_examples=300, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
-)
+LOOSELY = settings(max_examples=300, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 
 
 @LOOSELY

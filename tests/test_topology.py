@@ -201,7 +201,7 @@ def check_routes(topology: Topology) -> None:
                 assert topology.route(way[0].target, b) == way[1:]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(any_topology())
 def test_routes_have_the_fewest_hops(topology: Topology) -> None:
     check_routes(topology)

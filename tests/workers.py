@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tests import warm
+from tests.patience import stretched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -47,6 +48,7 @@ def run_workers(
     """Call `function(*arguments)` in `world` worker processes and return what they return, in rank order.
 
     Args:
+        timeout_s: how long no process may end; longer on a busy machine.
         faulty: a rank that a test makes fail, or several; what it does or returns is not looked at.
         newcomers: so many more processes, of the ranks behind, whose `offbeat.init` joins the job of the others.
 
@@ -82,9 +84,10 @@ def _collect(ends: list[Connection], timeout_s: float, faulty: Collection[int]) 
     failures: dict[int, str] = {}
     waiting = {rank: end for rank, end in enumerate(ends) if rank not in faulty}
     while waiting:
-        ready = wait(list(waiting.values()), timeout_s if not failures else 5)
+        limit_s = stretched(timeout_s if not failures else 5)
+        ready = wait(list(waiting.values()), limit_s)
         if not ready:
-            failures.setdefault(-1, f"ranks {sorted(waiting)} did not finish within {timeout_s} s")
+            failures.setdefault(-1, f"ranks {sorted(waiting)} did not finish within {limit_s:.0f} s")
             break
         for rank, end in list(waiting.items()):
             if end not in ready:

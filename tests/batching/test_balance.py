@@ -96,7 +96,7 @@ def test_bounds_are_kept_before_the_sum_is(total: int, expected: list[int]) -> N
     st.integers(0, 100_000),
 )
 @example([(32768.0, 1e-12, 0)], 3)  # a share is the difference of two numbers that are 10^16 times as large
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 def test_any_costs_give_exactly_the_sum(lines: list[tuple[float, float, int]], extra: int) -> None:
     costs = [CycleCost(fixed_s, per_sample_s, least, least + 100_000) for fixed_s, per_sample_s, least in lines]
     total = sum(cost.least for cost in costs) + extra

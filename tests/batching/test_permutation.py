@@ -68,7 +68,7 @@ def test_it_is_made_as_described(samples: int) -> None:
 
 
 @given(st.integers(1, 2**62), st.integers(), st.integers(0, 2**40), st.data())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 def test_any_part_can_be_had_by_itself(samples: int, seed: int, epoch: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, samples - 1))
     positions = np.arange(start, min(samples, start + 20))

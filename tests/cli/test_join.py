@@ -21,10 +21,11 @@ from offbeat.protocol.rank_reservation import RanksReserved, ReserveRanks
 from offbeat.server.launch import ShardSettings, start_shard
 from tests.cli.commands import offbeat, script, start
 from tests.cli.test_top import JOB, SECRET, Served, step_all
+from tests.patience import soon
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 # Goes on until it is told that it is enough, over data of which each sample says that it was computed.
@@ -66,15 +67,6 @@ Path("waits").touch()
 while not Path("over").exists():
     time.sleep(0.02)
 """
-
-
-def soon(condition: Callable[[], bool], seconds: float = 40) -> bool:
-    deadline_s = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 @pytest.fixture

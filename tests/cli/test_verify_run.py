@@ -15,7 +15,7 @@ from offbeat.sync import BSP, SSP
 from tests.audit.recorded_runs import Recorded, rewrite
 from tests.audit.test_verify import apply_twice, other_hash
 from tests.cli.commands import TRAIN, offbeat, script, start
-from tests.cli.test_join import soon
+from tests.patience import soon
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -279,7 +279,7 @@ def seen(coordinator: Coordinator) -> tuple[object, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS, ids=repr)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(first=st.booleans(), shards=st.integers(1, 2), script=st.lists(moves, min_size=25, max_size=60))
 def test_whatever_workers_say_is_answered_in_instructions_that_a_replay_repeats(
     plan: Plan, first: bool, shards: int, script: list[tuple[Any, ...]]

@@ -153,7 +153,7 @@ def test_nothing_is_allocated_for_what_a_file_claims(tmp_path: Path, data: bytes
         HistoryLog(path)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.binary(max_size=300), st.booleans(), st.booleans())
 def test_whatever_a_file_holds_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, data: bytes, is_chunk: bool, is_deflated: bool
@@ -169,7 +169,7 @@ _numbers = st.integers(0, 3)
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(1, 9), st.lists(_numbers, min_size=1, max_size=4)), max_size=12), st.data())
 def test_whatever_is_recorded_is_judged(
     tmp_path_factory: pytest.TempPathFactory, events: list[tuple[int, list[int]]], data: st.DataObject

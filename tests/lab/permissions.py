@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,7 +12,6 @@ import pytest
 from offbeat.lab.namespace import DIRECTORY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 needs_root = [
@@ -62,13 +60,3 @@ class Owner:
 def namespaces_of(lab: str) -> set[str]:
     """The network namespaces of a lab that exist now."""
     return {path.name for path in DIRECTORY.glob(f"offbeat-{lab}-*")}
-
-
-def soon(condition: Callable[[], bool], within_s: float = 10.0) -> bool:
-    """Whether `condition` holds before `within_s` have passed."""
-    deadline_s = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(0.05)
-    return True

@@ -25,7 +25,8 @@ from offbeat.safe_read import read_file
 from offbeat.scenario import Replay, Scenario
 from offbeat.scheduling import MadeSchedule
 from tests.cli.commands import alive, clean_environment, descendants, offbeat, start
-from tests.lab.permissions import needs_root, soon
+from tests.lab.permissions import needs_root
+from tests.patience import soon
 from tests.switch.kernel_replay import why_not
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from offbeat.lab.network import Network
 from offbeat.scenario import Scenario, System
 from offbeat.topology import Topology
 from tests.cli.commands import alive, descendants
-from tests.lab.permissions import needs_root, soon
+from tests.lab.permissions import needs_root
+from tests.patience import soon
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,7 +12,8 @@ from offbeat.lab import command_lines
 from offbeat.lab.link_sampler import Sampler, Traffic, figures, idle_share, traffic, variation, whole_time
 from offbeat.lab.network import Network
 from offbeat.topology import Topology
-from tests.lab.permissions import needs_root, soon
+from tests.lab.permissions import needs_root
+from tests.patience import soon
 
 SEND = "import socket, sys; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(bytes(1000), (sys.argv[1], 9))"
 

@@ -24,7 +24,8 @@ from offbeat.lab.namespace import DIRECTORY, inside
 from offbeat.lab.network import MAX_HOSTS, Network
 from offbeat.topology import Host, Link, Topology
 from tests.cli.commands import alive
-from tests.lab.permissions import Owner, namespaces_of, needs_root, soon
+from tests.lab.permissions import Owner, namespaces_of, needs_root
+from tests.patience import soon
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

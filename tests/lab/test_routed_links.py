@@ -24,7 +24,8 @@ from offbeat.lab.routed_links import STUB
 from offbeat.scenario import Scenario
 from offbeat.topology import Host, Link, Topology
 from offbeat.wire.interfaces import interface_addresses
-from tests.lab.permissions import namespaces_of, needs_root, soon
+from tests.lab.permissions import namespaces_of, needs_root
+from tests.patience import soon
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -23,7 +23,7 @@ from offbeat.lab.refusals import needs
 from offbeat.lab.validator_process import ValidatorProcess
 from offbeat.scenario import Scenario
 from tests.cli.commands import alive, descendants
-from tests.lab.permissions import soon
+from tests.patience import soon
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

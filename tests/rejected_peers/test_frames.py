@@ -199,7 +199,7 @@ def test_nobody_speaks_out_of_its_role(job: Job, role: Role, message: Any, body:
 SAID = [OpenModel(0), Announce(0, 3, ContributionInfo(1.0, ())), PushDone(0, 1, 3), GetStatus(0), PullDone(0, 3)]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     role=strategies.sampled_from(get_args(Role)),
     rank=strategies.integers(max(GOOD) + 1, MAX_WORLD - 1),

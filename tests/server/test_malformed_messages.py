@@ -61,7 +61,7 @@ MOST_PER_BYTE = 64  # of memory, for each byte that came
 @pytest.mark.slow
 @pytest.mark.parametrize("decoder", DECODERS)
 @given(data=st.one_of(st.binary(max_size=100), NEARLY))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_bytes_are_a_message_or_a_refusal(decoder: str, data: bytes) -> None:
     with contextlib.suppress(PeerError):
         assert isinstance(DECODERS[decoder](data), (msgspec.Struct, tuple))
@@ -85,6 +85,6 @@ def test_what_is_read_takes_no_more_memory_than_its_length_allows(decoder: str, 
 @given(st.binary(max_size=300))
 # It comes first, with a model of no blocks, and goes on talking.
 @example(b"\xf6\x01\x1a\x01\xb6\xe3\xf6p|F\xb5\x80\x92\xec\xc6l{\xd1\xb1C\xa1")
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_a_worker_that_speaks_garbage_harms_nobody_else(data: bytes) -> None:
     torment(data)

@@ -477,7 +477,7 @@ def play(chance: random.Random, *, judges: bool = False) -> Job:
 
 
 @pytest.mark.parametrize("most", [1, 4])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(chance=st.randoms(use_true_random=True))
 def test_no_half_of_a_contribution_is_anywhere(most: int, chance: random.Random) -> None:
     before, update_scheduler._MOST_ENTRIES = update_scheduler._MOST_ENTRIES, most
@@ -487,7 +487,7 @@ def test_no_half_of_a_contribution_is_anywhere(most: int, chance: random.Random)
         update_scheduler._MOST_ENTRIES = before
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(chance=st.randoms(use_true_random=True))
 def test_what_is_judged_is_whole_everywhere_and_is_made_once(chance: random.Random) -> None:
     job = play(chance, judges=True)
@@ -533,7 +533,7 @@ def end_a_life(chance: random.Random) -> tuple[Job, list[Push]]:
 
 
 @pytest.mark.parametrize("most", [1, 4])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(chance=st.randoms(use_true_random=True))
 def test_a_life_that_ends_leaves_one_version_in_memory(most: int, chance: random.Random) -> None:
     before, update_scheduler._MOST_ENTRIES = update_scheduler._MOST_ENTRIES, most

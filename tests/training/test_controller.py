@@ -122,7 +122,8 @@ def test_a_person_takes_over(fabric: str, at: int, tmp_path: Path) -> None:
         if fabric == "server":
             (_, began), (loose_at, loose), (local_at, local), _ = changes(seen)
             assert [began, loose, local] == [repr(policy) for policy in SERVER_SCHEDULE.policies]
-            assert 10 <= loose_at < 20 <= local_at
+            # SSP(2) lets a worker be two steps behind the others' progress.
+            assert 10 <= loose_at < 20 <= local_at + 2
     events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     swaps = [one["text"] for one in events if one["kind"] == "event" and one["what"] == "swap"]
     assert "ByProgress(" in swaps[-1]

@@ -27,6 +27,7 @@ from offbeat.diagnosis.wait import BlockingWait
 from offbeat.engine import ControlGroup, JobInfo, JoinCheck, JoinClient, JoinServer
 from offbeat.errors import DisagreementError, ModelError, PlanError
 from offbeat.fabric import BindContext, ElasticGroup, InMemory
+from tests.patience import stretched
 from tests.stalled_thread import stall
 from tests.workers import listen, run_workers
 
@@ -58,7 +59,7 @@ class Trained(NamedTuple):
 
 
 def wait_for(path: Path) -> None:
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + stretched(30)
     while not path.exists():
         assert time.monotonic() < deadline_s, f"{path} never came"
         time.sleep(0.01)

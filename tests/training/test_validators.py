@@ -121,7 +121,8 @@ def test_most_workers_lie_and_the_model_learns(policy: Policy, rule: Rule, tmp_p
     """It also begins with the validator's parameters, and is over when the workers are done."""
     results = run_workers(WORLD, train, str(tmp_path), plan(policy, rule), 2, newcomers=1, timeout_s=100)
     assert [one.ended for one in results] == [False] * WORLD + [True]
-    assert min(one.accuracy for one in results) > 0.7, results
+    # Under ASP() the server accepts one contribution of a worker for each reference: a slow validator, fewer steps.
+    assert min(one.accuracy for one in results) > (0.6 if policy == ASP() else 0.7), results
     verdict = verify(tmp_path / "history")
     assert verdict.holds, verdict.violations[0]
     assert (verdict.judged > 0, verdict.rejected > 0, verdict.dropped) == (True, True, 0)

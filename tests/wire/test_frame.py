@@ -153,7 +153,6 @@ def receive(ours: Reader, stream: bytes, sizes: list[int]) -> list[Frame]:
 
 
 @given(FRAMES, st.lists(st.integers(1, 300), min_size=1, max_size=9), st.sampled_from([0, 100, 4096]), st.booleans())
-@settings(deadline=None)
 def test_bodies_land_where_they_are_to(frames: list[Frame], sizes: list[int], scratch: int, throws_away: bool) -> None:
     places = Places(throws_away=throws_away)
     ours = Reader(places, max_metadata_bytes=300, max_body_bytes=300, scratch_bytes=scratch)
@@ -180,7 +179,7 @@ def test_without_scratch_nothing_is_read_ahead() -> None:
 
 
 @given(st.lists(st.one_of(st.binary(max_size=60), st.builds(encode, st.builds(Frame, st.binary(max_size=20))))))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_whatever_comes_memory_is_bounded(parts: list[bytes]) -> None:
     places = Places()
     ours = Reader(places, max_metadata_bytes=300, max_body_bytes=50)

@@ -77,7 +77,7 @@ STEP = st.one_of(
 
 
 @given(st.lists(STEP, max_size=60))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_any_order_of_events_delivers_once_and_in_order(steps: list[tuple[str, bool, int]]) -> None:
     sides = Side(), Side()
     sent: tuple[list[tuple[bytes, bytes]], ...] = [], []
@@ -114,7 +114,7 @@ def test_any_order_of_events_delivers_once_and_in_order(steps: list[tuple[str, b
 
 
 @given(st.lists(st.binary(max_size=300), max_size=5), st.binary(max_size=40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_bytes_are_frames_or_a_clear_refusal(parts: list[bytes], noise: bytes) -> None:
     """Also well-formed frames of any kind and number, which a peer gone mad might send."""
     side = Side()
