@@ -16,6 +16,7 @@ from offbeat import GRBS, LocalSGD, Plan
 from offbeat.cli.app import run_app
 from tests.cli.commands import TRAIN, alive, clean_environment, descendants, offbeat, script, start
 from tests.docs.command_line import commands, options
+from tests.patience import stretched
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -330,7 +331,7 @@ def test_a_signal_ends_everything_within_3_s(tmp_path: Path, number: signal.Sign
         began_s = time.monotonic()
         process.send_signal(number)
         process.communicate(timeout=10)
-        assert time.monotonic() - began_s < 5, "3 s where two cores are not shared by three tests"
+        assert time.monotonic() - began_s < stretched(3.5)
         assert process.returncode == 128 + number
         assert not alive(below)
 

@@ -28,7 +28,7 @@ def test_no_sum_is_wrong_and_none_is_stuck(block: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", range(50))
+@pytest.mark.parametrize("block", range(10))
 def test_no_sum_is_wrong_in_many_more_schedules(block: int) -> None:
     for seed in range(1000 + 2000 * block, 1000 + 2000 * (block + 1)):
         StreamPlay(seed).run()
