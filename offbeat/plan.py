@@ -138,7 +138,7 @@ Nonfinite = Literal["pass", "raise", "skip"]
 _LOOKED_AT = range(1000)  # steps
 _LARGE_VARIANCE = 8.0  # in units of the square of the gradient's norm
 # Left out at their default, so that older plans keep their digest.
-_CAME_LATER = frozenset({"calibrate", "delay", "fragments", "too_few"})
+_CAME_LATER = frozenset({"calibrate", "delay", "fragments", "too_few", "wait_s"})
 _NONFINITE: tuple[Nonfinite, ...] = typing.get_args(Nonfinite)
 _TOO_FEW: tuple[TooFew, ...] = typing.get_args(TooFew)
 

@@ -183,14 +183,15 @@ def _show(status: SwitchStatus) -> None:
     console = Console()
     for job in status.jobs:
         table = Table(box=SIMPLE_HEAD, title=f"job {job.job}, summed by {status.target}", title_justify="left")
-        for column in ("rank", "packets", "duplicates", "behind", "waited", "silent for"):
+        for column in ("rank", "packets", "duplicates", "behind", "left out", "waited", "silent for"):
             table.add_column(column, justify="right")
         for one in job.members:
             silent = "never heard" if one.silent_s is None else f"{one.silent_s:.1f} s"
             packets = sum(count for kind, count in one.counts.items() if kind != "duplicates")
             waited = f"{one.waited_s:.1f} s" if job.strategy.path == "table" else ""
             duplicates = f"{one.counts.get('duplicates', 0):,}"
-            table.add_row(str(one.worker), f"{packets:,}", duplicates, str(one.lag), waited, silent)
+            left_out = f"{one.left_out:,}" if job.strategy.wait_s else ""
+            table.add_row(str(one.worker), f"{packets:,}", duplicates, str(one.lag), left_out, waited, silent)
         console.print(table)
         if job.refused:
             console.print(f"refused: {refusals(job.refused)}")

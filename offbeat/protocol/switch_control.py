@@ -52,6 +52,7 @@ class Strategy(msgspec.Struct, frozen=True):
         path: "stream" for sums of all workers' chunks, "table" for sums that each worker reads when it likes.
         window: steps that a worker may be ahead of the slowest (table); None for as many as the ring has room for.
         quorum: members whose contributions settle an exchange (stream); None for all.
+        wait_s: seconds for which an exchange of a whole quorum waits for the other members (stream).
         keeps_late: whether a worker that was left out of an exchange keeps its contribution for the next one.
         most: steps that single workers may be allowed to be ahead, by a controller; None if it is `window`.
         renews: whether all meet where it holds, to go on with an empty table.
@@ -61,8 +62,14 @@ class Strategy(msgspec.Struct, frozen=True):
     window: _Window | None = 0
     quorum: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
     keeps_late: bool = False
+    wait_s: Seconds = 0.0
     most: _Window | None = None
     renews: bool = False
+
+    @property
+    def settling(self) -> int | None:
+        """Members whose contributions settle an exchange at once; None for all."""
+        return None if self.wait_s else self.quorum
 
     def window_in(self, ring: int) -> int:
         """The window over a ring of so many clocks, which leaves room for `ring` - 2 steps at most."""
@@ -226,7 +233,13 @@ class GetSwitchStatus(msgspec.Struct, tag=True, frozen=True):
 
 
 class SwitchMemberStatus(msgspec.Struct, frozen=True):
-    """One worker; `silent_s` is None as long as no packet of it has come, and `waited_s` it has waited for others."""
+    """One worker.
+
+    Args:
+        silent_s: None as long as no packet of it has come.
+        waited_s: for others.
+        left_out: sums that were closed without it, since it came too late.
+    """
 
     worker: _Worker
     finished: _Number
@@ -234,6 +247,7 @@ class SwitchMemberStatus(msgspec.Struct, frozen=True):
     silent_s: Seconds | None
     counts: Annotated[dict[str, Count], msgspec.Meta(max_length=64)]
     waited_s: Seconds = 0.0
+    left_out: Count = 0
 
 
 class SwitchJobStatus(msgspec.Struct, frozen=True, kw_only=True):

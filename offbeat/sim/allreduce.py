@@ -157,7 +157,10 @@ def play(
                     rank: begun_s[rank] + before_s[rank] - took[rank][0] * (1 - bucket.ready) + late_s[rank]
                     for rank in group.here
                 }
-                ready_s = sorted(each_s.values())[enough - 1]
+                in_order_s = sorted(each_s.values())
+                ready_s = in_order_s[enough - 1]
+                if isinstance(driver.policy, KSync):
+                    ready_s = min(ready_s + driver.policy.wait_s, in_order_s[-1])
                 too_late = frozenset(rank for rank, at_s in each_s.items() if at_s > ready_s)
                 end_s = group.exchange(max(end_s, ready_s), part * bucket.size_bytes, of_all=enough == len(group.here))
                 ends_s = {

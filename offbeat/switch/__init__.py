@@ -17,8 +17,8 @@ keeps it until it is read (`table`). Everything but sockets is without I/O.
   P4 switch
 * `udp_socket` - batches of datagrams, one system call each
 * `control_server`, `control_client` - who takes part, by which policy, over authenticated links; `clock_watch` - who
-  waits for others, and who may go further by name; `rejoin_meeting` - of the workers of a job that a switch has
-  forgotten
+  waits for others, and who may go further by name; `sum_watch` - which sums no longer wait for late workers;
+  `rejoin_meeting` - of the workers of a job that a switch has forgotten
 * `serve` - a switch as a process
 * `switch_doctor` - what works between this machine and a switch: `trial_job` sums by itself, `sending_rate` is how fast
   a worker's own side is, `offloads` what an interface does with packets

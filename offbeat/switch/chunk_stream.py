@@ -6,9 +6,9 @@
     that lost it, and that is refused as long as a member lacks the result.
 
 An exchange is a bucket's chunks: first `PRIME` ones, of whose values, the exponents of what follows, the largest are
-kept instead of sums; then those with values. Its first chunk settles who contributes: all members, or the first
-`quorum` of them. Who is not in it gets results only. A chunk in which a value did not fit is flagged, and summed again
-in the same slot: a further attempt.
+kept instead of sums; then those with values. Its first chunk settles who contributes: all members, the first `quorum`
+of them, or those who are in it when control closes it. Who is not in it gets results only. A chunk in which a value did
+not fit is flagged, and summed again in the same slot: a further attempt.
 
 It is written to be read, not to be fast; `vector_stream` does the same to whole batches, and tests hold one against the
 other.
@@ -55,7 +55,7 @@ class ChunkStream:
 
     Args:
         shape, members: of the job.
-        quorum: members whose contributions settle an exchange; None for all.
+        quorum: members whose contributions settle an exchange at once; None for all.
     """
 
     def __init__(self, shape: JobShape, members: Members, quorum: int | None = None) -> None:
@@ -96,9 +96,25 @@ class ChunkStream:
     def evict(self, worker: int) -> list[Answer]:
         """Go on without a worker, which is no member any more; what it has contributed stays where it is."""
         self._settled = {key: (clock, who & ~(1 << worker)) for key, (clock, who) in self._settled.items()}
+        return [answer for slot in self._waiting for answer in self._complete(slot)]
+
+    def unsettled(self, least: int) -> dict[int, int]:
+        """The exchanges that so many members have begun and that are not settled, with those who are in, as bits."""
+        begun = {slot.clock: slot.seen & self._members.bits for slot in self._waiting if Flag.FIRST in slot.flags}
+        return {clock: who for clock, who in begun.items() if who.bit_count() >= min(least, len(self._members))}
+
+    def close(self, clock: int, least: int) -> list[Answer]:
+        """Settle an exchange with those who are in it, if they are so many; complete what has waited for that."""
+        answers = []
+        for slot in self._waiting:
+            answers += self._complete(slot, least if slot.clock == clock else None)
+        return answers
+
+    @property
+    def _waiting(self) -> list[ChunkSlot]:
+        """The chunks without a result; first those that settle an exchange, and with it who is to be in the others."""
         waiting = [slot for slot in self.slots if slot is not None and not slot.is_complete]
-        waiting.sort(key=lambda slot: Flag.FIRST not in slot.flags)  # those say who is to be in the others
-        return [answer for slot in waiting for answer in self._complete(slot)]
+        return sorted(waiting, key=lambda slot: Flag.FIRST not in slot.flags)
 
     def _is_in(self, packet: Packet, bit: int) -> bool:
         """Whether a worker's part of a chunk counts: who contributes is settled, unless it only primes."""
@@ -126,12 +142,12 @@ class ChunkStream:
                 slot.values = total.tolist()
                 slot.flags |= Flag.SATURATED if did_not_fit else NO_FLAGS
 
-    def _complete(self, slot: ChunkSlot) -> list[Answer]:
-        """Complete a slot if all are in it that are to be."""
+    def _complete(self, slot: ChunkSlot, quorum: int | None = None) -> list[Answer]:
+        """Complete a slot if all are in it that are to be; `quorum` is another number that settles its exchange."""
         members = self._members.bits
         if Flag.FIRST in slot.flags:
             here = len(self._members)
-            is_over = (slot.seen & members).bit_count() >= min(self.quorum or here, here)
+            is_over = (slot.seen & members).bit_count() >= min(quorum or self.quorum or here, here)
         else:
             who = self._contributors(slot.clock)
             is_over = who is not None and slot.seen & who & members == who & members

@@ -49,6 +49,7 @@ from offbeat.switch.clocks import Windows
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.rejoin_meeting import RejoinMeeting
 from offbeat.switch.strategy import check_window, watched
+from offbeat.switch.sum_watch import SumWatch
 
 if TYPE_CHECKING:
     from offbeat.switch.data_plane import DataPlane
@@ -74,7 +75,7 @@ class SwitchJob:
     def __init__(self, name: str, shape: JobShape, strategy: Strategy, exponent: int) -> None:
         self.name, self.shape, self.strategy, self.exponent = name, shape, strategy, exponent
         self.plan, self.reason, self.windows = "", "", Windows()  # of the last change
-        self.watch, self.is_in_trouble = ClockWatch(), False
+        self.watch, self.sums, self.is_in_trouble = ClockWatch(), SumWatch(), False
         self.peers: dict[int, SwitchPeer] = {}  # by rank, those that have joined
         self.cookies: dict[int, int] = {}  # likewise
         self.secrets: dict[int, bytes] = {}  # likewise, by which each is known again
@@ -330,22 +331,33 @@ class ControlServer:
         )
 
     def look(self) -> None:
-        """Look at the clocks of all tables, and let those go on who may go further by name; end deserted jobs."""
+        """Look at the clocks of all tables, and let those go on who may go further by name; close sums that have waited
+        for long enough; end deserted jobs.
+        """
         now_s = time.monotonic()
         for job in list(self._jobs.values()):
             if job.deserted_s is not None and now_s - job.deserted_s > _DESERTED_S:
                 _log.warning("Job %s has ended: none of its workers has come back.", job.name)
                 self._end(job)
                 continue
-            if job.strategy.path == "table":
-                try:
-                    self._look_at(job)
-                except Exception:  # one job's trouble is none of the others'
-                    if not job.is_in_trouble:
-                        _log.exception("Cannot let the workers of job %s go further by name; the others can.", job.name)
-                    job.is_in_trouble = True
+            try:
+                if job.strategy.path == "table":
+                    self._look_at_clocks(job)
+                elif (quorum := job.strategy.quorum) and job.sums.is_due(job.strategy.wait_s, now_s):
+                    self._look_at_sums(job, quorum, now_s)
+            except Exception:  # one job's trouble is none of the others'
+                if not job.is_in_trouble:
+                    _log.exception("Cannot look after the clocks and sums of job %s; other jobs go on.", job.name)
+                job.is_in_trouble = True
 
-    def _look_at(self, job: SwitchJob) -> None:
+    def _look_at_sums(self, job: SwitchJob, quorum: int, now_s: float) -> None:
+        """Close the sums of a quorum that have waited for the others for long enough."""
+        unsettled = self._plane.unsettled(job.shape.number, quorum)
+        for clock in job.sums.look(unsettled, job.strategy.wait_s, now_s):
+            if who := self._plane.close(job.shape.number, clock, quorum):
+                job.sums.closed(rank for rank in job.peers if not who >> rank & 1)
+
+    def _look_at_clocks(self, job: SwitchJob) -> None:
         clocks = self._plane.clocks(job.shape.number)
         for worker, until in job.watch.look(clocks, job.strategy, job.shape.ring, time.monotonic()).items():
             self._plane.allow(job.shape.number, worker, until)
@@ -361,7 +373,7 @@ class ControlServer:
         members = tuple(
             SwitchMemberStatus(
                 worker, one.finished, one.lag, None if one.silent_s == float("inf") else one.silent_s, dict(one.counts),
-                waited_s.get(worker, 0.0),
+                waited_s.get(worker, 0.0), job.sums.left_out.get(worker, 0),
             )
             for worker, one in stats.members.items()
         )  # fmt: skip

@@ -14,14 +14,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from offbeat.errors import PlanError
-from offbeat.switch.packet import distance
+from offbeat.switch.packet import Flag, distance
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from offbeat.protocol.switch_control import Strategy
     from offbeat.switch.clocks import Windows
     from offbeat.switch.job_shape import JobShape
+    from offbeat.switch.packet import Packet
 
 
 TABLE_MIB = 64  # of all jobs' tables
@@ -93,6 +94,11 @@ def lags(high: int, finished: Mapping[int, int], acked: Mapping[int, int]) -> di
     }
 
 
+def who_settled(clock: int, results: Iterable[Packet]) -> int:
+    """Say who contributes to an exchange that one of these results settles, as bits; 0 if none does."""
+    return next((one.contributors for one in results if one.clock == clock and Flag.FIRST in one.flags), 0)
+
+
 def no_room_for_table(rows: int, needed_bytes: int, most_bytes: int) -> PlanError:
     """Say that a table does not fit.
 
@@ -149,6 +155,16 @@ class DataPlane(Protocol):
 
     def allow(self, number: int, worker: int, until: int) -> None:
         """Let one worker begin steps before clock `until`, as far as the strategy allows it for single workers."""
+
+    def unsettled(self, number: int, least: int) -> Mapping[int, int]:
+        """Find the exchanges that so many members have begun and that are not settled, with who is in, as bits."""
+
+    def close(self, number: int, clock: int, least: int) -> int:
+        """Settle an exchange with those who are in it, if they are so many.
+
+        Returns:
+            Who they are, as bits; 0 if it stays open.
+        """
 
     def clocks(self, number: int) -> JobClocks:
         """Read the clocks of a job."""

@@ -37,6 +37,10 @@ class SumsChunks(Protocol):
 
     def evict(self, worker: int) -> list[Answer]: ...
 
+    def unsettled(self, least: int) -> dict[int, int]: ...
+
+    def close(self, clock: int, least: int) -> list[Answer]: ...
+
 
 class JobState:
     """The state of one job.
@@ -65,7 +69,7 @@ class JobState:
     ) -> None:
         self.shape, self.members = shape, Members()
         self.clocks = Clocks(shape, self.members, strategy, clock, windows)
-        self.stream = stream(shape, self.members, strategy.quorum)
+        self.stream = stream(shape, self.members, strategy.settling)
         self.table = Table(shape, self.members, self.clocks, exponent)
 
     # -- control -------------------------------------------------------------------------------------------------
@@ -94,12 +98,16 @@ class JobState:
         answers = self.clocks.set_strategy(strategy)
         if answers is None:
             return None
-        self.stream.quorum = strategy.quorum
+        self.stream.quorum = strategy.settling
         return self._addressed(answers)
 
     def allow(self, worker: int, until: int) -> list[Send]:
         """Let one worker begin steps before clock `until`; see `Clocks.allow`."""
         return self._addressed(self.clocks.allow(worker, until))
+
+    def close(self, clock: int, least: int) -> list[Send]:
+        """Settle an exchange of the stream with those who are in it, if they are so many."""
+        return self._addressed(self.stream.close(clock, least))
 
     # -- packets -------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offbeat.switch.data_plane import MIB, TABLE_MIB, JobClocks, JobStats, MemberStats, lags, no_room_for_table
+from offbeat.switch.data_plane import (
+    MIB,
+    TABLE_MIB,
+    JobClocks,
+    JobStats,
+    MemberStats,
+    lags,
+    no_room_for_table,
+    who_settled,
+)
 from offbeat.switch.job_shape import MOST_SLOTS
 from offbeat.switch.job_state import JobState, Send
 from offbeat.switch.members import ALL, refusal
@@ -122,6 +131,15 @@ class SoftwarePlane:
     def allow(self, number: int, worker: int, until: int) -> None:
         job = self._jobs[number]
         self._send_each(job, job.state.allow(worker, until))
+
+    def unsettled(self, number: int, least: int) -> dict[int, int]:
+        return self._jobs[number].stream.unsettled(least)
+
+    def close(self, number: int, clock: int, least: int) -> int:
+        job = self._jobs[number]
+        sends = job.state.close(clock, least)
+        self._send_each(job, sends)
+        return who_settled(clock, (send.packet for send in sends))
 
     def clocks(self, number: int) -> JobClocks:
         clocks, members = self._jobs[number].state.clocks, self._jobs[number].state.members

@@ -2,7 +2,8 @@
 
     path      policies                         what decides
     stream    BSP, LocalSGD                    a chunk is complete with all members' values
-    stream    KSync(k)                         an exchange is settled by the first k members (`quorum`)
+    stream    KSync(k)                         an exchange is settled by the first k members (`quorum`); with `wait_s`
+                                               by all, or by those that are in it when it is over (`sum_watch`)
     table     SSP, DSSP, ASP                   a worker may begin step c + 1 while c - low <= `window`
 
 On the stream every worker applies the same update, and whoever came too late for one is told that it is not in it. What
@@ -42,8 +43,8 @@ def _compiled(policy: Policy) -> Strategy:
     match policy:
         case BSP() | LocalSGD():
             return Strategy()
-        case KSync(k=k, late=late):
-            return Strategy(quorum=k, keeps_late=late == "carry")
+        case KSync(k=k, late=late, wait_s=wait_s):
+            return Strategy(quorum=k, keeps_late=late == "carry", wait_s=wait_s)
         case SSP(bound=bound):
             return Strategy("table", window=bound)
         case DSSP(low=low, high=high):

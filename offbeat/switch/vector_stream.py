@@ -41,7 +41,7 @@ class VectorStream:
 
     Args:
         shape, members: of the job.
-        quorum: members whose contributions settle an exchange; None for all.
+        quorum: members whose contributions settle an exchange at once; None for all.
     """
 
     def __init__(self, shape: JobShape, members: Members, quorum: int | None = None) -> None:
@@ -72,11 +72,26 @@ class VectorStream:
     def evict(self, worker: int) -> list[Answer]:
         """Go on without a worker, which is no member any more; what it has contributed stays where it is."""
         self._settled &= ~np.uint64(1 << worker)
+        return self._complete_waiting()
+
+    def unsettled(self, least: int) -> dict[int, int]:
+        """Do what `ChunkStream` does."""
+        slots = np.flatnonzero(self.is_used & ~self.is_complete & (self.flags & _FIRST > 0))
+        seen, least = self.seen[slots] & np.uint64(self._members.bits), min(least, len(self._members))
+        begun = zip(self.clock[slots].tolist(), seen.tolist(), strict=True)
+        return {clock: who for clock, who in begun if who.bit_count() >= least}
+
+    def close(self, clock: int, least: int) -> list[Answer]:
+        """Do what `ChunkStream` does."""
+        return self._complete_waiting(clock, least)
+
+    def _complete_waiting(self, closing: int | None = None, least: int | None = None) -> list[Answer]:
+        """Look at what has no result again; of the exchange `closing` with another quorum."""
         slots = np.flatnonzero(self.is_used & ~self.is_complete)
         self._answers = []
         # As in `chunk_stream`, those that settle an exchange do so before others of it are looked at.
         for at, slot in enumerate(slots[np.argsort(self.flags[slots] & _FIRST == 0, kind="stable")]):
-            self._complete(np.array([at]), np.array([slot]))
+            self._complete(np.array([at]), np.array([slot]), least if self.clock[slot] == closing else None)
         return self._as_packets(*self._collected())
 
     @staticmethod
@@ -222,7 +237,7 @@ class VectorStream:
             self.flags[more[overflown.any(axis=1)]] |= _SATURATED
         self.values[more] = total
 
-    def _complete(self, at: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+    def _complete(self, at: NDArray[np.int64], slots: NDArray[np.int64], quorum: int | None = None) -> None:
         """Complete those of some slots in which all are that are to be; tell all members."""
         members = np.uint64(self._members.bits)
         is_over, contributors = self._contributors(self.clock[slots])
@@ -231,7 +246,7 @@ class VectorStream:
         first = self.flags[slots] & _FIRST > 0
         if first.any():
             here = len(self._members)
-            enough = min(self.quorum or here, here)
+            enough = min(quorum or self.quorum or here, here)
             is_over[first] = [int(bits).bit_count() >= enough for bits in seen[first] & members]
         at, slots, first, seen = at[is_over], slots[is_over], first[is_over], seen[is_over]
         if not len(slots):

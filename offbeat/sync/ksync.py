@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from offbeat.errors import PlanError
-from offbeat.number_range import WholeNumbers
-from offbeat.sync.actions import Apply, Drop, Release
+from offbeat.number_range import RealNumbers, WholeNumbers
+from offbeat.sync.actions import Apply, Drop, Release, Wake
 from offbeat.sync.bsp import grant_all
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ class KSync:
     late="carry" (K-async): a late contribution counts towards the update under way, so that nothing is lost, and
     staleness has no bound.
 
+    With `wait_s` the first k do not close an update at once: the others have so many seconds from then on to be in it,
+    too. So `KSync(1, wait_s=2)` waits for all workers, as `BSP()` does, but 2 s at most; the mean is of those in it.
+
     A contribution without samples, such as that of a validator, is in the update, and does not count as one of the k.
 
     Learning rate and momentum: an update is a mean over k at the full learning rate, of fewer samples than one of BSP.
@@ -52,16 +55,18 @@ class KSync:
     Args:
         k: contributions that make an update.
         late: what becomes of one that was computed on older parameters.
+        wait_s: seconds for which an update of k waits for the other workers.
 
     Raises:
-        PlanError: if `k` is less than 1, or `late` unknown.
+        PlanError: if `k` is less than 1, `late` unknown, or `wait_s` below 0.
 
     >>> KSync(k=7)
-    KSync(k=7, late='drop')
+    KSync(k=7, late='drop', wait_s=0.0)
     """
 
     k: int
     late: Late = "drop"
+    wait_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.k not in WholeNumbers(1):
@@ -71,6 +76,11 @@ class KSync:
         if self.late not in get_args(Late):
             raise PlanError(
                 f"Cannot treat late contributions with {self.late!r}: choose 'drop' or 'carry' - at `plan.sync.late`."
+            )
+        if self.wait_s not in RealNumbers(0, below=1e9):
+            raise PlanError(
+                f"Cannot wait {self.wait_s!r} s for late workers: choose a number of seconds from 0, or BSP() to wait "
+                "for all - at `plan.sync.wait_s`."
             )
 
     @property
@@ -111,12 +121,24 @@ class KSync:
             return [Drop(tuple(sorted(there[worker] for worker in late))), *map(Release, late)]
         pushes = tuple(sorted([push for push in there.values() if push in state.pending] + list(state.orphans)))
         low = state.low
-        counted = sum(state.pending[push] > 0 for push in pushes)
+        counted = [push for push in pushes if state.pending[push] > 0]
         expected = sum([m.held or not m.is_off(low) for m in members.values()]) + len(state.orphans)
-        if pushes and counted >= min(self.k, expected - (len(pushes) - counted)):
-            return [*grant_all(state), Apply(pushes), *map(Release, there)]
         # Another policy may have applied a worker's contribution and held the worker.
-        return [*grant_all(state), *(Release(worker) for worker, push in there.items() if push not in state.pending)]
+        stays = [*grant_all(state), *(Release(worker) for worker, push in there.items() if push not in state.pending)]
+        enough = min(self.k, expected - (len(pushes) - len(counted)))
+        if not pushes or len(counted) < enough:
+            return stays
+        if len(pushes) < expected and state.now_s < (closes_s := self._closes_s(state, counted, enough)):
+            return [*stays, Wake(closes_s)]
+        return [*grant_all(state), Apply(pushes), *map(Release, there)]
+
+    def _closes_s(self, state: State, counted: Sequence[Push], enough: int) -> float:
+        """The time until which an update waits for more than these: `wait_s` after there were enough."""
+        members = state.members
+        ready_s = [members[w].ready_s for w, step in counted if w in members and members[w].step == step]
+        known_s = sorted(at_s for at_s in ready_s if at_s is not None)
+        first = enough - 1 - (len(counted) - len(known_s))  # those of workers that are gone were there before
+        return known_s[first] + self.wait_s if 0 <= first < len(known_s) else state.now_s
 
     def _is_late(self, state: State, push: Push) -> bool:
         member = state.members[push[0]]

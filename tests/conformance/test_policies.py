@@ -27,6 +27,8 @@ POLICIES: list[tuple[Policy, int]] = [
     (DSSP(low=1, high=4), 150),
     (KSync(k=2), 150),
     (KSync(k=3, late="carry"), 150),
+    (KSync(k=2, wait_s=1.0), 60),
+    (KSync(k=1, late="carry", wait_s=0.5), 60),
     (LocalSGD(every=4), 150),
     (LocalSGD(every=4, delay=1, fragments=2), 30),
     (QUICK, 150),
@@ -40,6 +42,7 @@ POLICIES: list[tuple[Policy, int]] = [
     (Hybrid(BSP(), STRICT, groups=2), 30),
     (Hybrid(SSP(bound=1), ASP(), groups=2), 30),
     (Hybrid(KSync(k=1), KSync(k=1), groups=2), 30),
+    (Hybrid(KSync(k=1, wait_s=0.5), KSync(k=1, wait_s=1.0), groups=2), 20),
     (Hybrid(QUICK, QUICK, groups=2), 30),
     (Hybrid(Hybrid(BSP(), SSP(bound=1), groups=1), BSP(), groups=2), 10),
 ]

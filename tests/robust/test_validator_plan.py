@@ -184,7 +184,7 @@ ONE_WORKERS = (
         ),
         (
             lambda: Plan(sync=KSync(2), fabric=SERVER, validator=Zeno(2)),
-            "Cannot judge with KSync(k=2, late='drop'): Zeno(faulty=2, penalty=0.0005) leaves out all of 2 "
+            "Cannot judge with KSync(k=2, late='drop', wait_s=0.0): Zeno(faulty=2, penalty=0.0005) leaves out all of 2 "
             "contributions. Use faulty=1, or more workers - at `plan.validator`.",
         ),
         (

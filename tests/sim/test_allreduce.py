@@ -123,10 +123,15 @@ def test_a_machine_that_is_always_slow_is_waited_for_once_the_switch_keeps_no_mo
         for rank in range(8)
     )
     few = Plan(sync=KSync(7), fabric=Switch("127.0.0.1:1"))  # 8192 slots, 1285 packets in a step
-    early = played(few, world(hosts=hosts, warmup=3, steps=3))
+    slow = world(hosts=hosts, warmup=3, steps=3)
+    early = played(few, slow)
     late = played(few, world(hosts=hosts, warmup=40, steps=40))
     assert early.seconds_per_step < 1.5
     assert late.seconds_per_step > 1.9
+    of_all = played(Plan(fabric=SWITCH), slow)
+    for wait_s, takes_s in ((0.3, early.seconds_per_step + 0.3), (9.0, of_all.seconds_per_step)):
+        waits = Plan(sync=KSync(7, wait_s=wait_s), fabric=few.fabric)
+        assert played(waits, slow).seconds_per_step == pytest.approx(takes_s, abs=0.05)
 
 
 def test_a_controller_lowers_the_quorum_in_virtual_time() -> None:

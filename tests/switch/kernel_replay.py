@@ -91,6 +91,12 @@ class NotedState(JobState):
         self.events.append(("allow", (worker, until), sends))
         return sends
 
+    def close(self, clock: int, least: int) -> list[Send]:
+        unsettled = self.stream.unsettled(least)
+        sends = super().close(clock, least)
+        self.events.append(("close", (clock, least, unsettled), sends))
+        return sends
+
     def handle(self, packet: Packet, port: Port, now_s: float = 0.0) -> list[Send]:
         sends = super().handle(packet, port, now_s)
         self.events.append(("packet", (packet, port), sends))
@@ -136,6 +142,9 @@ class KernelReplay:
                     assert (plane.set_strategy(shape.number, strategy) is not None) == is_set, f"{what}, {number}"
                 case "allow", (worker, until):
                     plane.allow(shape.number, worker, until)
+                case "close", (clock, least, unsettled):
+                    assert plane.unsettled(shape.number, least) == unsettled, f"{what}, {number}"
+                    assert plane.close(shape.number, clock, least) == unsettled.get(clock, 0), f"{what}, {number}"
                 case "packet", (packet, port):
                     packets += 1
                     self.sockets[port].send(encode(packet))

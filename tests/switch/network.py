@@ -70,10 +70,11 @@ class StreamPlay:
         self.workers = chance.randint(1, 4)
         self.quorum = chance.choice([None, None, max(1, self.workers - 1), chance.randint(1, self.workers)])
         self._hurries = [chance.choice([0.2, 0.2, 0.02]) for _ in range(self.workers)]  # who is late skips nothing
+        self._waits = self.quorum is not None and chance.random() < 0.5  # for the others, until a sum is closed
         self._crash = chance.choice([None, None, chance.randint(5, 60)]) if self.workers > 1 else None
         start = chance.choice([0, (1 << 32) - 5])  # the numbers of chunks wrap around
         shape = JobShape(7, self.workers, values=VALUES, slots=chance.choice([4, 8, 16]))
-        strategy = Strategy(quorum=self.quorum)
+        strategy = Strategy(quorum=self.quorum, wait_s=1.0 if self._waits else 0.0)
         self.state, self._vector = model(shape, strategy), JobState(shape, strategy, stream=VectorStream)
         self._network = Network(chance, chance.choice([0, 0.05, 0.3]), chance.choice([0, 0.1]))
         self.clients = []
@@ -89,6 +90,7 @@ class StreamPlay:
         ]
         # Behind each vector a few whole numbers of its workers, which have to come out exact.
         self.tails = [[numbers.integers(0, 1 << 20, size=2).astype(np.float32) for _ in sizes] for _ in self.vectors]
+        self.closed = 0
         self.exchanges: list[list[StreamExchange]] = [[] for _ in range(self.workers)]
         self.alive = set(range(self.workers))
         self._recorded: list[bytes] = []
@@ -99,7 +101,7 @@ class StreamPlay:
 
     def run(self) -> None:
         """Play until all that are alive have all sums, and check them, and `VectorStream` against the model."""
-        restless = set(self.alive)
+        restless, chance = set(self.alive), self._chance
         for turn in range(_MOST_TURNS):
             restless |= self._begin_some()
             for worker in sorted(restless & self.alive):
@@ -107,6 +109,8 @@ class StreamPlay:
                     self._network.put("switch", worker, data)
             if turn == self._crash:
                 self._lose(self.workers - 1)
+            if self._waits and chance.random() < 0.1:
+                self._close_one()
             self._strike(turn)
             if all(self._is_through(worker) for worker in self.alive):
                 break
@@ -163,6 +167,19 @@ class StreamPlay:
         self.alive.discard(worker)
         sends = self.state.evict(worker)
         assert _as_data(sends) == _as_data(self._vector.evict(worker)), f"seed {self.seed}: evictions differ"
+        self._send(sends)
+
+    def _close_one(self) -> None:
+        """Have a sum wait no longer for those who are not in it."""
+        self._compare_planes()
+        assert self.quorum is not None
+        unsettled = self.state.stream.unsettled(self.quorum)
+        assert unsettled == self._vector.stream.unsettled(self.quorum), f"seed {self.seed}: other exchanges are open"
+        clock = self._chance.choice([*unsettled, 99])
+        sends = self.state.close(clock, self.quorum)
+        assert _as_data(sends) == _as_data(self._vector.close(clock, self.quorum)), f"seed {self.seed}: closings differ"
+        assert clock not in self.state.stream.unsettled(self.quorum), f"seed {self.seed}: {clock} is still open"
+        self.closed += clock in unsettled
         self._send(sends)
 
     # -- checking ------------------------------------------------------------------------------------------------

@@ -544,7 +544,7 @@ def test_one_job_in_trouble_leaves_the_others_watched(caplog: pytest.LogCaptureF
     control.look()
     assert len(plane.looked_at - {plane.first}) == 1
     assert [record.getMessage() for record in caplog.records] == [
-        "Cannot let the workers of job a go further by name; the others can."
+        "Cannot look after the clocks and sums of job a; other jobs go on."
     ]
 
 

@@ -21,6 +21,7 @@ MADE: list[tuple[type, dict[str, Any], str, str, tuple[Any, ...]]] = [
     (DSSP, {"low": 2}, "high", "plan.sync", (*NO_WHOLE, None, 1)),
     (KSync, {}, "k", "plan.sync", (*NO_WHOLE, None, 0)),
     (KSync, {"k": 2}, "late", "plan.sync", (None, True, "Drop", 1)),
+    (KSync, {"k": 2}, "wait_s", "plan.sync", (*NO_NUMBER, math.inf)),
     (LocalSGD, {}, "every", "plan.sync", (*NO_WHOLE, None, 0)),
     (LocalSGD, {"every": 2}, "after", "plan.sync", (*NO_WHOLE, None)),
     (LocalSGD, {"every": 2}, "outer", "plan.sync", (0.7, "OuterSGD", True, OuterSGD)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -123,6 +124,20 @@ def test_ksync_drops_only_what_was_not_pushed(late: str) -> None:
         assert max(server.staleness) > 0
 
 
+def test_ksync_waits_for_the_others_for_as_long_as_it_says() -> None:
+    """Steps take 1 s, and worker 3's takes 1.4 s, but for two of 9 s."""
+    slow = {4: 9.0, 5: 9.0}
+    server = Server(KSync(k=3, wait_s=0.5), lambda worker, step: slow.get(step, 1.4) if worker == 3 else 1.0, 4)
+    server.run(40)
+    updates = [(event.at_s, len(a.pushes)) for event, actions in server.log for a in actions if isinstance(a, Apply)]
+    took_s = [there_s - before_s for (before_s, _), (there_s, _) in pairwise([(0.0, 0), *updates])]
+    assert [size for _, size in updates[:4]] == [4] * 4, "all are in time"
+    assert took_s[:4] == pytest.approx([1.4] * 4, abs=0.05)
+    late = [took for took, (_, size) in zip(took_s, updates, strict=True) if size == 3]
+    assert late == pytest.approx([1.5] * len(late), abs=0.05), "0.5 s after the third"
+    assert len(late) >= 6
+
+
 @pytest.mark.parametrize("policy", [SSP(bound=2), ASP()], ids=str)
 def test_updates_of_a_round_move_as_far_as_one_of_bsp(policy: Policy) -> None:
     server = Server(policy, stragglers(), 4).run(200)
@@ -152,6 +167,7 @@ def test_ksync_asks_for_no_more_than_are_left(late: str) -> None:
         (lambda: DSSP(low=3, high=2), "plan.sync.high"),
         (lambda: KSync(k=0), "plan.sync.k"),
         (lambda: KSync(k=2, late="keep"), "plan.sync.late"),  # type: ignore[arg-type]
+        (lambda: KSync(k=2, wait_s=-1.0), "plan.sync.wait_s"),
     ],
 )
 def test_nonsense_is_refused_with_the_path(make: Callable[[], Policy], path: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
 import time
 from datetime import timedelta
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import pytest
@@ -18,7 +20,9 @@ import offbeat
 from offbeat.audit import verify
 from offbeat.errors import PlanError
 from offbeat.history import HistoryLog, ParametersAfter
+from offbeat.switch.control_client import ControlClient
 from tests.switch.local_switch import served_switch
+from tests.training.test_switch_standstill import stand_still
 from tests.workers import WorkerFailed, run_workers
 
 if TYPE_CHECKING:
@@ -125,6 +129,51 @@ def test_nobody_waits_for_who_comes_too_late_and_all_have_the_same_bits(
     applied = sum(sum(step) * update for step, update in zip(shares, updates.tolist(), strict=True))
     kept = sum(one.residual[0].item() for one in results)
     assert applied + kept == pytest.approx(whole, abs=1e-5)
+
+
+def wait_for_others(plan: offbeat.Plan, folder: Path, still_s: float) -> Trained:
+    """Train with a worker that is stopped for a while in the middle."""
+    job = Job(plan, folder)
+    for number in range(STEPS):
+        if job.run.rank == 1 and number == 2:
+            stand_still("CONT", still_s)
+        job.step(number)
+    if job.run.rank == 0:
+        with contextlib.closing(ControlClient(plan.fabric.address, role="onlooker")) as control:  # type: ignore[attr-defined]
+            (one,) = control.status().jobs
+            assert {member.worker: member.left_out > 0 for member in one.members} == {0: False, 1: True, 2: False}
+    job.run.mean(0.0)
+    trained = Trained(job.digests, job.ends, job.parameters, job.residual)
+    job.run.close()
+    return trained
+
+
+@pytest.mark.parametrize("late", ["drop", "carry"])
+def test_a_sum_waits_for_a_stopped_worker_for_as_long_as_the_plan_says(
+    late: Literal["drop", "carry"], tmp_path: Path
+) -> None:
+    wait_s, still_s = 0.3, 1.5
+    with served_switch() as address:
+        plan = offbeat.Plan(sync=offbeat.KSync(1, late, wait_s), fabric=offbeat.Switch(address))
+        results = run_workers(3, wait_for_others, plan, tmp_path, still_s)
+    assert all(one.digests == results[0].digests for one in results)
+    first, stopped, third = results
+    shares = given(tmp_path)
+    assert shares[:2] == [[1, 1, 1]] * 2, "nobody is late"
+    assert shares[2:4] == [[1, 0, 1]] * 2, "the sum is closed without the one that is stopped"
+    assert shares[-1] == [1, 1, 1], "it is back"
+    for one in (first, third):
+        took_s = [there - before for before, there in pairwise(one.ends[1:4])]
+        assert all(wait_s <= took < still_s - wait_s for took in took_s), took_s
+    assert stopped.ends[2] - stopped.ends[1] > still_s
+    updates = -torch.tensor([0.0, *first.parameters], dtype=torch.float64).diff()
+    assert updates[2].item() == pytest.approx((1 + 3) / 2 * 2.0**-2, rel=1e-6), "the mean is of those in it"
+    result = verify(tmp_path)
+    assert result.holds, result.violations
+    if late == "carry":
+        whole = sum(2.0**-number for number in range(STEPS)) * (1 + 2 + 3)
+        applied = sum(sum(step) * update for step, update in zip(shares, updates.tolist(), strict=True))
+        assert applied + sum(one.residual[0].item() for one in results) == pytest.approx(whole, abs=1e-5)
 
 
 def test_a_worker_that_is_killed_stops_nobody(tmp_path: Path) -> None:

@@ -60,9 +60,9 @@ def train(plan: offbeat.Plan, mark: Path, still: int | None = None, then: str = 
     return digest, longest_s, told
 
 
-def stand_still(then: str) -> None:
+def stand_still(then: str, still_s: float = STILL_S) -> None:
     """Stop this process until another one has it go on, or end."""
-    with subprocess.Popen(["/bin/sh", "-c", f"sleep {STILL_S}; kill -{then} {os.getpid()}"]):
+    with subprocess.Popen(["/bin/sh", "-c", f"sleep {still_s}; kill -{then} {os.getpid()}"]):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 

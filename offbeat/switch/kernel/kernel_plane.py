@@ -14,15 +14,15 @@ import numpy as np
 
 from offbeat.errors import PlanError
 from offbeat.switch.clocks import Windows, first_windows
-from offbeat.switch.data_plane import JobClocks, JobStats, MemberStats, lags, no_room_for_table
+from offbeat.switch.data_plane import JobClocks, JobStats, MemberStats, lags, no_room_for_table, who_settled
 from offbeat.switch.kernel.layout import COMMAND, EXCHANGE, JOB, MEMBER, row_of, slot_of
 from offbeat.switch.members import ALL
-from offbeat.switch.packet import MOST_WORKERS, VALUES_STEP, Flag, Packet, PacketKind, Reason
+from offbeat.switch.packet import MOST_WORKERS, NO_FLAGS, VALUES_STEP, Flag, Packet, PacketKind, Reason
 from offbeat.switch.packet_batch import PacketBatch
 from offbeat.switch.strategy import check_window
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from offbeat.protocol.switch_control import Strategy
     from offbeat.switch.job_shape import JobShape
@@ -38,6 +38,7 @@ class _Operation(enum.IntEnum):
     SET_STRATEGY = 3
     COMPLETE = 4
     ALLOW = 5
+    FIND = 6
 
 
 @dataclass
@@ -112,7 +113,7 @@ class KernelPlane:
         for name, value in {
             "index": index, "number": shape.number, "workers": shape.workers, "blocks": shape.values // VALUES_STEP,
             "slots": shape.slots, "ring": shape.ring, "rows": shape.rows, "first_slot": job.first_slot,
-            "first_row": job.first_row, "quorum": strategy.quorum or 0, "exponent": exponent, "low": clock,
+            "first_row": job.first_row, "quorum": strategy.settling or 0, "exponent": exponent, "low": clock,
             "high": clock, "window_old": windows.old, "window_new": windows.new, "effective": windows.effective,
             "epoch": windows.epoch,
         }.items():  # fmt: skip
@@ -163,15 +164,27 @@ class KernelPlane:
         self._members[job.index * MOST_WORKERS + worker] = np.zeros((), MEMBER)
         if has_moved:
             self._tell_windows(job)
-        for index in self._waiting(job):
-            if self._do(job, _Operation.COMPLETE, number=index):
-                self._tell_result(job, index)
+        self._complete(job)
 
-    def _waiting(self, job: _KernelJob) -> list[int]:
-        """The slots without a result, those first that settle an exchange: they say who is to be in the others."""
-        slots = {index: self._slots[job.first_slot + index] for index in range(job.shape.slots)}
-        waiting = [index for index, slot in slots.items() if slot["is_used"] and not slot["is_complete"]]
-        return sorted(waiting, key=lambda index: not slots[index]["flags"] & Flag.FIRST)
+    def _complete(self, job: _KernelJob, closing: int | None = None, least: int = 0) -> list[Packet]:
+        """Complete all slots in which all are that are to be; `least` are enough for the exchange `closing`.
+
+        First those that settle an exchange: they say who is to be in the others.
+        """
+        results = []
+        slots = {index: self._slots[job.first_slot + index] for index in self._waiting(job)}
+        for index in sorted(slots, key=lambda index: not slots[index]["flags"] & Flag.FIRST):
+            quorum = least if slots[index]["clock"] == closing else 0
+            if self._do(job, _Operation.COMPLETE, number=index, quorum=quorum):
+                results.append(self._result(job, index))
+                self._tell(job, results[-1])
+        return results
+
+    def _waiting(self, job: _KernelJob, flags: Flag = NO_FLAGS) -> Iterator[int]:
+        """Find the slots without a result that have these flags."""
+        found = 0
+        while found := self._do(job, _Operation.FIND, number=found, window=flags):
+            yield found - 1
 
     def leave(self, packet: Packet, port: int) -> None:
         """Go on without a member that says good-bye from its own port; from elsewhere it changes nothing.
@@ -192,7 +205,7 @@ class KernelPlane:
         ring = job.shape.ring
         check_window(strategy, ring)
         if not self._do(
-            job, _Operation.SET_STRATEGY, window=strategy.window_in(ring), quorum=strategy.quorum or 0,
+            job, _Operation.SET_STRATEGY, window=strategy.window_in(ring), quorum=strategy.settling or 0,
         ):  # fmt: skip
             return None
         job.strategy = strategy
@@ -206,6 +219,16 @@ class KernelPlane:
             member = self._members[job.index * MOST_WORKERS + worker]
             packet = self._grant(job, worker)
             self._send_to(job, packet, [_port_of(member)] if member["is_bound"] else [])
+
+    def unsettled(self, number: int, least: int) -> dict[int, int]:
+        job = self._jobs[number]
+        members = int(self._state[job.index]["members"])
+        slots = [self._slots[job.first_slot + index] for index in self._waiting(job, Flag.FIRST)]
+        begun = {int(slot["clock"]): int(slot["seen"]) & members for slot in slots if not slot["is_complete"]}
+        return {clock: who for clock, who in begun.items() if who.bit_count() >= min(least, members.bit_count())}
+
+    def close(self, number: int, clock: int, least: int) -> int:
+        return who_settled(clock, self._complete(self._jobs[number], clock, least))
 
     def clocks(self, number: int) -> JobClocks:
         state = self._state[self._jobs[number].index]
@@ -231,14 +254,14 @@ class KernelPlane:
 
     # -- what control does and sends -----------------------------------------------------------------------------
 
-    def _do(self, job: _KernelJob, operation: _Operation, **arguments: int) -> bool:
-        """Call the program with a command; whether it has done it."""
+    def _do(self, job: _KernelJob, operation: _Operation, **arguments: int) -> int:
+        """Call the program with a command; 0 if it has not done it, or what it has found."""
         command = np.zeros((), COMMAND)
         command["operation"], command["job"] = operation, job.index
         for name, value in arguments.items():
             command[name] = value
         answer = self._program.call("take_command", _ETHERNET + command.tobytes())
-        return bool(np.frombuffer(answer, COMMAND, offset=len(_ETHERNET))[0]["is_done"])
+        return int(np.frombuffer(answer, COMMAND, offset=len(_ETHERNET))[0]["is_done"])
 
     def _tell_windows(self, job: _KernelJob) -> None:
         self._tell(job, self._grant(job, ALL))
@@ -252,16 +275,15 @@ class KernelPlane:
             window_old=int(state["window_old"]), window_new=int(state["window_new"]),
         )  # fmt: skip
 
-    def _tell_result(self, job: _KernelJob, index: int) -> None:
+    def _result(self, job: _KernelJob, index: int) -> Packet:
         slot = self._slots[job.first_slot + index]
         seen = int(slot["seen"])
         values = tuple(slot["values"][: job.shape.values].tolist()) if slot["has_values"] else ()
-        packet = Packet(
+        return Packet(
             PacketKind.RESULT, job.shape.number, ALL, cookie=seen >> 32, clock=int(slot["clock"]),
             chunk=int(slot["chunk"]), slot=index, epoch=int(slot["attempt"]), bitmap=seen & 0xFFFFFFFF,
             exponent=int(slot["exponent"]), flags=Flag(int(slot["flags"])), values=values,
         )  # fmt: skip
-        self._tell(job, packet)
 
     def _tell(self, job: _KernelJob, packet: Packet) -> None:
         members = [

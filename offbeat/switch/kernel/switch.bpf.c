@@ -994,11 +994,11 @@ int take_frame(struct xdp_md *xdp)
 
 /* -- control: called with a command by test-run, so that it holds the same locks as packets ------------------------- */
 
-enum operation { ADMIT = 1, EVICT, SET_STRATEGY, COMPLETE, ALLOW };
+enum operation { ADMIT = 1, EVICT, SET_STRATEGY, COMPLETE, ALLOW, FIND };
 
 struct command {
-	__u32 operation, job, worker, number; /* chunk (ADMIT), slot (COMPLETE), until (ALLOW) */
-	__u32 window, slack, quorum, is_done;
+	__u32 operation, job, worker, number; /* chunk (ADMIT), slot (COMPLETE), until (ALLOW), first slot (FIND) */
+	__u32 window, slack, quorum, is_done; /* flags instead of a window, one more than the slot found (FIND) */
 };
 
 struct eviction {
@@ -1034,7 +1034,25 @@ static long forget_row(__u32 index, struct eviction *eviction)
 	return 0;
 }
 
-static __always_inline __u32 complete_slot(struct job *job, __u32 index)
+struct search {
+	__u32 first, from, flags, found;
+};
+
+static long find_waiting(__u32 index, struct search *search)
+{
+	__u32 key = search->first + search->from + index;
+	struct slot *slot = bpf_map_lookup_elem(&slots, &key);
+
+	if (!slot)
+		return 1;
+	if (!slot->is_used || slot->is_complete || (slot->flags & search->flags) != search->flags)
+		return 0;
+	search->found = search->from + index + 1;
+	return 1;
+}
+
+/* Complete a slot if all are in it that are to be; `quorum` is another number that settles its exchange, or 0. */
+static __always_inline __u32 complete_slot(struct job *job, __u32 index, __u32 quorum)
 {
 	__u32 key = job->first_slot + (index & (job->slots - 1)), exchange_key, clock, is_first = 0, done = 0;
 	struct slot *slot = bpf_map_lookup_elem(&slots, &key);
@@ -1056,7 +1074,7 @@ static __always_inline __u32 complete_slot(struct job *job, __u32 index)
 	bpf_spin_unlock(&exchange->lock);
 	bpf_spin_lock(&slot->lock);
 	if (slot->is_used && !slot->is_complete && slot->clock == clock &&
-	    is_over(slot, here, job->quorum, who, is_settled)) {
+	    is_over(slot, here, quorum ? quorum : job->quorum, who, is_settled)) {
 		complete(slot, job->workers);
 		done = 1;
 		is_first = slot->flags & FIRST;
@@ -1132,8 +1150,14 @@ int take_command(struct __sk_buff *skb)
 				job->until[worker] = c.number;
 		}
 		bpf_spin_unlock(&job->lock);
+	} else if (c.operation == FIND) {
+		struct search search = {.first = job->first_slot, .from = c.number, .flags = c.window};
+
+		if (c.number < job->slots)
+			bpf_loop(job->slots - c.number, find_waiting, &search, 0);
+		c.is_done = search.found;
 	} else {
-		c.is_done = complete_slot(job, c.number);
+		c.is_done = complete_slot(job, c.number, c.quorum);
 	}
 	bpf_skb_store_bytes(skb, ETH_HLEN, &c, sizeof(c), 0);
 	return TC_ACT_OK;

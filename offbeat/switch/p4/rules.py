@@ -155,6 +155,19 @@ def check_shape(shape: JobShape) -> None:
         )
 
 
+def check_strategy(strategy: Strategy) -> None:
+    """Check that the program can carry out a strategy.
+
+    Raises:
+        PlanError: if it cannot.
+    """
+    if strategy.wait_s:
+        raise PlanError(
+            f"Cannot close a sum after {strategy.wait_s:g} s on a P4 switch: only its packets complete sums. Use "
+            "wait_s=0, or the switch in software - at `plan.sync.wait_s`."
+        )
+
+
 def place_jobs(shapes: Iterable[JobShape]) -> list[tuple[int, int, int]]:
     """Find a place for each job: its index, its first slot and its first row.
 
@@ -184,10 +197,11 @@ def create_job(job: P4Job) -> list[TableRule]:
     """Make room for a job, and let in the members that it has.
 
     Raises:
-        PlanError: if it does not fit the program, or its strategy not the shape.
+        PlanError: if it or its strategy does not fit the program, or its strategy not the shape.
     """
     check_shape(job.shape)
     check_window(job.strategy, job.shape.ring)
+    check_strategy(job.strategy)
     entries: list[TableEntry | MulticastGroup] = [job.policy(0), job.group, job.entry]
     for one in job.members:
         entries += [job.receiver(one), job.member(one)]
@@ -224,9 +238,10 @@ def set_strategy(job: P4Job, strategy: Strategy) -> tuple[P4Job, list[TableRule]
     """Change the policy. The pipeline takes the change into use once the one before is in effect for all.
 
     Raises:
-        PlanError: if the strategy does not fit the job's shape.
+        PlanError: if the strategy does not fit the job's shape, or the program.
     """
     check_window(strategy, job.shape.ring)
+    check_strategy(strategy)
     slack = job.strategy.slack_in(job.shape.ring)
     job = replace(job, strategy=strategy, epoch=(job.epoch + 1) % (1 << 16))
     return job, [TableRule("modify", job.policy(slack))]

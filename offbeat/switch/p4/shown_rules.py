@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from offbeat.errors import PlanError
 from offbeat.switch.job_shape import JobShape
-from offbeat.switch.p4.rules import P4Job, P4Member, check_shape, create_job, place_jobs, serve_at
+from offbeat.switch.p4.rules import P4Job, P4Member, check_shape, check_strategy, create_job, place_jobs, serve_at
 from offbeat.switch.p4.simple_switch_cli import SimpleSwitchCommands
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def commands_for(status: SwitchStatus) -> str:
         try:
             shape = JobShape(job.number, job.workers, job.values, job.slots, job.ring, job.rows)
             check_shape(shape)
+            check_strategy(job.strategy)
             place_jobs([*(one for _, one in taken), shape])
         except PlanError as error:
             lines.append(f"# job {_name(job)} is left out. {error}")
