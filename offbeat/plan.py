@@ -549,18 +549,27 @@ class Plan:
             )
 
     def _check_table(self) -> None:
+        self._refuse_cap("a table adds up changes without end, and no gradients")
         self._refuse(
             codec=(None if self.codec == Dense() else self.codec, "the table adds whole changes: use Dense()"),
             tuning=(self.tuning, "each worker has a part of the data of its own: use None, or ParameterServer()"),
         )
 
     def _check_quorum(self) -> None:
+        self._refuse_cap("what workers say beside gradients, such as how many samples, goes through the switch as well")
         self._refuse(
             tuning=(
                 self.tuning,
                 "its workers tell each other their times, all of them: use None, or ParameterServer()",
             ),
         )
+
+    def _refuse_cap(self, why: str) -> None:
+        if isinstance(self.fabric, Switch) and self.fabric.cap is not None:
+            raise PlanError(
+                f"Cannot clamp gradients to {self.fabric.cap:g} with {self.sync!r}: {why}. Use BSP() or LocalSGD(...), "
+                "or cap=None - at `plan.fabric.cap`."
+            )
 
     def _refuse(self, **parts: tuple[object, str]) -> None:
         for name, (part, why) in parts.items():

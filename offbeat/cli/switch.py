@@ -183,7 +183,8 @@ def _show(status: SwitchStatus) -> None:
     console = Console()
     for job in status.jobs:
         table = Table(box=SIMPLE_HEAD, title=f"job {job.job}, summed by {status.target}", title_justify="left")
-        for column in ("rank", "packets", "duplicates", "behind", "left out", "waited", "silent for"):
+        columns = ("rank", "packets", "duplicates", "behind", "left out", "clamped", "typical", "waited", "silent for")
+        for column in columns:
             table.add_column(column, justify="right")
         for one in job.members:
             silent = "never heard" if one.silent_s is None else f"{one.silent_s:.1f} s"
@@ -191,7 +192,9 @@ def _show(status: SwitchStatus) -> None:
             waited = f"{one.waited_s:.1f} s" if job.strategy.path == "table" else ""
             duplicates = f"{one.counts.get('duplicates', 0):,}"
             left_out = f"{one.left_out:,}" if job.strategy.wait_s else ""
-            table.add_row(str(one.worker), f"{packets:,}", duplicates, str(one.lag), left_out, waited, silent)
+            # A worker sends its gradient divided by the number of workers.
+            given = (f"{one.clamped:.3%}", f"{one.typical * job.workers:.2g}") if job.most else ("", "")
+            table.add_row(str(one.worker), f"{packets:,}", duplicates, str(one.lag), left_out, *given, waited, silent)
         console.print(table)
         if job.refused:
             console.print(f"refused: {refusals(job.refused)}")

@@ -38,7 +38,7 @@ from offbeat.fabric.in_memory import InMemory
 from offbeat.fabric.staging import CudaCopies, StagedFabric
 from offbeat.fabric.switch_session import OtherWorkers, SwitchSession
 from offbeat.fabric.switch_table import SwitchTable
-from offbeat.number_range import WholeNumbers
+from offbeat.number_range import RealNumbers, WholeNumbers
 from offbeat.payload import Gather, Sum, Total
 from offbeat.protocol.bounds import SECRET_BYTES
 from offbeat.protocol.switch_control import SetSwitchStrategy, Strategy, SwitchReturn
@@ -82,18 +82,21 @@ class Switch:
         values: int32 in a packet: 352 at most fit an Ethernet frame, 2048 a jumbo frame.
         window: packets that a worker has under way; more than a port's queue has room for are lost.
         slots: chunks of which the switch keeps sums and results; a power of two, at least twice the window.
+        cap: the largest magnitude that an element of one worker's gradient has in a sum; the switch clamps what is
+            larger. None for no bound.
 
     Raises:
         PlanError: if the address names no host and port, or a number does not fit.
 
     >>> Switch("10.0.0.254:7100")
-    Switch(address='10.0.0.254:7100', values=256, window=64, slots=512)
+    Switch(address='10.0.0.254:7100', values=256, window=64, slots=512, cap=None)
     """
 
     address: str = ""
     values: int = 256
     window: int = 64
     slots: int = 512
+    cap: float | None = None
 
     def __post_init__(self) -> None:
         if self.address not in ("", MEMORY) and not _is_address(self.address):
@@ -104,12 +107,21 @@ class Switch:
         for name in ("values", "window", "slots"):
             if (value := getattr(self, name)) not in WholeNumbers(1):
                 raise PlanError(f"Cannot use {name}={value!r}: choose a whole number from 1 - at `plan.fabric.{name}`.")
-        JobShape(0, 1, self.values, self.slots)
+        if self.cap is not None and self.cap not in RealNumbers(above=0):
+            raise PlanError(
+                f"Cannot clamp gradients to {self.cap!r}: choose a number above 0, or None - at `plan.fabric.cap`."
+            )
+        self.shape(0, 1)
         if 2 * self.window > self.slots:
             raise PlanError(
                 f"Cannot have {self.window} packets under way over {self.slots} slots: choose at least twice as many "
                 "slots - at `plan.fabric.slots`."
             )
+
+    def shape(self, number: int, workers: int, slots: int | None = None) -> JobShape:
+        """The shape of a stream's job; a worker sends its gradient divided by the number of workers."""
+        most = 0.0 if self.cap is None else self.cap / workers
+        return JobShape(number, workers, self.values, slots or self.slots, RING, most=most)
 
     @property
     def offers(self) -> Offers:
@@ -189,7 +201,7 @@ class Switch:
         strategy = _strategy_of(context.sync)
         try:
             slots = self.slots if strategy.quorum is None else self.slots_for_late
-            wanted = JobShape(0, context.world, self.values, slots, RING)
+            wanted = self.shape(0, context.world, slots)
             shape, joined = session.control.join(job, wanted, strategy, least_slots=self.slots)
             client = StreamClient(shape, context.rank, joined.cookie, window=self.window, rto_s=_RTO_S, keeps=True)
             thread = client_thread_of(client, session.control, joined, patience)
@@ -246,7 +258,7 @@ class SwitchStream:
         cls, switch: MemorySwitch, spec: Switch, worker: int, workers: int, strategy: Strategy | None = None
     ) -> SwitchStream:
         """Join a switch within this process; rank 0 first, and all before the first sum."""
-        shape = JobShape(1, workers, spec.values, spec.slots, RING)
+        shape = spec.shape(1, workers)
         with switch.lock:
             if not worker:
                 switch.plane.create_job(shape, strategy or Strategy())

@@ -42,6 +42,7 @@ _Worker = Annotated[int, msgspec.Meta(ge=0, lt=64)]
 _Window = Annotated[int, msgspec.Meta(ge=0, lt=128)]
 _Exponent = Annotated[int, msgspec.Meta(ge=-90, le=126)]
 _Epoch = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+_Magnitude = Annotated[float, msgspec.Meta(ge=0, lt=1e40)]
 _JobName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
@@ -113,6 +114,7 @@ class JoinSwitchJob(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         least_slots: with which it can do as well, if the switch has no room for `slots`; 0 if it cannot with fewer.
         strategy: that it begins with.
         exponent: of all values in the table.
+        most: the largest magnitude of a worker's value in a sum of the stream, as it is sent; 0 if none is too large.
         again: of a job that the switch had before it was started again; None for a new one.
         secret: of the process that asks. A rank belongs to the process that was admitted: only its secret moves the
             rank to another link.
@@ -129,6 +131,7 @@ class JoinSwitchJob(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     least_slots: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = 0
     strategy: Strategy = Strategy()
     exponent: _Exponent = 0
+    most: _Magnitude = 0.0
     again: SwitchReturn | None = None
     secret: Secret = b""
 
@@ -239,6 +242,8 @@ class SwitchMemberStatus(msgspec.Struct, frozen=True):
         silent_s: None as long as no packet of it has come.
         waited_s: for others.
         left_out: sums that were closed without it, since it came too late.
+        clamped: the part of its values that was larger than the job's cap.
+        typical: the root of the mean square of its values, as they were added; 0 without a cap.
     """
 
     worker: _Worker
@@ -248,10 +253,15 @@ class SwitchMemberStatus(msgspec.Struct, frozen=True):
     counts: Annotated[dict[str, Count], msgspec.Meta(max_length=64)]
     waited_s: Seconds = 0.0
     left_out: Count = 0
+    clamped: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    typical: _Magnitude = 0.0
 
 
 class SwitchJobStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One job; `low` and `high` are the newest step that all, or any, have finished, `exponent` is of its table."""
+    """One job; `low` and `high` are the newest step that all, or any, have finished, `exponent` is of its table.
+
+    `most` is the largest magnitude of a worker's value, as it is sent.
+    """
 
     job: _JobName
     number: _Number
@@ -261,6 +271,7 @@ class SwitchJobStatus(msgspec.Struct, frozen=True, kw_only=True):
     ring: Count
     rows: Count
     exponent: _Exponent = 0
+    most: _Magnitude = 0.0
     strategy: Strategy
     low: _Number
     high: _Number

@@ -6,7 +6,7 @@ keeps it until it is read (`table`). Everything but sockets is without I/O.
 * `packet` - the header of a packet, and one packet; `packet_batch` - many, as arrays; `checksum` - of their bytes
 * `fixed_point` - floats as integers with an exponent per chunk, and back
 * `strategy` - a policy as the numbers that a switch knows of it
-* `job_shape` - what a job takes of a switch; `members` - who takes part in it
+* `job_shape` - what a job takes of a switch; `members` - who takes part in it; `cap` - how much each may add
 * `job_state` - the reference model of a job: what becomes of each packet; of that `chunk_stream` are the sums of all
   workers' chunks, `table` those that last, `clocks` who has finished which step, and who may begin the next
 * `vector_stream` - `chunk_stream` for whole batches of packets

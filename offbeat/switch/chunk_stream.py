@@ -8,7 +8,8 @@
 An exchange is a bucket's chunks: first `PRIME` ones, of whose values, the exponents of what follows, the largest are
 kept instead of sums; then those with values. Its first chunk settles who contributes: all members, the first `quorum`
 of them, or those who are in it when control closes it. Who is not in it gets results only. A chunk in which a value did
-not fit is flagged, and summed again in the same slot: a further attempt.
+not fit is flagged, and summed again in the same slot: a further attempt. What a worker brings is clamped where the job
+has a cap (`cap`).
 
 It is written to be read, not to be fast; `vector_stream` does the same to whole batches, and tests hold one against the
 other.
@@ -16,14 +17,18 @@ other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from offbeat.switch.cap import Brought
 from offbeat.switch.fixed_point import saturating_sum
 from offbeat.switch.members import ALL, Answer, Members, MemberState
 from offbeat.switch.packet import NO_FLAGS, ZERO_EXPONENT, Flag, Packet, PacketKind, Reason, distance, is_newer
 
 if TYPE_CHECKING:
+    from offbeat.switch.cap import Cap
     from offbeat.switch.job_shape import JobShape
 
 
@@ -59,7 +64,7 @@ class ChunkStream:
     """
 
     def __init__(self, shape: JobShape, members: Members, quorum: int | None = None) -> None:
-        self._shape, self._members, self.quorum = shape, members, quorum
+        self._shape, self._members, self.quorum, self._cap = shape, members, quorum, shape.cap
         self.slots: list[ChunkSlot | None] = [None] * shape.slots
         self._settled: dict[int, tuple[int, int]] = {}  # exchange modulo slots: which it is, and who contributes
 
@@ -87,7 +92,7 @@ class ChunkStream:
         if slot.is_complete:
             return [self._result(slot, packet.worker)]
         if not slot.seen & bit and self._is_in(packet, bit):
-            self._add(slot, packet)
+            self._add(slot, packet if self._cap is None else self._clamped(slot, packet, member, self._cap))
             slot.seen |= bit
         else:
             member.counts["duplicates"] += 1
@@ -128,6 +133,21 @@ class ChunkStream:
     def _has_no_contributor_left(self, clock: int) -> bool:
         """Whether all who were to contribute are lost: what lacks then is zeros."""
         return (who := self._contributors(clock)) is not None and not who & self._members.bits
+
+    def _clamped(self, slot: ChunkSlot, packet: Packet, member: MemberState, cap: Cap) -> Packet:
+        """Clamp what a member brings, and count it; flag a chunk of which its packets do not say the same."""
+        has_values, primes = bool(packet.values), Flag.PRIME in packet.flags
+        values, exponent, clamped, squares = cap.clamp(
+            np.array([packet.values], np.int32), np.array([packet.exponent], np.int8),
+            np.array([packet.epoch], np.uint16), np.array([primes]),
+        )  # fmt: skip
+        packet = replace(packet, exponent=int(exponent[0]), values=tuple(values[0].tolist()))
+        if has_values and not primes:
+            member.brought = member.brought.plus(Brought(len(packet.values), int(clamped[0]), int(squares[0])))
+        differs = packet.exponent != slot.exponent or (packet.flags ^ slot.flags) & Flag.PRIME
+        if has_values and slot.values and differs:
+            slot.flags |= Flag.SATURATED
+        return packet
 
     def _add(self, slot: ChunkSlot, packet: Packet) -> None:
         slot.exponent = max(slot.exponent, packet.exponent)

@@ -189,6 +189,7 @@ class ControlClient:
                 least_slots=least_slots,
                 strategy=strategy or Strategy(),
                 exponent=exponent,
+                most=shape.most,
                 again=again,
                 secret=self._secret,
             ),

@@ -104,7 +104,7 @@ def _is_same(secret: bytes, message: JoinSwitchJob) -> bool:
 
 
 def _shape(message: JoinSwitchJob, number: int) -> JobShape:
-    return JobShape(number, message.workers, message.values, message.slots, message.ring, message.rows)
+    return JobShape(number, message.workers, message.values, message.slots, message.ring, message.rows, message.most)
 
 
 def _most_slots(values: int) -> int:
@@ -370,17 +370,21 @@ class ControlServer:
     def _status_of(self, job: SwitchJob) -> SwitchJobStatus:
         stats = self._plane.stats(job.shape.number, time.monotonic())
         waited_s = {worker: one.waited_s for worker, one in job.watch.workers.items()}
+        cap = job.shape.cap
         members = tuple(
             SwitchMemberStatus(
                 worker, one.finished, one.lag, None if one.silent_s == float("inf") else one.silent_s, dict(one.counts),
                 waited_s.get(worker, 0.0), job.sums.left_out.get(worker, 0),
+                one.brought.clamped / max(1, one.brought.elements),
+                0.0 if cap is None else cap.root_mean_square(one.brought),
             )
             for worker, one in stats.members.items()
         )  # fmt: skip
         strategy, windows = job.strategy, stats.windows
         return SwitchJobStatus(
             job=job.name, number=job.shape.number, workers=job.shape.workers, values=job.shape.values,
-            slots=job.shape.slots, ring=job.shape.ring, rows=job.shape.rows, exponent=job.exponent, strategy=strategy,
+            slots=job.shape.slots, ring=job.shape.ring, rows=job.shape.rows, exponent=job.exponent, most=job.shape.most,
+            strategy=strategy,
             low=stats.low, high=stats.high,
             window_old=windows.old, window_new=windows.new, effective=windows.effective, epoch=windows.epoch,
             members=members, refused=dict(stats.refused),

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from offbeat.errors import PlanError
+from offbeat.switch.cap import Brought
 from offbeat.switch.packet import Flag, distance
 
 if TYPE_CHECKING:
@@ -37,12 +38,14 @@ class MemberStats(NamedTuple):
         lag: steps that it is behind the furthest (table), or chunks (stream).
         silent_s: seconds since its last packet; infinite if there was none.
         counts: its packets by kind, and its duplicates.
+        brought: what was added of it, where that is capped.
     """
 
     finished: int
     lag: int
     silent_s: float
     counts: Mapping[str, int]
+    brought: Brought = Brought()
 
 
 class JobStats(NamedTuple):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _INT32 = np.iinfo(np.int32)
+_MOST_FLOAT = np.float32((1 << 31) - 128)  # that is an int32
 _TILE_VALUES = 1 << 14  # as floats 64 KiB
 # Below it values are told apart no further; above it a float32 cannot be summed.
 LEAST_EXPONENT, MOST_EXPONENT = -90, 126
@@ -55,21 +56,29 @@ def exponents(chunks: NDArray[np.float32]) -> NDArray[np.int8]:
 
 def scales(exponent: NDArray[np.int8], workers: int) -> NDArray[np.float32]:
     """[M] what the values of chunks with exponents [M] are multiplied by, of so many workers; 0 for chunks of zeros."""
-    scale = np.ldexp(np.float32(1), 31 - _spare_bits(workers) - np.maximum(exponent, LEAST_EXPONENT).astype(np.int32))
+    scale = np.ldexp(np.float32(1), 31 - spare_bits(workers) - np.maximum(exponent, LEAST_EXPONENT).astype(np.int32))
     return np.where(exponent == ZERO_EXPONENT, np.float32(0), scale)
 
 
 def units(exponent: NDArray[np.int8], workers: int) -> NDArray[np.float32]:
     """[M] what a sum of 1 stands for in chunks with exponents [M], of so many workers."""
-    unit: NDArray[np.float32] = np.ldexp(np.float32(1), exponent.astype(np.int32) + _spare_bits(workers) - 31)
+    unit: NDArray[np.float32] = np.ldexp(np.float32(1), exponent.astype(np.int32) + spare_bits(workers) - 31)
     return unit
 
 
-def quantize(chunks: NDArray[np.float32], scale: NDArray[np.float32], out: NDArray[np.int32]) -> None:
-    """Write chunks [M, V], multiplied by scales [M] and rounded, to `out` [M, V]."""
+def quantize(
+    chunks: NDArray[np.float32], scale: NDArray[np.float32], out: NDArray[np.int32], *, clips: bool = False
+) -> None:
+    """Write chunks [M, V], multiplied by scales [M] and rounded, to `out` [M, V].
+
+    Args:
+        clips: whether values may be too large, and become the largest there are.
+    """
     for rows in _tiles(chunks):
         scaled = chunks[rows] * scale[rows, None]
         np.rint(scaled, out=scaled)
+        if clips:
+            np.clip(scaled, -_MOST_FLOAT, _MOST_FLOAT, out=scaled)
         np.copyto(out[rows], scaled, casting="unsafe")
 
 
@@ -111,7 +120,7 @@ def error_bound(exponent: int, workers: int) -> float:
     >>> error_bound(0, 4) == 4 / 2 * 2.0**-29
     True
     """
-    return workers / 2 * 2.0 ** (exponent + _spare_bits(workers) - 31)
+    return workers / 2 * 2.0 ** (exponent + spare_bits(workers) - 31)
 
 
 def _tiles(chunks: NDArray[np.float32] | NDArray[np.int32]) -> Iterator[slice]:
@@ -120,5 +129,6 @@ def _tiles(chunks: NDArray[np.float32] | NDArray[np.int32]) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, len(chunks), rows))
 
 
-def _spare_bits(workers: int) -> int:
+def spare_bits(workers: int) -> int:
+    """The bits that integers leave free, so that the sum of so many workers' fits."""
     return (workers - 1).bit_length()

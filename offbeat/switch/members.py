@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from offbeat.switch.cap import Brought
 from offbeat.switch.packet import Packet, PacketKind, Reason, is_newer
 
 ALL = 255  # the worker of an answer to all members
@@ -32,6 +33,7 @@ class MemberState:
         until: it may begin steps before this clock, whatever the windows say.
         heard_s: when its last packet came.
         counts: its packets by kind and by what became of them.
+        brought: what was added of it, where that is capped.
     """
 
     cookie: int
@@ -41,6 +43,7 @@ class MemberState:
     until: int = 0
     heard_s: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
+    brought: Brought = field(default_factory=Brought)
 
 
 class Members:

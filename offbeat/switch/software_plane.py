@@ -157,7 +157,7 @@ class SoftwarePlane:
         members = {}
         for worker, one in here.items():
             silent_s = now_s - one.heard_s if one.port is not None else float("inf")
-            members[worker] = MemberStats(one.finished, behind[worker], silent_s, dict(one.counts))
+            members[worker] = MemberStats(one.finished, behind[worker], silent_s, dict(one.counts), one.brought)
         return JobStats(clocks.low, clocks.high, clocks.windows, members, dict(state.members.refused))
 
     # -- packets -------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ import numpy as np
 
 from offbeat.errors import NetworkError, NumericsError
 from offbeat.protocol.group_progress import GroupProgress
+from offbeat.switch.cap import MOST_ATTEMPTS
 from offbeat.switch.fixed_point import to_sums
 from offbeat.switch.packet import (
     MAGIC,
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
 _OVERTAKEN = 3  # results of later chunks, after which a packet is taken for lost
 _BURSTS = 4  # of a window; no smaller part of it is sent while something is under way
 _LEAST_UNDER_WAY = 4  # packets, after some came too late
-_MOST_ATTEMPTS = 8
 _FATAL = frozenset({Reason.UNKNOWN_JOB, Reason.NOT_A_MEMBER, Reason.STALE_COOKIE, Reason.WRONG_PORT, Reason.MALFORMED})
 
 
@@ -188,6 +188,11 @@ class StreamClient:
             again, supplier = exchange, min((w for w, p in progress.items() if p.has(exchange.clock)), default=None)
             if supplier is None:
                 exchange.place(self._next)
+            elif shape.most:
+                raise NetworkError(
+                    f"Cannot go on at a switch that has lost exchange {exchange.clock}: some workers have its sum, and "
+                    "with a cap they cannot give it to the others. Start the job again from its last checkpoint."
+                )
             elif exchange.is_done:
                 again = exchange.supplied(self._next, supplier, is_supplier=supplier == self.worker)
             else:
@@ -406,6 +411,10 @@ class StreamClient:
         count = header["count"]
         fits = (count == self.shape.values // VALUES_STEP) | (count == 0)
         primes = int(np.searchsorted(numbers, exchange.data))
+        if self.shape.most:
+            flags = header["flags"] & (Flag.PRIME | Flag.SATURATED)
+            if (flags[:primes] != Flag.PRIME).any() or (flags[primes:] & Flag.PRIME).any():
+                raise _lies("exponents and values are mixed up")
         if header["epoch"].any() or exchange.has_retries:
             chunk = numbers[primes:] - exchange.data
             fits[primes:] &= header["epoch"][primes:] == exchange.attempts[chunk]
@@ -470,11 +479,8 @@ class StreamClient:
     def _sum_again(self, exchange: StreamExchange, chunk: NDArray[np.int64], exponent: NDArray[np.int8]) -> None:
         """Sum chunks that did not fit again, with larger exponents."""
         exchange.attempts[chunk] += 1
-        if exchange.attempts.max() > _MOST_ATTEMPTS:
-            raise NumericsError(
-                f"Cannot sum a gradient in the switch: after {_MOST_ATTEMPTS} attempts it still does not fit. A worker "
-                "sends other values than it announces; use Elastic(), which adds floats - at `plan.fabric`."
-            )
+        if exchange.attempts.max() > MOST_ATTEMPTS:
+            raise _lies(f"after {MOST_ATTEMPTS} attempts it still does not fit")
         exchange.agreed[chunk], exchange.has_retries = exponent, True
         exchange.lay_out(chunk)
         again = np.zeros(self.shape.slots, np.bool_)
@@ -523,6 +529,14 @@ class StreamClient:
         """Numbers as they are counted here, of those in packets, which wrap around."""
         ahead = (chunk.astype(np.int64) - self._acked + (1 << 31)) % (1 << 32) - (1 << 31)
         return self._acked + ahead
+
+
+def _lies(what: str) -> NumericsError:
+    """Say what of a sum shows that a worker does not do as it says."""
+    return NumericsError(
+        f"Cannot sum a gradient in the switch: {what}. A worker sends other values than it announces; use Elastic(), "
+        "which adds floats - at `plan.fabric`."
+    )
 
 
 def _are_a_run(numbers: NDArray[np.int64]) -> bool:

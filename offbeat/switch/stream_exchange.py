@@ -57,6 +57,9 @@ class StreamExchange:
         self.primes = -(-self._chunks // shape.values)
         self._brought = [rows for part in parts for rows in _rows_of(part, shape.values)]
         self._exponents = np.concatenate([exponents(rows) for rows in self._brought])
+        self._is_capped = shape.cap is not None
+        if shape.cap is not None:
+            self._exponents = np.minimum(self._exponents, np.int8(shape.cap.exponent))
         self.place(first)
 
     def place(self, first: int, supplier: int | None = None) -> None:
@@ -192,7 +195,7 @@ class StreamExchange:
                 at = first + here.start
                 to = out[at - start : at - start + len(some)]
                 if self.supplier is None:
-                    quantize(some, self.scale[at : at + len(some)], to)
+                    quantize(some, self.scale[at : at + len(some)], to, clips=self._is_capped)
                 else:
                     to[:] = some.view(np.int32)
             first += len(rows)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from offbeat.switch.cap import Brought
 from offbeat.switch.members import ALL, Answer, Members, MemberState
 from offbeat.switch.packet import (
     HEADER_BYTES,
@@ -29,6 +30,7 @@ from offbeat.switch.packet_batch import PacketBatch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from offbeat.switch.cap import Cap
     from offbeat.switch.job_shape import JobShape
 
 # As flags stand in headers: of the same type as these, so that arrays of them stay what they are.
@@ -45,7 +47,7 @@ class VectorStream:
     """
 
     def __init__(self, shape: JobShape, members: Members, quorum: int | None = None) -> None:
-        self._shape, self._members, self.quorum = shape, members, quorum
+        self._shape, self._members, self.quorum, self._cap = shape, members, quorum, shape.cap
         slots = shape.slots
         self.is_used = np.zeros(slots, np.bool_)
         self.chunk = np.zeros(slots, np.uint32)
@@ -212,6 +214,8 @@ class VectorStream:
     ) -> None:  # fmt: skip
         if not len(at):
             return
+        if self._cap is not None:
+            self._clamp(batch, at, one, slots, self._cap)
         self.exponent[slots] = np.maximum(self.exponent[slots], one["exponent"])
         self.flags[slots] |= one["flags"] & _SATURATED
         self.seen[slots] |= bits
@@ -236,6 +240,21 @@ class VectorStream:
             total = np.where(overflown, np.where(addends < 0, np.int32(-(1 << 31)), np.int32((1 << 31) - 1)), total)
             self.flags[more[overflown.any(axis=1)]] |= _SATURATED
         self.values[more] = total
+
+    def _clamp(
+        self, batch: PacketBatch, at: NDArray[np.int64], one: NDArray[np.void], slots: NDArray[np.int64], cap: Cap
+    ) -> None:
+        """Clamp what members bring, and count it; flag chunks of which their packets do not say the same."""
+        primes, full = one["flags"] & _PRIME > 0, one["count"] > 0
+        # What has no values is looked at with those that stand in its row, and they do not count.
+        values, exponent, clamped, squares = cap.clamp(batch.values[at], one["exponent"], one["epoch"], primes)
+        batch.values[at], one["exponent"] = values, exponent
+        for index in np.flatnonzero(full & ~primes):
+            member = self._members[int(one["worker"][index])]
+            added = Brought(self._shape.values, int(clamped[index]), int(squares[index]))
+            member.brought = member.brought.plus(added)
+        differs = (exponent != self.exponent[slots]) | ((one["flags"] ^ self.flags[slots]) & _PRIME > 0)
+        self.flags[slots[full & self.has_values[slots] & differs]] |= _SATURATED
 
     def _complete(self, at: NDArray[np.int64], slots: NDArray[np.int64], quorum: int | None = None) -> None:
         """Complete those of some slots in which all are that are to be; tell all members."""

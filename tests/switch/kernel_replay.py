@@ -149,6 +149,8 @@ class KernelReplay:
                     packets += 1
                     self.sockets[port].send(encode(packet))
             self._check(sends, f"{what}, event {number}: {kind} {details}")
+        brought = {worker: one.brought for worker, one in plane.stats(shape.number, 0.0).members.items()}
+        assert brought == {worker: state.members[worker].brought for worker in state.members}, what
         for sock in self.sockets:
             sock.setblocking(False)
             with np.testing.assert_raises(BlockingIOError):  # nothing else has come

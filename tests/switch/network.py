@@ -63,6 +63,8 @@ class StreamPlay:
         model: makes the reference model; one that notes what happens to it, for other planes.
     """
 
+    caps: tuple[float, ...] = (np.inf, np.inf, 2.0**22, 3e6)  # above the whole numbers
+
     def __init__(self, seed: int, model: type[JobState] = JobState) -> None:
         self.seed = seed
         self._chance = chance = random.Random(seed)
@@ -73,7 +75,9 @@ class StreamPlay:
         self._waits = self.quorum is not None and chance.random() < 0.5  # for the others, until a sum is closed
         self._crash = chance.choice([None, None, chance.randint(5, 60)]) if self.workers > 1 else None
         start = chance.choice([0, (1 << 32) - 5])  # the numbers of chunks wrap around
-        shape = JobShape(7, self.workers, values=VALUES, slots=chance.choice([4, 8, 16]))
+        self.cap = chance.choice(self.caps)
+        most = 0.0 if self.cap == np.inf else self.cap
+        shape = JobShape(7, self.workers, values=VALUES, slots=chance.choice([4, 8, 16]), most=most)
         strategy = Strategy(quorum=self.quorum, wait_s=1.0 if self._waits else 0.0)
         self.state, self._vector = model(shape, strategy), JobState(shape, strategy, stream=VectorStream)
         self._network = Network(chance, chance.choice([0, 0.05, 0.3]), chance.choice([0, 0.1]))
@@ -85,7 +89,10 @@ class StreamPlay:
             self.clients.append(StreamClient(shape, worker, 100 + worker, window=4, chunk=start))
         sizes = [chance.randint(1, chance.choice([5, 5, 5, 40]) * VALUES) for _ in range(chance.randint(1, 4))]
         self.vectors = [
-            [numbers.normal(size=size).astype(np.float32) * np.float32(10.0 ** chance.randint(-3, 3)) for size in sizes]
+            [
+                numbers.normal(size=size).astype(np.float32) * np.float32((most or 1) * 10.0 ** chance.randint(-3, 3))
+                for size in sizes
+            ]
             for _ in range(self.workers)
         ]
         # Behind each vector a few whole numbers of its workers, which have to come out exact.
@@ -198,6 +205,9 @@ class StreamPlay:
             for one in (self._vector.members if worker == 255 else (worker,))
         ]
         assert got == self._answers, f"seed {self.seed}: the planes differ"
+        for worker in self.state.members:
+            brought = self.state.members[worker].brought
+            assert self._vector.members[worker].brought == brought, f"seed {self.seed}: they count differently"
         self._recorded, self._answers = [], []
 
     def _check_sums(self) -> None:
@@ -218,7 +228,7 @@ class StreamPlay:
                 self._check_chunks(mine[0], index)
 
     def _check_chunks(self, exchange: StreamExchange, index: int) -> None:
-        vectors = [vector[index].astype(np.float64) for vector in self.vectors]
+        vectors = [np.clip(vector[index].astype(np.float64), -self.cap, self.cap) for vector in self.vectors]
         for chunk, exponent in enumerate(exchange.agreed.tolist()[:-1]):  # the last one has the whole numbers
             part = slice(chunk * VALUES, (chunk + 1) * VALUES)
             inside = [vectors[w][part] for w in range(self.workers) if int(exchange.included[chunk]) >> w & 1]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 
 import numpy as np
 import pytest
 
-from offbeat.errors import NetworkError, PlanError
+from offbeat.errors import NetworkError, NumericsError, PlanError
 from offbeat.fabric import Switch
 from offbeat.protocol.switch_control import Strategy
 from offbeat.switch.control_client import ControlClient
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.kernel.kernel_switch import KernelSwitch
 from offbeat.switch.packet import Flag, Packet, PacketKind, decode, encode
+from tests.switch import test_cap
 from tests.switch.kernel_replay import KernelReplay, NotedState, in_a_network_of_its_own, why_not
 from tests.switch.killed_switch import KilledSwitch
 from tests.switch.local_switch import served_switch
@@ -48,6 +50,24 @@ PLAYS = [(StreamPlay, False), (StreamPlay, True), (TablePlay, False)]  # tables 
 @pytest.mark.parametrize(("play", "at_xdp"), PLAYS)
 def test_it_answers_every_packet_as_the_model_does(play: type[StreamPlay] | type[TablePlay], at_xdp: bool) -> None:
     assert replayed(play, range(100), at_xdp=at_xdp) > 3600
+
+
+@pytest.mark.parametrize("at_xdp", [False, True])
+def test_it_clamps_what_a_liar_sends_as_the_model_does(at_xdp: bool) -> None:
+    def all_of_them() -> int:
+        kernel = KernelReplay(at_xdp=at_xdp)
+        packets = 0
+        try:
+            for lie in [*test_cap.BOUNDED, *test_cap.LOUD]:
+                state = NotedState(test_cap.job().shape, Strategy())
+                with contextlib.suppress(NumericsError):
+                    test_cap.summed(state, test_cap.random_vectors(20 * test_cap.VALUES), lie)
+                packets += kernel.replay(state, lie.__name__)
+        finally:
+            kernel.close()
+        return packets
+
+    assert in_a_network_of_its_own(all_of_them) > 300
 
 
 @pytest.mark.slow

@@ -34,9 +34,11 @@ class RestartPlay(StreamPlay):
         supplied: results that one worker had to give to others.
     """
 
+    caps = (np.inf,)
+
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.quorum, self.supplied = None, 0
+        self.quorum, self._waits, self.supplied = None, False, 0
         self._restarts = {self._chance.randint(3, 250) for _ in range(self._chance.randint(1, 3))}
         self._forget()
         shape = self.state.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -16,6 +17,7 @@ import offbeat
 from offbeat.errors import PlanError
 from offbeat.fabric import switch
 from offbeat.run.fabric_binding import FabricBinding
+from offbeat.switch.control_client import ControlClient
 from offbeat.wire.credentials import Token
 from tests.late_copies import LateCopies
 from tests.switch.local_switch import served_switch
@@ -44,6 +46,38 @@ def train(fabric: offbeat.Plan, victim: int | None = None) -> tuple[list[str], l
         digests.append(hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest())
     run.close()
     return digests, losses
+
+
+def train_capped(plan: offbeat.Plan) -> tuple[float, str, list[tuple[float, float]]]:
+    """Step with gradients of 1, 2 and 1000; how far a parameter moved, a digest of all, and what is told of workers."""
+    run = offbeat.init(plan, timeout=timedelta(seconds=4))
+    torch.manual_seed(0)
+    model = nn.Linear(700, 1, bias=False)
+    before = model.weight.detach().clone()
+    prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    (prepared(torch.ones(1, 700)).sum() * (1, 2, 1000)[run.rank]).backward()
+    optimizer.step()
+    run.mean(0.0)  # all have sent theirs
+    assert isinstance(plan.fabric, offbeat.Switch)
+    with contextlib.closing(ControlClient(plan.fabric.address, role="onlooker")) as control:
+        (job,) = control.status().jobs
+    run.mean(0.0)  # and all have looked
+    moved = (before - model.weight.detach()).mean().item()
+    digest = hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest()
+    run.close()
+    return moved, digest, [(one.clamped, one.typical * 3) for one in job.members]
+
+
+def test_no_workers_gradient_counts_for_more_than_the_cap() -> None:
+    with served_switch() as address:
+        results = run_workers(3, train_capped, offbeat.Plan(fabric=offbeat.Switch(address, cap=2.5)))
+    assert len({digest for _, digest, _ in results}) == 1
+    moved, _, told = results[0]
+    assert moved == pytest.approx((1 + 2 + 2.5) / 3, rel=1e-6)
+    padding = 700 / 768  # of the last chunk's values
+    assert [clamped for clamped, _ in told] == [0, 0, pytest.approx(padding)]
+    expected = [(square * padding) ** 0.5 for square in (1, 4, 2.5**2)]
+    assert [typical for _, typical in told] == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(("world", "sync"), [(2, offbeat.BSP()), (3, offbeat.BSP()), (2, offbeat.LocalSGD(2))])

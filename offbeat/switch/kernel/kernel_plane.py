@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from offbeat.errors import PlanError
+from offbeat.switch.cap import Brought
 from offbeat.switch.clocks import Windows, first_windows
 from offbeat.switch.data_plane import JobClocks, JobStats, MemberStats, lags, no_room_for_table, who_settled
 from offbeat.switch.kernel.layout import COMMAND, EXCHANGE, JOB, MEMBER, row_of, slot_of
@@ -115,7 +116,9 @@ class KernelPlane:
             "slots": shape.slots, "ring": shape.ring, "rows": shape.rows, "first_slot": job.first_slot,
             "first_row": job.first_row, "quorum": strategy.settling or 0, "exponent": exponent, "low": clock,
             "high": clock, "window_old": windows.old, "window_new": windows.new, "effective": windows.effective,
-            "epoch": windows.epoch,
+            "epoch": windows.epoch, "is_capped": shape.cap is not None,
+            "cap_exponent": 0 if shape.cap is None else shape.cap.exponent,
+            "limits": 0 if shape.cap is None else shape.cap.limits,
         }.items():  # fmt: skip
             state[name] = value
         self._state[index] = state
@@ -247,8 +250,9 @@ class KernelPlane:
             silent_s = now_s - int(one["heard_ns"]) / 1e9 if one["is_bound"] else float("inf")
             counts = {kind.name: int(one["packets"][kind]) for kind in PacketKind if one["packets"][kind]}
             members[worker] = MemberStats(
-                finished[worker], behind[worker], max(0.0, silent_s), counts | {"duplicates": int(one["duplicates"])}
-            )
+                finished[worker], behind[worker], max(0.0, silent_s), counts | {"duplicates": int(one["duplicates"])},
+                Brought(*(int(one[name]) for name in Brought._fields)),
+            )  # fmt: skip
         refused = {reason.name: int(state["refused"][reason]) for reason in Reason if state["refused"][reason]}
         return JobStats(int(state["low"]), int(state["high"]), _windows(state), members, refused)
 

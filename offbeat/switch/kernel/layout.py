@@ -16,12 +16,14 @@ JOB = np.dtype(
         ("exponent", "<i4"), ("members", "<u8"), ("low", "<u4"), ("high", "<u4"), ("window_old", "<u4"),
         ("window_new", "<u4"), ("effective", "<u4"), ("epoch", "<u4"), ("finished", "<u4", MOST_WORKERS),
         ("acked", "<u4", MOST_WORKERS), ("until", "<u4", MOST_WORKERS), ("refused", "<u8", 16),
+        ("is_capped", "<u4"), ("cap_exponent", "<i4"), ("limits", "<i4", 256),
     ]
 )  # fmt: skip
 MEMBER = np.dtype(
     [
         ("cookie", "<u4"), ("ifindex", "<u4"), ("ip", ">u4"), ("port", ">u2"), ("is_bound", "<u2"), ("mac", "u1", 6),
         ("own_mac", "u1", 6), ("unused", "<u4"), ("heard_ns", "<u8"), ("duplicates", "<u8"), ("packets", "<u8", 16),
+        ("elements", "<u8"), ("clamped", "<u8"), ("squares", "<u8"),
     ]
 )  # fmt: skip
 EXCHANGE = np.dtype([("lock", "<u4"), ("clock", "<u4"), ("is_settled", "<u4"), ("unused", "<u4"), ("who", "<u8")])

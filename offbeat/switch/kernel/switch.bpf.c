@@ -37,6 +37,7 @@
 #define UNKNOWN ((__s64)1 << 40) /* further than any clock */
 #define SEED 0x0FFBEA75u /* of checksums */
 #define FACTOR 0x9E3779B5u
+#define MOST_ATTEMPTS 8
 #define COMPLETED 0x0FFBA115 /* what is noted in front of a packet that has completed a sum at XDP */
 
 enum kind { JOIN = 1, JOIN_OK, DATA, RESULT, INC, INC_OK, READ, ROW, CLOCK, GRANT, LEAVE, LEAVE_OK, PROBE, PROBE_OK, NACK };
@@ -88,6 +89,8 @@ struct job {
 	__u32 low, high, window_old, window_new, effective, epoch;
 	__u32 finished[MOST_WORKERS], acked[MOST_WORKERS], until[MOST_WORKERS];
 	__u64 refused[16];
+	__u32 is_capped;
+	__s32 cap_exponent, limits[256]; /* by exponent; see offbeat/switch/cap.py */
 };
 
 struct member {
@@ -98,6 +101,7 @@ struct member {
 	__u16 mac[3], own_mac[3];
 	__u32 unused;
 	__u64 heard_ns, duplicates, packets[16];
+	__u64 elements, clamped, squares; /* of what was added, where that is capped */
 };
 
 struct slot {
@@ -142,6 +146,7 @@ struct scratch {
 	struct frame out; /* to one of many */
 	struct header kept; /* of the slot */
 	struct todo todo;
+	__u64 clamped, squares; /* of the values */
 	__s32 values[MOST_VALUES];
 };
 
@@ -541,7 +546,7 @@ static __always_inline __u32 add_to(__s32 *values, struct scratch *scratch)
 			__s64 less;
 			__u32 clamped = ((__u32)((__s32)b >> 31)) ^ 0x7fffffff, is_over = (__u32)((__s32)over >> 31);
 
-			asm("" : "+r"(is_over)); /* no branch: the verifier would follow both, at each value */
+			asm("" : "+r"(is_over)); /* no branch, as above */
 			overflows |= over & ~compares;
 			total = (total & ~is_over) | (clamped & is_over);
 			less = (__s64)(__s32)a - (__s32)b;
@@ -552,6 +557,61 @@ static __always_inline __u32 add_to(__s32 *values, struct scratch *scratch)
 		}
 	}
 	return overflows >> 31;
+}
+
+struct clamping {
+	__s64 limit;
+	__u64 clamped, squares;
+};
+
+/* Clamp a block of the values in scratch; count those that were larger, and add up the squares of the upper halves. Called
+ * for each block, so that the verifier looks at one. */
+static long clamp_block(__u32 block, struct clamping *c)
+{
+	__u32 zero = 0;
+	struct scratch *s = bpf_map_lookup_elem(&scratches, &zero);
+
+	if (!s || block >= MOST_BLOCKS)
+		return 1;
+	for (__u32 i = 0; i < BLOCK; i++) {
+		__s64 value = s->values[block * BLOCK + i], above = c->limit - value, below = c->limit + value, half;
+
+		asm("" : "+r"(above), "+r"(below)); /* no branch, as above */
+		above >>= 63;
+		below >>= 63;
+		value = (value & ~(above | below)) | (c->limit & above) | (-c->limit & below);
+		c->clamped -= above | below;
+		half = (value ^ value >> 63) >> 16;
+		c->squares += half * half;
+		s->values[block * BLOCK + i] = value;
+	}
+	return 0;
+}
+
+/* Clamp what a worker brings, and its exponent; see offbeat/switch/cap.py. Of its own, so that its branches are not ways
+ * to the loop over the values. */
+__noinline int cap(struct scratch *s, __u32 index)
+{
+	struct job *job = bpf_map_lookup_elem(&jobs, &index);
+	struct clamping clamping = {};
+	__s32 attempts, shift;
+	struct header *h;
+
+	if (!s || !job)
+		return 0;
+	h = &s->f.h;
+	attempts = h->epoch < MOST_ATTEMPTS ? h->epoch : MOST_ATTEMPTS;
+	if (h->exponent > job->cap_exponent + attempts)
+		h->exponent = job->cap_exponent + attempts;
+	clamping.limit = h->flags & PRIME ? job->cap_exponent - ZERO_EXPONENT : job->limits[(__u8)h->exponent];
+	bpf_loop(h->count, clamp_block, &clamping, 0);
+	shift = 2 * (job->cap_exponent - h->exponent);
+	s->clamped = clamping.clamped;
+	if (shift < 0)
+		s->squares = clamping.squares << (-shift & 63);
+	else
+		s->squares = shift < 64 ? clamping.squares >> (shift & 63) : 0;
+	return 0;
 }
 
 static __always_inline void plan(struct scratch *scratch, __u32 blocks, __s32 keeps, __s32 takes)
@@ -626,6 +686,9 @@ static __always_inline void decide(
 		todo->to = in->worker;
 	} else {
 		if (!(slot->seen & bit) && is_in) {
+			if (job->is_capped && in->count && slot->has_values &&
+			    (in->exponent != slot->exponent || (in->flags ^ slot->flags) & PRIME))
+				slot->flags |= SATURATED;
 			if (in->exponent > slot->exponent)
 				slot->exponent = in->exponent;
 			slot->flags |= in->flags & SATURATED;
@@ -668,6 +731,8 @@ static __always_inline int sum_up(
 	if (distance(h->bitmap, job->acked[worker]) > 0)
 		job->acked[worker] = h->bitmap;
 	plan(s, 0, 0, 0);
+	if (job->is_capped)
+		cap(s, job->index);
 
 	bpf_spin_lock(&exchange->lock);
 	is_settled = exchange->is_settled && exchange->clock == h->clock;
@@ -689,6 +754,11 @@ static __always_inline int sum_up(
 
 	if (todo->is_duplicate)
 		__sync_fetch_and_add(&member->duplicates, 1);
+	if (job->is_capped && todo->takes && !(h->flags & PRIME)) {
+		__sync_fetch_and_add(&member->elements, h->count * BLOCK);
+		__sync_fetch_and_add(&member->clamped, s->clamped);
+		__sync_fetch_and_add(&member->squares, s->squares);
+	}
 	if (todo->to == ALL && kept->flags & FIRST) {
 		bpf_spin_lock(&exchange->lock);
 		exchange->is_settled = 1;

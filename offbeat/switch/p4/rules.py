@@ -148,6 +148,11 @@ def check_shape(shape: JobShape) -> None:
             f"Cannot sum packets of {shape.values} values on a P4 switch: its pipeline takes {VALUES} in each - at "
             "`plan.fabric.values`."
         )
+    if shape.most:
+        raise PlanError(
+            "Cannot clamp gradients on a P4 switch: its pipeline adds what comes. Use cap=None, or the switch in "
+            "software - at `plan.fabric.cap`."
+        )
     if shape.workers > MOST_WORKERS:
         raise PlanError(
             f"Cannot sum for {shape.workers} workers on a P4 switch: its registers have {MOST_WORKERS} bits. Use the "

@@ -31,7 +31,7 @@ def commands_for(status: SwitchStatus) -> str:
     lines = [_HEAD]
     for job in status.jobs:
         try:
-            shape = JobShape(job.number, job.workers, job.values, job.slots, job.ring, job.rows)
+            shape = JobShape(job.number, job.workers, job.values, job.slots, job.ring, job.rows, job.most)
             check_shape(shape)
             check_strategy(job.strategy)
             place_jobs([*(one for _, one in taken), shape])
