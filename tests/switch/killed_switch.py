@@ -56,6 +56,11 @@ class KilledSwitch:
         self.kill()
         self.start()
 
+    def renew(self) -> None:
+        """End it as an operator does, and start it again."""
+        self._end(signal.SIGTERM)
+        self.start()
+
     @contextlib.contextmanager
     def struck_at(self, mark: Path, strike: Callable[[], None]) -> Iterator[None]:
         """Strike when a file comes to be there, which has to happen meanwhile."""

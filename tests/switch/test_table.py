@@ -276,6 +276,20 @@ def test_a_larger_window_releases_who_waits_at_once() -> None:
     assert state.clocks.windows.grants(1, 0)
 
 
+def test_a_change_has_let_a_worker_go_on_before_it_is_in_effect_for_all() -> None:
+    """So it cannot be withdrawn: the step would be granted by two windows."""
+    state = clocked(1, 2)
+    waits = Packet(PacketKind.CLOCK, 7, 0, clock=2)
+    assert state.handle(waits, 0) == []
+    sends = state.set_strategy(Strategy("table", window=4))
+    assert sends is not None
+    clocks = state.clocks
+    assert not clocks.is_in_effect
+    assert {send.port for send in sends} == {0, 1}, "all have been told"
+    assert clocks.windows.grants(2, clocks.low), "by the new window alone"
+    assert [send.packet.kind for send in state.handle(waits, 0)] == [PacketKind.GRANT]
+
+
 def test_a_second_change_waits_for_the_first() -> None:
     state = clocked(4, 0)
     assert state.set_strategy(Strategy("table", window=0)) is not None

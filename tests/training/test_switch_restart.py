@@ -65,6 +65,49 @@ def test_a_stream_goes_on_bit_for_bit_at_a_switch_that_was_restarted(
     assert [digests for digests, _ in results] == [digests for digests, _ in undisturbed]
 
 
+def swap_and_move(plan: offbeat.Plan, folder: Path) -> str:
+    """Train with a quorum, with sums of all while the switch is ended and started again, and with a quorum once more;
+    a digest of the parameters.
+    """
+    run = offbeat.init(plan, timeout=TIMEOUT)
+    torch.manual_seed(0)
+    model = nn.Linear(3000, 2, bias=False)
+    prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+
+    def step() -> None:
+        (prepared(torch.ones(1, 3000)).sum() * (run.rank + 1) / 64).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for sync in (offbeat.BSP(), plan.sync):
+        step()
+        if run.rank == 0:
+            run.swap(sync=sync)
+        while run.plan.sync != sync:
+            step()
+        if sync == offbeat.BSP():
+            (folder / "mark").touch()
+            while run.mean(float((folder / "back").exists())) < 1:
+                step()
+    step()
+    run.settle()
+    digest = hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest()
+    run.close()
+    return digest
+
+
+def test_a_job_with_a_quorum_outlives_a_planned_restart_under_another_policy(tmp_path: Path) -> None:
+    def renew() -> None:
+        switch.renew()
+        (tmp_path / "back").touch()
+
+    with KilledSwitch() as switch:
+        plan = offbeat.Plan(sync=offbeat.KSync(2), fabric=offbeat.Switch(switch.address))
+        with switch.struck_at(tmp_path / "mark", renew):
+            results = run_workers(3, swap_and_move, plan, tmp_path)
+    assert len(set(results)) == 1
+
+
 def move(plan: offbeat.Plan, mark: Path, settles: bool) -> tuple[str, list[float]]:
     """Move parameters by as much as the worker's number says in each step; their digest, and by how much in all."""
     run = offbeat.init(plan, timeout=TIMEOUT)
