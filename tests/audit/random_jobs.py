@@ -67,6 +67,7 @@ _POLICIES: tuple[Policy, ...] = (
     KSync(1),
     KSync(2),
     KSync(2, "carry"),
+    KSync(1, wait_s=0.05),
     RoundRobin(),
     RoundRobin(strict=True),
     RoundRobin(slots=2),

@@ -27,6 +27,7 @@ ALL = (
     RoundRobin(),
     DSSP(1, 3),
     KSync(1),
+    KSync(1, wait_s=0.02),
     Hybrid(BSP(), ASP(), groups=1),
     RoundRobin(strict=True),
     ASP(),

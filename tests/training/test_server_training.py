@@ -121,7 +121,15 @@ def test_join_waits_for_all_at_a_server() -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    [ASP(), SSP(2), DSSP(1, 3), KSync(2, late="carry"), RoundRobin(), Hybrid(BSP(), ASP(), groups=2)],
+    [
+        ASP(),
+        SSP(2),
+        DSSP(1, 3),
+        KSync(2, late="carry"),
+        KSync(1, "carry", 0.05),
+        RoundRobin(),
+        Hybrid(BSP(), ASP(), groups=2),
+    ],
     ids=repr,
 )
 def test_every_contribution_counts_once(policy: Policy) -> None:
