@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,7 @@ from offbeat.switch.cap import Brought, Cap
 from offbeat.switch.chunk_stream import ChunkStream
 from offbeat.switch.job_shape import JobShape
 from offbeat.switch.job_state import JobState
-from offbeat.switch.packet import Flag, decode
+from offbeat.switch.packet import Flag, Packet, PacketKind, decode, encode
 from offbeat.switch.packet_batch import PacketBatch
 from offbeat.switch.stream_client import StreamClient
 from offbeat.switch.vector_stream import VectorStream
@@ -152,6 +153,42 @@ def test_what_cannot_be_clamped_ends_the_sum_with_a_sentence(
 ) -> None:
     with pytest.raises(NumericsError, match="sends other values than it announces"):
         summed(job(stream), random_vectors(20 * VALUES), lie)
+
+
+def hostile(seed: int, model: type[JobState] = JobState) -> JobState:
+    """A job whose workers send anything, which `VectorStream` answers as the model does."""
+    chance = random.Random(seed)
+    shape = JobShape(7, WORKERS, values=VALUES, slots=4, most=chance.choice([CAP, 1e6, 2.0**-70, 2.0**100]))
+    strategy, cap = Strategy(quorum=chance.choice([None, 1, 2])), shape.cap
+    assert cap is not None
+    state, vector = model(shape, strategy), JobState(shape, strategy, stream=VectorStream)
+    for worker in range(WORKERS):
+        for one in (state, vector):
+            one.admit(worker, 100 + worker)
+            one.members[worker].port = worker
+    integers = (0, 1, -1, (1 << 31) - 1, -(1 << 31))
+    for _ in range(300):
+        worker, chunk, lead = (
+            chance.randrange(WORKERS),
+            chance.randrange(8),
+            chance.choice([-33, -32, -12, -1, 0, 1, 8, 9]),
+        )
+        values = [chance.choice([*integers, chance.randrange(-(1 << 31), 1 << 31)]) for _ in range(VALUES)]
+        packet = Packet(
+            PacketKind.DATA, 7, worker, cookie=100 + worker, clock=chunk // 4, chunk=chunk, slot=chunk % 4,
+            epoch=chance.choice([0, 0, 0, 1, 3, 9, 70, 65535]), bitmap=chance.randrange(10),
+            exponent=chance.choice([max(-128, min(127, cap.exponent + lead)), chance.randrange(-128, 128)]),
+            flags=Flag(chance.choice([0, 0, 0, 2, 3, 3, 8, 1])), values=tuple(values) if chance.random() < 0.8 else (),
+        )  # fmt: skip
+        sends = [(port, encode(answer)) for port, answer in state.handle(packet, worker)]
+        assert sends == [(port, encode(answer)) for port, answer in vector.handle(packet, worker)], f"seed {seed}"
+    for worker in range(WORKERS):
+        assert state.members[worker].brought == vector.members[worker].brought, f"seed {seed}"
+    return state
+
+
+def test_planes_agree_about_whatever_is_sent() -> None:
+    assert any(hostile(seed).members[0].brought.clamped for seed in range(20))
 
 
 def test_limits_are_the_cap_by_each_exponent() -> None:

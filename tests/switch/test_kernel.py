@@ -63,11 +63,15 @@ def test_it_clamps_what_a_liar_sends_as_the_model_does(at_xdp: bool) -> None:
                 with contextlib.suppress(NumericsError):
                     test_cap.summed(state, test_cap.random_vectors(20 * test_cap.VALUES), lie)
                 packets += kernel.replay(state, lie.__name__)
+            for seed in range(10):
+                hostile = test_cap.hostile(seed, NotedState)
+                assert isinstance(hostile, NotedState)
+                packets += kernel.replay(hostile, f"seed {seed}")
         finally:
             kernel.close()
         return packets
 
-    assert in_a_network_of_its_own(all_of_them) > 300
+    assert in_a_network_of_its_own(all_of_them) > 3300
 
 
 @pytest.mark.slow
