@@ -1,7 +1,7 @@
 """The sums of a job that wait for late workers, as control sees them: which of them have waited for long enough.
 
 A switch has no timers in its path of packets. Control asks it now and then which exchanges a quorum has begun and the
-others have not, and closes those that have waited so for `Strategy.wait_s`. What a worker says has no part in that.
+others have not, and closes those that have waited so for `Strategy.wait_s`. No worker asks for that, or can hurry it.
 """
 
 from __future__ import annotations
