@@ -5,7 +5,7 @@ TOML: `part_syntax` reads them.
 
 * `run` - start local workers: `launch` starts and ends them, `worker_main` is what each is, `threads` says how many
   threads each gets, `shards` looks after their servers, `live_table` shows how they train, `join_target` finds the job
-  that others join
+  that others join, `nodes` are the machines of one job
 * `serve` - one shard of a parameter server by itself; `shard_main` - the process of a shard, whoever starts it
 * `switch` - a switch that sums gradients, and what its operator sees; `switch_doctor` - the path to it, tested
 * `top` - look at a job: `status_client` asks it, `top_view` draws the answer; `job_address` - where a job is

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from offbeat.cli.job_address import JobAddress
     from offbeat.plan import Plan
 
+_TCP = "tcp://"  # before the place of a store that other machines reach
 _PATIENCE_S = 10.0
 _START_S = 300.0  # for a job that is to be validated to begin
 _LOOK_S = 0.1
@@ -74,6 +75,11 @@ class JoinTarget:
         one = workers == 1
         does = ("validates" if one else "validate") + " for" if self.validates else "joins" if one else "join"
         return f"Reached the job: {self.found}. Starting rank {', '.join(ranks)}, which {does} it."
+
+    @property
+    def reaches_machines(self) -> bool:
+        """Whether the job's workers may be on other machines, and are to be connected with these."""
+        return self.environment.get("OFFBEAT_STORE", "").startswith(_TCP)
 
     def has_ended(self) -> bool:
         """Whether all workers it began with are done, as far as that is known."""
@@ -281,7 +287,7 @@ def _without_server(folder: Path, workers: int) -> JoinTarget:
         first_rank = _take_ranks(folder / "newcomers", met.world, workers)
     except OSError as error:
         raise _unreadable(folder, error) from error
-    if not met.place.startswith("tcp://") and not Path(met.place).is_file():
+    if not met.place.startswith(_TCP) and not Path(met.place).is_file():
         raise NetworkError(f"Cannot join the job in {folder}: it has ended, or it runs on a machine with other files.")
     environment = {
         "WORLD_SIZE": "1",
@@ -289,6 +295,8 @@ def _without_server(folder: Path, workers: int) -> JoinTarget:
         "OFFBEAT_STORE": met.place,
         "OFFBEAT_STORE_PREFIX": met.prefix,
     }
+    if met.place.startswith(_TCP):
+        environment["MASTER_ADDR"], _, environment["MASTER_PORT"] = met.place.removeprefix(_TCP).rpartition(":")
     found = f"{plan.fabric!r}, begun with {met.world} workers"
     return JoinTarget(environment, first_rank, plan, _history(folder), found=found)
 

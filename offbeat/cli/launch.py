@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from offbeat.cli.join_target import JoinTarget
+    from offbeat.cli.nodes import NodeGroup
 
 _TERM_GRACE_S = 1.5  # from SIGTERM to SIGKILL; everything is over within 3 s
 _SHARD_HURRY_S = 0.4  # for shards to end because their workers have
@@ -60,6 +61,7 @@ class LaunchSpec:
         timeout_s: waits longer than this are explained.
         run_dir: absolute folder for metrics.
         joining: the job that they join, if it trains already, or that they validate for.
+        nodes: the other machines of a job on several, which this one has met.
         history: folder for histories; None for none, or that of the environment.
         hash_every: steps between two digests of the parameters.
         store: the file in which the workers meet; None for one that ends with them.
@@ -75,6 +77,7 @@ class LaunchSpec:
     timeout_s: float
     run_dir: Path
     joining: JoinTarget | None = None
+    nodes: NodeGroup | None = None
     history: Path | None = None
     hash_every: int = 1
     store: Path | None = None
@@ -126,8 +129,11 @@ class Launch:
         self._survival_file = Path()  # exists once the job goes on without a worker that is lost
         self._ended = Path()  # exists once all are done with whom the job began that is joined
         self._looked_s = 0.0
+        self._failed_elsewhere_s: float | None = None
+        self._keeps_store = False
         self._reported: set[int] = set()
         self.exit_codes: dict[int, int] = {}  # by rank, of the workers that were not ended from here
+        self._fate = ""  # what the job ends of here, for the other machines
         self._shards: LocalShards
 
     def run(self) -> int:
@@ -141,11 +147,16 @@ class Launch:
             # By which what is below this process ends with it, and is known to it.
             below = {"OFFBEAT_LAUNCHER_PID": str(os.getpid()), "OFFBEAT_SHARDS": str(notes)}
             self._shards = LocalShards(notes, below, self._warn)
+            nodes = self._job.nodes
             try:
                 self._start(Path(private), below)
+                if nodes is not None:
+                    nodes.watch()
                 return self._watch()
             finally:
                 self._end_all()
+                if nodes is not None:
+                    nodes.leave("" if self._survival_file.exists() else self._fate)
                 self._drain()
                 for number, handler in previous.items():
                     signal.signal(number, handler)
@@ -164,6 +175,8 @@ class Launch:
         if self._job.joining is not None:
             env |= self._job.joining.environment
             first = self._job.joining.first_rank
+        if self._job.nodes is not None:
+            first = self._job.nodes.first_rank
         for local_rank in range(self._job.workers):
             rank = first + local_rank
             command = [
@@ -193,20 +206,15 @@ class Launch:
     def _common_environment(self, private: Path) -> dict[str, str]:
         job = self._job
         env = {
-            "WORLD_SIZE": str(job.workers),
             "LOCAL_WORLD_SIZE": str(job.workers),
-            # The workers meet through a file: torch's TCPStore would listen on every interface.
-            "OFFBEAT_STORE": str(job.store or private / "store"),
             "OFFBEAT_OUTLIVES": str(self._survival_file),
             "OFFBEAT_WORKERS": str(private / "workers.json"),
             "OFFBEAT_ENDED": str(self._ended),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
             "OFFBEAT_PLAN": job.plan,
             "OFFBEAT_TIMEOUT_S": str(job.timeout_s),
             "OFFBEAT_RUN_DIR": str(job.run_dir),
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         }
+        env |= self._on_this_machine(private) if job.nodes is None else job.nodes.environment
         if job.history is not None:
             env |= {"OFFBEAT_HISTORY": str(job.history), "OFFBEAT_HASH_EVERY": str(job.hash_every)}
         if job.parts:
@@ -217,6 +225,17 @@ class Launch:
         if said:
             self._console.print(said, style="dim", markup=False)
         return env | share
+
+    def _on_this_machine(self, private: Path) -> dict[str, str]:
+        """The variables by which workers meet that need no other machine to begin."""
+        is_elsewhere = self._job.joining is not None and self._job.joining.reaches_machines
+        return {
+            "WORLD_SIZE": str(self._job.workers),
+            # The workers meet through a file: torch's TCPStore would listen on every interface.
+            "OFFBEAT_STORE": str(self._job.store or private / "store"),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+        } | ({} if is_elsewhere else {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")})
 
     def _start_shards(self) -> dict[str, str]:
         """Start the shards; how the workers find them."""
@@ -261,6 +280,7 @@ class Launch:
                 text = f"{name}: ending {count} {what}{'s' if count != 1 else ''}."
                 self._warn(text)
                 self._record("interrupted", text)
+                self._fate = f"{name} on {socket.gethostname()}."
                 return 128 + self._interrupted
             if not self._is_over() and (why := self._shards.look()):
                 self._console.print(f"{why} The job cannot continue without it.", style="bold red", markup=False)
@@ -274,9 +294,16 @@ class Launch:
                         self._record(what, f"Rank {worker.rank} {worker.describe_end()}.", worker.rank)
             failed = [w for w in self._workers if w.code not in (None, 0, UNPREPARED)]
             all_ended = self._is_over()
-            if failed and self._survival_file.exists() and (not all_ended or len(failed) < len(self._workers)):
+            lives_on = self._survival_file.exists()
+            keeps_store = all_ended and (lives_on or not failed) and self._is_needed_elsewhere()
+            if failed and lives_on and (not all_ended or keeps_store or len(failed) < len(self._workers)):
                 self._tell_lost(failed)
                 failed = []
+            if keeps_store:
+                continue
+            if not lives_on and (why := self._why_over_elsewhere()):
+                self._console.print(f"\nThe job has ended on {why}", style="bold red", markup=False)
+                return VICTIM
             if failed and (all_ended or now_s - min(w.ended_s or now_s for w in failed) > _OBITUARY_S):
                 return self._report_loss(failed)
             if all_ended:
@@ -292,6 +319,24 @@ class Launch:
 
     def _is_over(self) -> bool:
         return all(w.code is not None for w in self._workers)
+
+    def _is_needed_elsewhere(self) -> bool:
+        """Whether the workers of other machines train on, and need the store that this process keeps."""
+        nodes = self._job.nodes
+        if nodes is None or not nodes.is_needed:
+            return False
+        if not self._keeps_store:
+            self._keeps_store = True
+            self._warn(f"The workers of this machine have ended. Keeping the store until node {nodes.waits_for} ends.")
+        return True
+
+    def _why_over_elsewhere(self) -> str:
+        """The reason why the job has ended on another machine, once the workers here had time to say what they saw."""
+        if self._job.nodes is None or not self._job.nodes.failure:
+            return ""
+        now_s = time.monotonic()
+        self._failed_elsewhere_s = self._failed_elsewhere_s or now_s
+        return self._job.nodes.failure if now_s - self._failed_elsewhere_s > _OBITUARY_S else ""
 
     def _look_for_end(self) -> None:
         """Let the workers know once the job has ended that they are to join: they would dial its server for long."""
@@ -317,6 +362,7 @@ class Launch:
         first = min(culprits, key=lambda w: (w.ended_s or 0.0, w.rank))
         host = socket.gethostname()
         left = [w for w in self._workers if w.code in (0, UNPREPARED)]
+        self._fate = f"rank {first.rank} on {host} {first.describe_end()}."
         if first.code == VICTIM and left:
             ranks = ", ".join(str(w.rank) for w in left)
             self._console.print(
@@ -324,7 +370,7 @@ class Launch:
                 style="bold red",
             )
             return VICTIM
-        self._console.print(f"\nrank {first.rank} on {host} {first.describe_end()}.", style="bold red")
+        self._console.print(f"\n{self._fate}", style="bold red")
         for line in _traceback_of(first.tail):
             self._console.print(f"  {line}", markup=False)
         code = first.code or 1

@@ -15,6 +15,7 @@ from rich.console import Console
 from offbeat.cli.join_target import look_for
 from offbeat.cli.launch import Launch, LaunchSpec
 from offbeat.cli.live_table import LiveView, final_table
+from offbeat.cli.nodes import NodeGroup, NodeSpec, load_quietly
 from offbeat.cli.plan import read_plan
 from offbeat.cli.report import conclusion, no_step, write_report
 from offbeat.cli.timeout import check_timeout
@@ -34,6 +35,27 @@ def run(
     script: Annotated[Path, typer.Argument(help="A training script.", show_default=False)],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)] = None,
     workers: Annotated[int, typer.Option("--workers", "-n", min=1, max=MAX_WORLD, help="Local workers to start.")] = 2,
+    nodes: Annotated[
+        int,
+        typer.Option(
+            "--nodes",
+            "--nnodes",
+            min=1,
+            max=MAX_WORLD,
+            help="Machines of the job: start `offbeat run` on each, with the same script and plan.",
+        ),
+    ] = 1,
+    node_rank: Annotated[
+        int | None,
+        typer.Option(help="With --nodes: the number of this machine. Node 0 keeps the place where all meet."),
+    ] = None,
+    master_addr: Annotated[
+        str,
+        typer.Option(help="With --nodes: an address of node 0 that every machine reaches.", show_default=False),
+    ] = "",
+    master_port: Annotated[
+        int, typer.Option(min=1, max=65535, help="With --nodes: the port of node 0 at which the machines meet.")
+    ] = 29500,
     plan: Annotated[Path | None, typer.Option(help="A plan as TOML; the default plan if left out.")] = None,
     sync: Annotated[
         str,
@@ -170,9 +192,15 @@ def run(
     end, and no model was prepared. With a parameter server, or on Elastic() or Switch(), the others continue without a
     lost worker, and the exit code is 0 if one of them ends well; but 2 if offbeat refused what a worker did.
 
+    With --nodes it starts its part of a job on each of several machines, and the exit code is that of this machine's
+    workers.
+
     Each of several workers gets its share of this machine's cores as torch threads, unless OMP_NUM_THREADS or
     MKL_NUM_THREADS is set, or the script calls torch.set_num_threads.
     """
+    spec = NodeSpec.of(nodes, node_rank, master_addr, master_port)
+    if spec is not None:
+        load_quietly()
     from offbeat.cli.part_syntax import read_part
     from offbeat.plan import Plan, toml_of
 
@@ -198,6 +226,14 @@ def run(
             "Cannot refine the plan of the script: --refine takes the parts to replace, such as --sync 'SSP(4)', and "
             "no --plan."
         )
+    if spec is not None and servers:
+        raise PlanError(
+            "Cannot start servers for several machines: those of --servers listen on this machine's loopback. Start "
+            "`offbeat serve` on one machine and name it in OFFBEAT_SERVERS on all, or leave out --servers: "
+            "fabric = ParameterServer() starts one beside the first worker."
+        )
+    if spec is not None and (join or validator):
+        raise PlanError("Cannot join a job from several machines at once: leave out --nodes, and join from each.")
     joining = None
     if validator != bool(job_place) or (validator and join):
         raise PlanError("Cannot validate without a job: give --validator and --job together, and no --join.")
@@ -219,6 +255,12 @@ def run(
         (folder / "plan.toml").write_text(chosen.to_toml())
     except OSError as error:
         raise PlanError(f"Cannot write to {folder}: {error.strerror}. Choose another folder with --run-dir.") from error
+    console = Console(highlight=False, soft_wrap=True)
+    group = None
+    if spec is not None:
+        group = NodeGroup(spec, lambda text: console.print(text, style="yellow", markup=False))
+        group.meet(workers, chosen.to_toml(), timeout)
+        console.print(group.told(workers), style="dim", markup=False)
     job = LaunchSpec(
         script=script,
         arguments=tuple(arguments or ()),
@@ -228,15 +270,15 @@ def run(
         timeout_s=timeout,
         run_dir=folder.resolve(),
         joining=joining,
+        nodes=group,
         history=folder.resolve() / "history" if history else None if joining is None else joining.history,
         hash_every=hash_every,
-        store=_store(folder.resolve()) if chosen.has_elastic_group and joining is None else None,
+        store=_store(folder.resolve()) if chosen.has_elastic_group and joining is None and group is None else None,
         check_freshness=check_freshness,
         parts=toml_of(parts) if refine else "",
     )
-    console = Console(highlight=False, soft_wrap=True)
     metrics = folder / "metrics.jsonl"
-    first = 0 if joining is None else joining.first_rank
+    first = next((one.first_rank for one in (joining, group) if one is not None), 0)
     if joining is not None:
         console.print(joining.told(workers), style="dim", markup=False)
     with LiveView(console, metrics, range(first, first + workers)) as view:

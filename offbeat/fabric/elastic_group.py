@@ -377,8 +377,9 @@ class ElasticGroup:
             first = str(error).splitlines()[0]
             raise WorkerLostError(
                 "Cannot continue: the store in which the workers met cannot be reached any more, so nobody can know "
-                f"who is left ({first}). It ends with the first worker where each process was started by hand. "
-                "Resume from a checkpoint; `offbeat run` keeps a store that outlives every worker."
+                f"who is left ({first}). It ends with the first worker where each process was started by hand, and "
+                "with the `offbeat run` of node 0 under --nodes. Resume from a checkpoint; `offbeat run` keeps a store "
+                "that outlives every worker."
             ) from None
 
     def _announce(self, key: str) -> None:

@@ -89,7 +89,11 @@ def join(waiter: BlockingWait, environment: Environment) -> Store | None:
 
 
 def _choose_interface(world: int, environment: Environment) -> None:
-    """Have Gloo listen where other machines reach this one, if its own name resolves to loopback, as on Debian."""
+    """Have Gloo listen where other machines reach this one, if its own name resolves to loopback, as on Debian.
+
+    Args:
+        world: number of workers; 0 if that is not known, and some are elsewhere.
+    """
     here = environment.number("LOCAL_WORLD_SIZE", 0)
     if "GLOO_SOCKET_IFNAME" in os.environ or environment.store_file is not None or here == world:
         return
@@ -122,6 +126,7 @@ def store_of_job(plan: Plan, environment: Environment) -> Store | None:
     if environment.store_address is None:
         return PrefixStore(prefix, FileStore(str(environment.store_file)))
     host, port = environment.store_address
+    _choose_interface(0, environment)
     try:
         return PrefixStore(prefix, TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_REACH))
     except RuntimeError as error:
@@ -157,14 +162,17 @@ def ended(path: Path | None) -> bool:
     return True
 
 
-def leave_store(folder: Path, plan: Plan, world: int, environment: Environment) -> None:
+def leave_store(folder: Path, store: Store, plan: Plan, world: int, environment: Environment) -> None:
     """Write down in the run folder where the workers met, so that others can join them.
 
     Args:
+        store: where they met.
         plan: that they begin with; written down as well, unless it is there.
         world: with how many workers the job begins.
     """
-    prefix = f"offbeat-{_met - 1}" if environment.store_file else f"{environment.agent_prefix}offbeat-{_met - 1}"
+    prefix = f"offbeat-{_met - 1}"
+    if isinstance(getattr(store, "underlying_store", None), PrefixStore):  # by torch up to 2.12, under torchrun
+        prefix = f"{environment.agent_prefix}{prefix}"
     about = {"place": environment.store_for_others, "prefix": prefix, "world": world}
     try:
         if not (folder / "plan.toml").exists():

@@ -290,7 +290,7 @@ class WorkerSession:
         if context.group is not None:
             stay(self._environment.store_file)
             if context.run_dir is not None and context.rank == 0:
-                leave_store(context.run_dir, plan, context.world, self._environment)
+                leave_store(context.run_dir, _shared(meeting.store), plan, context.world, self._environment)
             self.membership = ElasticJoin(
                 _shared(meeting.store),
                 context,

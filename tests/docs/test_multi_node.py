@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from offbeat.lab import command_lines
@@ -31,7 +32,8 @@ PAGE = (ROOT / "docs" / "multi-node.md").read_text()
 HOSTS = ("node1", "node2", "store")
 SHELL = [textwrap.dedent(block) for block in re.findall(r"^ *```sh\n(.*?)^ *```$", PAGE, re.DOTALL | re.MULTILINE)]
 (PLAN,) = (textwrap.dedent(block) for block in re.findall(r"^ *```toml\n(.*?)^ *```$", PAGE, re.DOTALL | re.MULTILINE))
-DOCTOR, FIRST, SECOND, CERTS, SERVE, EXPORT, TOP, BY_HAND = SHELL
+DOCTOR, FIRST, SECOND, RUN_FIRST, RUN_SECOND, ELASTIC_FIRST, ELASTIC_SECOND, *SERVED = SHELL
+CERTS, SERVE, EXPORT, TOP, BY_HAND = SERVED
 PROGRAMS = {"python": "", "torchrun": "-m torch.distributed.run", "offbeat": "-m offbeat"}
 # Debian's /etc/hosts: a machine's own name is loopback's, and no other name is known.
 ETC_HOSTS = "127.0.0.1 localhost\n127.0.1.1 {host}\n"
@@ -91,6 +93,12 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
         yield Machines(network, tmp_path / "machines")
 
 
+def workers_below(pid: int) -> list[int]:
+    """The workers that a launcher has started."""
+    below = psutil.Process(pid).children(recursive=True)
+    return [one.pid for one in below if "offbeat.cli.worker_main" in one.cmdline()]
+
+
 def with_certificates(machines: Machines) -> None:
     """Steps 1 and 3: made on the server's machine, and what workers need is copied to theirs."""
     machines.run(store=CERTS)
@@ -123,6 +131,33 @@ class TestTyped:
         assert "epoch 2: " in said["node1"]
         assert "epoch" not in said["node2"]
         assert (machines.folder / "node1" / "runs" / "first" / "report.html").exists()
+
+    def test_two_machines_by_offbeat_run(self, machines: Machines) -> None:
+        said = machines.run(node1=RUN_FIRST, node2=RUN_SECOND)
+        assert "[0] epoch 2: " in said["node1"]
+        assert "epoch" not in said["node2"]
+        assert all("ended well" in one for one in said.values())
+
+    def test_a_job_that_outlives_its_first_worker(self, machines: Machines) -> None:
+        with ExitStack() as stack:
+            first, second = machines.type("node1", f"exec {ELASTIC_FIRST}"), machines.type("node2", ELASTIC_SECOND)
+            stack.callback(first.kill)
+            stack.callback(second.kill)
+            assert first.stdout is not None
+            said = ""
+            while "epoch 1" not in said:
+                line = first.stdout.readline()
+                assert line, said
+                said += line
+            (worker,) = workers_below(first.pid)
+            os.kill(worker, signal.SIGKILL)
+            there = output(second)
+            said += output(first, 128 + signal.SIGKILL)
+            for end, printed in (("; the others continue.", said), ("the learning rate stays as it is.", there)):
+                (line,) = (line for line in printed.splitlines() if line.endswith(end))
+                shown = re.sub(r"^\[1\] | died .* last seen.*?\.", "", line)
+                assert shown in re.sub(r" died .* last seen.*?\.", "", " ".join(PAGE.split()))
+            assert "[1] epoch 6: " in there
 
     def test_a_server_on_a_third(self, machines: Machines) -> None:
         with_certificates(machines)
@@ -170,4 +205,4 @@ def test_its_commands_have_the_options_it_names() -> None:
             name = line.split()[1]
             assert set(re.findall(r" (--[\w-]+)", line)) <= set(options(known[name])), line
             tried += 1
-    assert tried == 4
+    assert tried == 8
