@@ -17,7 +17,7 @@ TOML: `part_syntax` reads them.
   `switch_benchmark`, `codec_benchmark`, `rule_benchmark`
 * `collective` - the paths of an all-reduce; `interconnect_view` - MultiTree's evaluation, as it is shown
 * `doctor` - what works on this machine; `certs` - certificates for development; `privacy` - what contributions spend
-* `timeout` - the option of that name of several commands
+* `help_group` - the pages of `--help`; `timeout` - the option of that name of several commands
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from offbeat.cli.bench import app as bench_app
 from offbeat.cli.certs import certs
 from offbeat.cli.collective import app as collective_app
 from offbeat.cli.doctor import doctor
+from offbeat.cli.help_group import HelpGroup
 from offbeat.cli.lab import app as lab_app
 from offbeat.cli.plan import app as plan_app
 from offbeat.cli.privacy import privacy
@@ -33,6 +34,8 @@ _OF_PATHS = {errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP}
 _MOST_SHOWN = 200  # characters of a path
 
 app = typer.Typer(
+    cls=HelpGroup,
+    rich_markup_mode=None,
     name="offbeat",
     help="Train PyTorch models data-parallel on clusters that are not perfect.",
     no_args_is_help=True,

@@ -12,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from offbeat.cli.help_group import HelpGroup
 from offbeat.errors import NetworkError, PlanError
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class BenchModelName(enum.Enum):
     transformer = "transformer-small"
 
 
-app = typer.Typer(help="Measure how fast parts of offbeat are on this machine.", no_args_is_help=True)
+app = typer.Typer(cls=HelpGroup, help="Measure how fast parts of offbeat are on this machine.", no_args_is_help=True)
 
 
 @app.callback()

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from offbeat.cli.help_group import HelpGroup
 from offbeat.errors import PlanError, ScenarioError
 
 if TYPE_CHECKING:
     from offbeat.collective import Algorithm
     from offbeat.topology import Topology
 
-app = typer.Typer(help="Show and verify the paths of an all-reduce.", no_args_is_help=True)
+app = typer.Typer(cls=HelpGroup, help="Show and verify the paths of an all-reduce.", no_args_is_help=True)
 
 NetworkOption = Annotated[
     Path | None,

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from offbeat.cli.help_group import HelpGroup
 from offbeat.errors import OffbeatError, ScenarioError
 
 if TYPE_CHECKING:
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     from offbeat.lab.results import ResultFile
     from offbeat.scenario import Scenario
 
-app = typer.Typer(help="Measure on real, shaped links: hosts are network namespaces.", no_args_is_help=True)
+app = typer.Typer(
+    cls=HelpGroup, help="Measure on real, shaped links: hosts are network namespaces.", no_args_is_help=True
+)
 
 _HEADING_WIDTH = 6
 _LEAST_WIDTH = 80

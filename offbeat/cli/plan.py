@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offbeat import safe_read, toml_reader
+from offbeat.cli.help_group import HelpGroup
 from offbeat.errors import PlanError, ScenarioError
 
 if TYPE_CHECKING:
     from offbeat.plan import Plan
     from offbeat.scheduling import MadeSchedule
 
-app = typer.Typer(help="Write, check and compare plans; show a run's schedule.", no_args_is_help=True)
+app = typer.Typer(cls=HelpGroup, help="Write, check and compare plans; show a run's schedule.", no_args_is_help=True)
 
 PlanFile = Annotated[Path, typer.Argument(help="A plan as TOML.", show_default=False)]
 

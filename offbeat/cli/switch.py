@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from offbeat.cli import serve as servers
+from offbeat.cli.help_group import HelpGroup
 from offbeat.cli.job_address import Authority, Certificate, Key, TokenFile, credentials_given
 from offbeat.cli.switch_doctor import doctor
 from offbeat.cli.timeout import check_timeout
@@ -30,7 +31,7 @@ class SwitchTargetName(enum.Enum):
     xdp = "xdp"
 
 
-app = typer.Typer(help="Sum gradients in the network.", no_args_is_help=True)
+app = typer.Typer(cls=HelpGroup, help="Sum gradients in the network.", no_args_is_help=True)
 
 
 app.command()(doctor)
