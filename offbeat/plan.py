@@ -207,7 +207,7 @@ class Plan:
             part = getattr(self, name)
             if isinstance(part, type) or not hasattr(part, protocol):
                 raise PlanError(
-                    f"Cannot use {part!r} as {name}: it is no {name} part. "
+                    f"Cannot use {short_name(part)} as {name}: it is no {name} part. "
                     f"Use one of {', '.join(sorted(_KINDS[name]))}, made with () - at `plan.{name}`."
                 )
         for f in dataclasses.fields(self):
@@ -217,14 +217,15 @@ class Plan:
         local = isinstance(self.sync, StepsLocally)
         if isinstance(self.sync, LocalSGD) and self.sync.policy is not None and not self.is_served:
             raise PlanError(
-                f"Cannot use {self.sync!r} on {self.fabric!r}: only a server takes the changes of workers that go on "
-                "at their own pace. Use fabric=ParameterServer(), or policy=None - at `plan.sync.policy`."
+                f"Cannot use {short_name(self.sync)} on {short_name(self.fabric)}: only a server takes the changes of "
+                "workers that go on at their own pace. Use fabric=ParameterServer(), or policy=None - at "
+                "`plan.sync.policy`."
             )
         if not local and any(self.sync.contributes(step) != "gradient" for step in _LOOKED_AT):
             raise PlanError(
-                f"Cannot use {self.sync!r} on any fabric: with it workers step by themselves, which only LocalSGD can "
-                "have them do. Use LocalSGD(...) for all workers, or a policy in which every step contributes its "
-                "gradient, such as KSync(k) - at `plan.sync`."
+                f"Cannot use {short_name(self.sync)} on any fabric: with it workers step by themselves, which only "
+                "LocalSGD can have them do. Use LocalSGD(...) for all workers, or a policy in which every step "
+                "contributes its gradient, such as KSync(k) - at `plan.sync`."
             )
         if isinstance(self.sync, StepsLocally) and self.sync.loss_class == "delayed":
             self._check_delayed(self.sync)
@@ -234,27 +235,29 @@ class Plan:
             self._check_quorum()
         elif not self.sync.replicated and not self.is_served:
             raise PlanError(
-                f"Cannot use {self.sync!r} on {self.fabric!r}: with it each worker proceeds at its own pace, and this "
-                "fabric adds up one contribution of every worker at once. Use fabric=ParameterServer(), or a policy in "
-                "which all workers contribute to the same update, such as BSP() - at `plan.sync`."
+                f"Cannot use {short_name(self.sync)} on {short_name(self.fabric)}: with it each worker proceeds at "
+                "its own pace, and this fabric adds up one contribution of every worker at once. Use "
+                "fabric=ParameterServer(), or a policy in which all workers contribute to the same update, such as "
+                "BSP() - at `plan.sync`."
             )
         if self.fabric.offers.holds == "switch" and innermost(self.codec) != Dense():
             raise PlanError(
-                f"Cannot use {self.codec!r} on {self.fabric!r}: a switch adds float32: use Dense(), since all "
-                "else would go around it - at `plan.codec`."
+                f"Cannot use {short_name(self.codec)} on {short_name(self.fabric)}: a switch adds float32: use "
+                "Dense(), since all else would go around it - at `plan.codec`."
             )
         if isinstance(self.fabric, Served) and self.fabric.collocated and self._takes_single_turns:
             raise PlanError(
-                f"Cannot use {self.sync!r} on {self.fabric!r}: in the turn of one worker the links of all others, and "
-                "of the shards beside them, would be idle. Use slots=, as many as there are workers or a little less, "
-                "BSP(), or shards of their own - at `plan.sync.slots`."
+                f"Cannot use {short_name(self.sync)} on {short_name(self.fabric)}: in the turn of one worker the "
+                "links of all others, and of the shards beside them, would be idle. Use slots=, as many as there are "
+                "workers or a little less, BSP(), or shards of their own - at `plan.sync.slots`."
             )
         missing = self.codec.needs - self.fabric.offers.carries
         if missing and not self.is_served:  # a server decodes, whatever kind of payload that is elsewhere
             needs, carries = _kinds(missing), _kinds(self.fabric.offers.carries)
             raise PlanError(
-                f"Cannot use {self.codec!r} on {self.fabric!r}: it needs {needs}, this fabric carries only {carries}. "
-                "Use a codec of that kind, or a fabric that carries it, such as ProcessGroup() - at `plan.codec`."
+                f"Cannot use {short_name(self.codec)} on {short_name(self.fabric)}: it needs {needs}, this fabric "
+                f"carries only {carries}. Use a codec of that kind, or a fabric that carries it, such as "
+                "ProcessGroup() - at `plan.codec`."
             )
         self._check_codec()
         if not isinstance(self.bucket_bytes, int) or self.bucket_bytes < 1:
@@ -268,7 +271,9 @@ class Plan:
                 "- at `plan.nonfinite`."
             )
         if self.tuning is not None and not isinstance(self.tuning, BatchTuning):
-            raise PlanError(f"Cannot tune batches with {self.tuning!r}: use BatchTuning() or None - at `plan.tuning`.")
+            raise PlanError(
+                f"Cannot tune batches with {short_name(self.tuning)}: use BatchTuning() or None - at `plan.tuning`."
+            )
         if self.keeps not in KEEPS:
             raise PlanError(
                 f"Cannot keep the {self.keeps!r} when workers join and leave: choose one of {', '.join(KEEPS)} "
@@ -295,33 +300,33 @@ class Plan:
     def _check_privacy(self, privacy: GaussianMechanism) -> None:
         if not isinstance(privacy, GaussianMechanism):
             raise PlanError(
-                f"Cannot protect contributions by {privacy!r}: use GaussianMechanism(max_norm=1.0, noise=1.0), or None "
-                "- at `plan.privacy`."
+                f"Cannot protect contributions by {short_name(privacy)}: use GaussianMechanism(max_norm=1.0, "
+                "noise=1.0), or None - at `plan.privacy`."
             )
         lacking = (
             (
                 self.is_served,
-                f"on {self.fabric!r} the first parts of a gradient leave before the norm of the whole is known: use "
-                "fabric=ParameterServer()",
+                f"on {short_name(self.fabric)} the first parts of a gradient leave before the norm of the whole is "
+                "known: use fabric=ParameterServer()",
             ),
             (
                 not self.codec.promises.offset,
-                f"with {self.codec!r} what is not sent stays in a worker's own parameters, and its noise would be "
-                "clipped, and noised, with the next contribution: use ErrorFeedback(...)",
+                f"with {short_name(self.codec)} what is not sent stays in a worker's own parameters, and its noise "
+                "would be clipped, and noised, with the next contribution: use ErrorFeedback(...)",
             ),
             (
                 self.scheduling is None,
-                f"with {self.scheduling!r} blocks are pushed before the norm of all of them is known: use "
+                f"with {short_name(self.scheduling)} blocks are pushed before the norm of all of them is known: use "
                 "scheduling=None",
             ),
             (
                 not isinstance(self.rule, CentredClipping) or self.rule.radius is None,
-                f"with {self.rule!r} all contributions are cut, since noise is in their distances and not in the "
-                "radius: use CentredClipping(), which goes by their median",
+                f"with {short_name(self.rule)} all contributions are cut, since noise is in their distances and not "
+                "in the radius: use CentredClipping(), which goes by their median",
             ),
         )
         if why := next((text for is_met, text in lacking if not is_met), None):
-            raise PlanError(f"Cannot use {privacy!r}: {why} - at `plan.privacy`.")
+            raise PlanError(f"Cannot use {short_name(privacy)}: {why} - at `plan.privacy`.")
         if self.validator is not None and self.validator.needs_reference:
             self._check_validator_of_noise(self.validator, privacy)
 
@@ -331,13 +336,13 @@ class Plan:
         lacking = (
             (
                 innermost(self.codec) == self.codec,
-                f"with {self.codec!r} noise of earlier contributions is sent with later ones, and nobody knows of how "
-                "many: use a codec without a residual, such as Dense() or GRBS(4)",
+                f"with {short_name(self.codec)} noise of earlier contributions is sent with later ones, and nobody "
+                "knows of how many: use a codec without a residual, such as Dense() or GRBS(4)",
             ),
             (
                 promises.keeps_norm and not promises.variance,
-                f"with {self.codec!r} elements, and the noise in them, are not sent as they are: use Dense(), Cast() "
-                "or GRBS(4)",
+                f"with {short_name(self.codec)} elements, and the noise in them, are not sent as they are: use "
+                "Dense(), Cast() or GRBS(4)",
             ),
             (
                 not isinstance(rule, ZenoPS) or rule.rho > 0,
@@ -345,82 +350,87 @@ class Plan:
             ),
         )
         if why := next((text for is_met, text in lacking if not is_met), None):
-            raise PlanError(f"Cannot use {rule!r} with privacy={privacy!r}: {why} - at `plan.validator`.")
+            raise PlanError(
+                f"Cannot use {short_name(rule)} with privacy={short_name(privacy)}: {why} - at `plan.validator`."
+            )
 
     def _check_validator(self, rule: Rule) -> None:
         if isinstance(rule, type) or not isinstance(rule, Rule) or not rule.needs_validator:
             raise PlanError(
-                f"Cannot judge by {rule!r} beside a validator: use one of {', '.join(sorted(_KINDS['validator']))}, "
-                "made with (...), or None; for rules without a reference there is rule= - at `plan.validator`."
+                f"Cannot judge by {short_name(rule)} beside a validator: use one of "
+                f"{', '.join(sorted(_KINDS['validator']))}, made with (...), or None; for rules without a reference "
+                "there is rule= - at `plan.validator`."
             )
         policy = self.sync.policy or BSP() if isinstance(self.sync, LocalSGD) else self.sync
         waits, promises = isinstance(policy, BSP), self.codec.promises
         lacking = (
             (
                 self.rule is None,
-                f"contributions are already combined by {self.rule!r}: use one of them, and None for the other",
+                f"contributions are already combined by {short_name(self.rule)}: use one of them, and None for the "
+                "other",
             ),
             (
                 isinstance(self.fabric, Served) and not self.fabric.collocated,
-                f"on {self.fabric!r} no server that workers have no hold on sees contributions: use "
+                f"on {short_name(self.fabric)} no server that workers have no hold on sees contributions: use "
                 "fabric=ParameterServer()",
             ),
             (
                 waits or not rule.needs_losses or isinstance(policy, KSync),
-                f"it keeps the best contributions of an update, and with {self.sync!r} each is of one worker: use "
-                "ZenoPlusPlus() and ASP(), or BSP(), KSync(k) or LocalSGD(...)",
+                f"it keeps the best contributions of an update, and with {short_name(self.sync)} each is of one "
+                "worker: use ZenoPlusPlus() and ASP(), or BSP(), KSync(k) or LocalSGD(...)",
             ),
             (
                 not rule.needs_losses or not isinstance(policy, KSync) or policy.late == "drop",
-                f"with {self.sync!r} a validator that is late waits for the next update, and nobody judges that: use "
-                "KSync(k, late='drop')",
+                f"with {short_name(self.sync)} a validator that is late waits for the next update, and nobody judges "
+                "that: use KSync(k, late='drop')",
             ),
             (
                 waits or rule.needs_losses or isinstance(policy, ASP),
-                f"with {self.sync!r} it is not said which reference belongs to which update: use BSP(), LocalSGD(...) "
-                "or ASP()",
+                f"with {short_name(self.sync)} it is not said which reference belongs to which update: use BSP(), "
+                "LocalSGD(...) or ASP()",
             ),
             (
                 waits or not isinstance(rule, ZenoPS),
-                f"it is for updates of several workers, and with {self.sync!r} each is of one: use ZenoPSAsync(), "
-                "ZenoPlusPlus() or FLTrust(), or BSP()",
+                f"it is for updates of several workers, and with {short_name(self.sync)} each is of one: use "
+                "ZenoPSAsync(), ZenoPlusPlus() or FLTrust(), or BSP()",
             ),
             (
                 not waits or not isinstance(rule, ZenoPSAsync),
-                f"it adds up single updates, and with {self.sync!r} they are of all workers: use ZenoPS(), or ASP()",
+                f"it adds up single updates, and with {short_name(self.sync)} they are of all workers: use ZenoPS(), "
+                "or ASP()",
             ),
             (
                 promises.support != "private" or not rule.needs_reference,
-                f"with {self.codec!r} a contribution and its reference are of different elements: use a codec whose "
-                "elements are the same on all workers, such as GRBS(32)",
+                f"with {short_name(self.codec)} a contribution and its reference are of different elements: use a "
+                "codec whose elements are the same on all workers, such as GRBS(32)",
             ),
             (
                 promises.keeps_norm or not rule.judges_norms,
-                f"with {self.codec!r} all contributions are equally long, whatever they were made of: use GRBS(32) or "
-                "QSGD(8), or FLTrust(), which goes by the angle alone",
+                f"with {short_name(self.codec)} all contributions are equally long, whatever they were made of: use "
+                "GRBS(32) or QSGD(8), or FLTrust(), which goes by the angle alone",
             ),
             (
                 self.tuning is None,
-                f"with {self.tuning!r} workers' batches differ from the validator's, and honest ones would be "
-                "rejected: use tuning=None",
+                f"with {short_name(self.tuning)} workers' batches differ from the validator's, and honest ones would "
+                "be rejected: use tuning=None",
             ),
         )
         if why := next((text for is_met, text in lacking if not is_met), None):
-            raise PlanError(f"Cannot judge by {rule!r}: {why} - at `plan.validator`.")
+            raise PlanError(f"Cannot judge by {short_name(rule)}: {why} - at `plan.validator`.")
         if isinstance(policy, KSync) and (why := rule.check(policy.k)):
-            raise PlanError(f"Cannot judge with {self.sync!r}: {why} - at `plan.validator`.")
+            raise PlanError(f"Cannot judge with {short_name(self.sync)}: {why} - at `plan.validator`.")
 
     def _check_rule(self, rule: Rule) -> None:
         if isinstance(rule, type) or not isinstance(rule, Rule):
             raise PlanError(
-                f"Cannot combine by {rule!r}: use one of {', '.join(sorted(_KINDS['rule']))}, made with (...), or None "
-                "- at `plan.rule`."
+                f"Cannot combine by {short_name(rule)}: use one of {', '.join(sorted(_KINDS['rule']))}, made with "
+                "(...), or None - at `plan.rule`."
             )
         lacking = (
             (
                 self.is_served,
-                f"on {self.fabric!r} contributions are added on their way, and nobody sees one by itself: use "
-                "fabric=ParameterServer()",
+                f"on {short_name(self.fabric)} contributions are added on their way, and nobody sees one by itself: "
+                "use fabric=ParameterServer()",
             ),
             (
                 not rule.needs_validator,
@@ -430,21 +440,22 @@ class Plan:
             ),
             (
                 self._most_in_update(2) > 1,
-                f"with {self.sync!r} an update is of one worker, and there is nobody to compare it with: use BSP(), "
-                "KSync(k) or LocalSGD(...)",
+                f"with {short_name(self.sync)} an update is of one worker, and there is nobody to compare it with: "
+                "use BSP(), KSync(k) or LocalSGD(...)",
             ),
             (
                 not rule.compares or self.codec.promises.support != "private",
-                f"with {self.codec!r} each worker sends other elements, and what is compared is which: use a codec "
-                "whose elements are the same on all workers, such as GRBS(32), or Mean()",
+                f"with {short_name(self.codec)} each worker sends other elements, and what is compared is which: use "
+                "a codec whose elements are the same on all workers, such as GRBS(32), or Mean()",
             ),
             (
                 self.tuning is None or rule.is_weighted,
-                f"it counts all workers alike, and with {self.tuning!r} their batches are not: use tuning=None",
+                f"it counts all workers alike, and with {short_name(self.tuning)} their batches are not: use "
+                "tuning=None",
             ),
         )
         if why := next((text for is_met, text in lacking if not is_met), None):
-            raise PlanError(f"Cannot combine by {rule!r}: {why} - at `plan.rule`.")
+            raise PlanError(f"Cannot combine by {short_name(rule)}: {why} - at `plan.rule`.")
 
     def _most_in_update(self, world: int) -> int:
         """The contributions that make an update, of so many workers."""
@@ -460,9 +471,9 @@ class Plan:
             self._check_pushed(promises)
         if self.fabric.offers.elastic and promises.keeps_shared_state:
             raise PlanError(
-                f"Cannot use {self.codec!r} on {self.fabric!r}: all workers go on from what each exchange left, and "
-                "one that joins later has none of it. Use ProcessGroup(), or a codec that keeps nothing in common, "
-                "such as ErrorFeedback(GRBS(32)) - at `plan.codec`."
+                f"Cannot use {short_name(self.codec)} on {short_name(self.fabric)}: all workers go on from what each "
+                "exchange left, and one that joins later has none of it. Use ProcessGroup(), or a codec that keeps "
+                "nothing in common, such as ErrorFeedback(GRBS(32)) - at `plan.codec`."
             )
 
     def _check_pushed(self, promises: Promises) -> None:
@@ -476,8 +487,8 @@ class Plan:
             why = "a server cannot decode it: it has no encode() and decode() of its own (`OneRoundCodec`)"
         if why:
             raise PlanError(
-                f"Cannot use {self.codec!r} on {self.fabric!r}: {why}. Use a codec of one round, such as GRBS(32), "
-                "TopK(0.01) or QSGD(8), or ProcessGroup() - at `plan.codec`."
+                f"Cannot use {short_name(self.codec)} on {short_name(self.fabric)}: {why}. Use a codec of one round, "
+                "such as GRBS(32), TopK(0.01) or QSGD(8), or ProcessGroup() - at `plan.codec`."
             )
 
     def _check_offset(self, promises: Promises) -> None:
@@ -485,28 +496,30 @@ class Plan:
         codec, holds = self.codec, self.fabric.offers.holds
         if holds == "switch":
             raise PlanError(
-                f"Cannot use {codec!r} on {self.fabric!r}: what is not sent is kept in each worker's own parameters, "
-                "and this fabric's switch has others for all. Use ProcessGroup() or Elastic(), or ErrorFeedback(...) "
-                "- at `plan.codec`."
+                f"Cannot use {short_name(codec)} on {short_name(self.fabric)}: what is not sent is kept in each "
+                "worker's own parameters, and this fabric's switch has others for all. Use ProcessGroup() or "
+                "Elastic(), or ErrorFeedback(...) - at `plan.codec`."
             )
         if holds == "workers" and not isinstance(codec, ErrorReset):
             raise PlanError(
-                f"Cannot use {codec!r} on {self.fabric!r}: it is for workers of a server, which may go on at their own "
-                f"pace. Use fabric=ParameterServer(), or ErrorReset({innermost(codec)!r}) - at `plan.codec`."
+                f"Cannot use {short_name(codec)} on {short_name(self.fabric)}: it is for workers of a server, which "
+                "may go on at their own pace. Use fabric=ParameterServer(), or "
+                f"ErrorReset({short_name(innermost(codec))}) - at `plan.codec`."
             )
         if holds == "server" and not isinstance(self.sync, StepsLocally):
             raise PlanError(
-                f"Cannot use {codec!r} with {self.sync!r} on {self.fabric!r}: what is not sent of a worker's own steps "
-                "stays in its parameters, and here the server's optimizer steps. Use sync=LocalSGD(8), or "
-                "LocalSGD(8, policy=ASP()) to wait for nobody, or ErrorFeedback(...) - at `plan.codec`."
+                f"Cannot use {short_name(codec)} with {short_name(self.sync)} on {short_name(self.fabric)}: what is "
+                "not sent of a worker's own steps stays in its parameters, and here the server's optimizer steps. "
+                "Use sync=LocalSGD(8), or LocalSGD(8, policy=ASP()) to wait for nobody, or ErrorFeedback(...) - at "
+                "`plan.codec`."
             )
         if isinstance(codec, ErrorReset):
             self._check_reset(codec)
         if holds == "server" and isinstance(codec, ErrorReset) and not self.sync.replicated:
             raise PlanError(
-                f"Cannot use {codec!r} with {self.sync!r}: a reset is of what all workers have at one version, and "
-                f"with this policy they have different ones. Use LookAhead({codec.reset!r}) or "
-                f"Carry({codec.reset!r}) - at `plan.codec`."
+                f"Cannot use {short_name(codec)} with {short_name(self.sync)}: a reset is of what all workers have at "
+                "one version, and with this policy they have different ones. Use "
+                f"LookAhead({short_name(codec.reset)}) or Carry({short_name(codec.reset)}) - at `plan.codec`."
             )
 
     def _check_reset(self, codec: ErrorReset) -> None:
@@ -514,37 +527,38 @@ class Plan:
         if isinstance(policy, StepsLocally):
             if codec.every is not None:
                 raise PlanError(
-                    f"Cannot use {codec!r} with {policy!r}: both say how often is averaged. Leave out every= and step= "
-                    "of the one, or use BSP() - at `plan.codec.every`."
+                    f"Cannot use {short_name(codec)} with {short_name(policy)}: both say how often is averaged. Leave "
+                    "out every= and step= of the one, or use BSP() - at `plan.codec.every`."
                 )
             if policy.loss_class == "delayed" or policy.outer is not None:
                 raise PlanError(
-                    f"Cannot use {codec!r} with {policy!r}: what is not sent is kept in each worker's own parameters, "
-                    "and so is what a delay, fragments or an outer optimizer leaves there. Use LocalSGD("
-                    f"{policy.interval * policy.fragments}) - at `plan.sync`."
+                    f"Cannot use {short_name(codec)} with {short_name(policy)}: what is not sent is kept in each "
+                    "worker's own parameters, and so is what a delay, fragments or an outer optimizer leaves there. "
+                    f"Use LocalSGD({policy.interval * policy.fragments}) - at `plan.sync`."
                 )
         elif policy != BSP():
             raise PlanError(
-                f"Cannot use {codec!r} with {policy!r}: all workers are to have a consensus in common behind each "
-                "step. Use BSP() or LocalSGD(...) - at `plan.sync`."
+                f"Cannot use {short_name(codec)} with {short_name(policy)}: all workers are to have a consensus in "
+                "common behind each step. Use BSP() or LocalSGD(...) - at `plan.sync`."
             )
         elif codec.every is None:
             raise PlanError(
-                f"Cannot use {codec!r} with {policy!r}: nothing says how often the error is reset. Use every=8, or "
-                "sync=LocalSGD(8) - at `plan.codec.every`."
+                f"Cannot use {short_name(codec)} with {short_name(policy)}: nothing says how often the error is "
+                "reset. Use every=8, or sync=LocalSGD(8) - at `plan.codec.every`."
             )
         if self.scheduling is not None:
             raise PlanError(
-                f"Cannot schedule with {self.scheduling!r}: with {codec!r} workers exchange what their optimizers have "
-                "changed, and no gradients. Use None - at `plan.scheduling`."
+                f"Cannot schedule with {short_name(self.scheduling)}: with {short_name(codec)} workers exchange what "
+                "their optimizers have changed, and no gradients. Use None - at `plan.scheduling`."
             )
 
     def _check_delayed(self, policy: StepsLocally) -> None:
         if self.fabric.offers.holds != "workers":
             raise PlanError(
-                f"Cannot use {policy!r} on {self.fabric!r}: an average that is applied later, or of a part of the "
-                f"model, is kept by the workers themselves, and this fabric's {self.fabric.offers.holds} takes whole "
-                "changes that are waited for. Use ProcessGroup() or Elastic(), or neither a delay nor fragments - at "
+                f"Cannot use {short_name(policy)} on {short_name(self.fabric)}: an average that is applied later, or "
+                "of a part of the model, is kept by the workers themselves, and this fabric's "
+                f"{self.fabric.offers.holds} takes whole changes that are waited for. Use ProcessGroup() or "
+                "Elastic(), or neither a delay nor fragments - at "
                 f"`plan.sync.{'delay' if policy.delay else 'fragments'}`."
             )
 
@@ -574,19 +588,22 @@ class Plan:
     def _refuse(self, **parts: tuple[object, str]) -> None:
         for name, (part, why) in parts.items():
             if part is not None:
-                raise PlanError(f"Cannot use {part!r} with {self.sync!r} on {self.fabric!r}: {why} - at `plan.{name}`.")
+                raise PlanError(
+                    f"Cannot use {short_name(part)} with {short_name(self.sync)} on {short_name(self.fabric)}: {why} - "
+                    f"at `plan.{name}`."
+                )
 
     def _check_scheduling(self, scheduling: Scheduler) -> None:
         if isinstance(scheduling, type) or not hasattr(scheduling, "schedule"):
             raise PlanError(
-                f"Cannot schedule with {scheduling!r}: use one of {', '.join(sorted(_KINDS['scheduling']))}, made with "
-                "(), or None - at `plan.scheduling`."
+                f"Cannot schedule with {short_name(scheduling)}: use one of "
+                f"{', '.join(sorted(_KINDS['scheduling']))}, made with (), or None - at `plan.scheduling`."
             )
         lacking = (
             (
                 not self.is_served or not (self.steps_locally or (self.sync.gated and not self._grants_early)),
-                f"with {self.sync!r} a worker has nothing to push, or may not, before its optimizer steps: use BSP(), "
-                "ASP(), SSP(...), DSSP(...) or RoundRobin()",
+                f"with {short_name(self.sync)} a worker has nothing to push, or may not, before its optimizer steps: "
+                "use BSP(), ASP(), SSP(...), DSSP(...) or RoundRobin()",
             ),
             (
                 self.is_served or self.sync == BSP(),
@@ -598,17 +615,18 @@ class Plan:
             ),
             (
                 self.fabric.offers.reduce_scatter or not getattr(scheduling, "needs_reduce_scatter", False),
-                f"{self.fabric!r} cannot reduce and gather apart: use ProcessGroup() or Elastic(), or Prophet()",
+                f"{short_name(self.fabric)} cannot reduce and gather apart: use ProcessGroup() or Elastic(), or "
+                "Prophet()",
             ),
         )
         if why := next((text for is_met, text in lacking if not is_met), None):
-            raise PlanError(f"Cannot schedule with {scheduling!r}: {why} - at `plan.scheduling`.")
+            raise PlanError(f"Cannot schedule with {short_name(scheduling)}: {why} - at `plan.scheduling`.")
 
     def _check_controller(self, controller: Controller) -> None:
         if isinstance(controller, type) or not hasattr(controller, "policies"):
             raise PlanError(
-                f"Cannot use {controller!r} as a controller: use WaitThreshold(), ByProgress(...), AdaptQuorum(...), "
-                "or None - at `plan.controller`."
+                f"Cannot use {short_name(controller)} as a controller: use WaitThreshold(), ByProgress(...), "
+                "AdaptQuorum(...), or None - at `plan.controller`."
             )
         alone = (
             []
@@ -617,22 +635,23 @@ class Plan:
         )
         if alone:
             raise PlanError(
-                f"Cannot use {controller!r} on {self.fabric!r}: with {alone[0]!r}, which it may choose, each "
-                "worker proceeds at its own pace, and there is no server. Use fabric=ParameterServer(), or only "
-                "policies that need none, such as BSP() and LocalSGD(8) - at `plan.controller`."
+                f"Cannot use {short_name(controller)} on {short_name(self.fabric)}: with {short_name(alone[0])}, "
+                "which it may choose, each worker proceeds at its own pace, and there is no server. Use "
+                "fabric=ParameterServer(), or only policies that need none, such as BSP() and LocalSGD(8) - at "
+                "`plan.controller`."
             )
         if self.sync not in controller.policies:
             others = " or ".join(map(repr, controller.policies))
             raise PlanError(
-                f"Cannot use {controller!r} with {self.sync!r}: it would never swap, since it knows {others} only. "
-                f"Begin with sync={controller.policies[0]!r} - at `plan.controller`."
+                f"Cannot use {short_name(controller)} with {short_name(self.sync)}: it would never swap, since it "
+                f"knows {others} only. Begin with sync={short_name(controller.policies[0])} - at `plan.controller`."
             )
         for policy in controller.policies:
             try:
                 dataclasses.replace(self, sync=policy, controller=None)
             except PlanError as error:
                 raise PlanError(
-                    f"Cannot use {controller!r}: {error}".replace("`plan.sync", "`plan.controller")
+                    f"Cannot use {short_name(controller)}: {error}".replace("`plan.sync", "`plan.controller")
                 ) from error
 
     def check_world(self, world: int) -> None:
@@ -652,15 +671,15 @@ class Plan:
         rule, count = self.judging_rule, self._most_in_update(world)
         if rule is not None and rule.needs_gram and count > MOST_COMPARED:
             raise PlanError(
-                f"Cannot compare {count} contributions by {rule!r}: {MOST_COMPARED} is the most. Use "
+                f"Cannot compare {count} contributions by {short_name(rule)}: {MOST_COMPARED} is the most. Use "
                 f"{'Median(), which looks at each coordinate, or KSync(...)' if self.rule else 'ASP()'} - at "
                 f"`plan.{'rule' if self.rule else 'validator'}`."
             )
         most = self.codec.promises.most_workers
         if most is not None and world > most:
             raise PlanError(
-                f"Cannot use {self.codec!r} with {world} workers: a sum of more than {most} does not fit. Use one with "
-                "more bits, or Cast() - at `plan.codec.bits`."
+                f"Cannot use {short_name(self.codec)} with {world} workers: a sum of more than {most} does not fit. "
+                "Use one with more bits, or Cast() - at `plan.codec.bits`."
             )
         if world > 1:
             check_workers(self.sync, [range(world)], "plan.sync")
@@ -701,31 +720,33 @@ class Plan:
             # Whoever has not heard of the swap brings what the earlier policy wants, beside what the new one does.
             kinds = f"changes of {here} and of {there} steps" if here and there else "gradients and changes"
             raise PlanError(
-                f"Cannot swap {self.sync!r} for {new.sync!r} while {self.judging_rule!r} compares contributions: "
-                f"until all have heard of it there are {kinds}, which cannot be compared with each other. Save a "
-                "checkpoint, and start again with the other plan - at `plan.sync`."
+                f"Cannot swap {short_name(self.sync)} for {short_name(new.sync)} while "
+                f"{short_name(self.judging_rule)} compares contributions: until all have heard of it there are "
+                f"{kinds}, which cannot be compared with each other. Save a checkpoint, and start again with the "
+                "other plan - at `plan.sync`."
             )
         for name, (here, there) in self.diff(new).items():
             if name == "fabric" and self.is_served != new.is_served:
                 self._check_crossing(here, there)
             elif name not in ("sync", "controller"):
                 raise PlanError(
-                    f"Cannot swap {here!r} for {there!r} while training: only the synchronization policy can be, its "
-                    "controller, and ProcessGroup() or Elastic() for ParameterServer() or back. Save a checkpoint, and "
-                    f"start again with the other plan - at `plan.{name}`."
+                    f"Cannot swap {short_name(here)} for {short_name(there)} while training: only the synchronization "
+                    "policy can be, its controller, and ProcessGroup() or Elastic() for ParameterServer() or back. "
+                    f"Save a checkpoint, and start again with the other plan - at `plan.{name}`."
                 )
 
     def _check_crossing(self, here: FabricSpec, there: FabricSpec) -> None:
         if self.codec.promises.offset:
             raise PlanError(
-                f"Cannot swap {here!r} for {there!r} with {self.codec!r}: what it has not sent is in the workers' own "
-                "parameters, which are not those that would be taken along. Save a checkpoint, and start again - at "
-                "`plan.fabric`."
+                f"Cannot swap {short_name(here)} for {short_name(there)} with {short_name(self.codec)}: what it has "
+                "not sent is in the workers' own parameters, which are not those that would be taken along. Save a "
+                "checkpoint, and start again - at `plan.fabric`."
             )
         if self.tuning is not None:
             raise PlanError(
-                f"Cannot swap {here!r} for {there!r} while batches follow the machines: what {self.tuning!r} has "
-                "learnt holds for one of them. Save a checkpoint, and start again - at `plan.fabric`."
+                f"Cannot swap {short_name(here)} for {short_name(there)} while batches follow the machines: what "
+                f"{short_name(self.tuning)} has learnt holds for one of them. Save a checkpoint, and start again - at "
+                "`plan.fabric`."
             )
 
     def refined(self, parts: str) -> Plan:
@@ -767,7 +788,7 @@ class Plan:
     def pushed_codec(self) -> OneRoundCodec:
         """The codec by which a worker encodes each block that it pushes to a server."""
         codec = innermost(self.codec)
-        assert isinstance(codec, OneRoundCodec), f"{codec!r} is refused on a server"
+        assert isinstance(codec, OneRoundCodec), f"{short_name(codec)} is refused on a server"
         return codec
 
     @property
@@ -808,7 +829,7 @@ class Plan:
         if isinstance(self.codec, ErrorFeedback):
             return "a gradient that is cut has no residual, which ErrorFeedback(...) adds to the next one"
         if not self.codec.promises.linear:
-            return f"what {self.codec!r} sends is not added on its way, in one round"
+            return f"what {short_name(self.codec)} sends is not added on its way, in one round"
         return ""
 
     @property
@@ -886,8 +907,8 @@ class Plan:
         """
         if not self.has_elastic_group:
             raise PlanError(
-                f"Cannot join a job without a server with {self.fabric!r}: its workers have Elastic(). Give this one "
-                "their plan (`offbeat run --plan`) - at `plan.fabric`."
+                f"Cannot join a job without a server with {short_name(self.fabric)}: its workers have Elastic(). Give "
+                "this one their plan (`offbeat run --plan`) - at `plan.fabric`."
             )
         if self.fabric.offers.holds == "switch":
             raise PlanError(

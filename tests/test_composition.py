@@ -39,6 +39,7 @@ from offbeat import (
 )
 from offbeat.errors import PlanError
 from offbeat.robust import FLTrust, GeometricMedian, Krum, MeaMed, Mean, Median, MultiKrum, Phocas, TrimmedMean, ZenoPS
+from offbeat.short_name import short_name
 
 SERVER, TUNED = ParameterServer(), BatchTuning()
 COORDINATES = (Median(), TrimmedMean(1), Phocas(1), MeaMed(1))
@@ -71,9 +72,9 @@ REFUSALS = [
         refusal(
             code,
             {"codec": codec, "fabric": SERVER, "rule": rule},
-            f"Cannot combine by {rule!r}: with {codec!r} each worker sends other elements, and what is compared is "
-            "which: use a codec whose elements are the same on all workers, such as GRBS(32), or Mean() - at "
-            "`plan.rule`.",
+            f"Cannot combine by {short_name(rule)}: with {short_name(codec)} each worker sends other elements, and "
+            "what is compared is which: use a codec whose elements are the same on all workers, such as GRBS(32), or "
+            "Mean() - at `plan.rule`.",
             {"codec": ErrorFeedback(GRBS(32))},
             {"rule": Mean()},
         )
@@ -83,16 +84,17 @@ REFUSALS = [
     refusal(
         "R5b",
         {"sync": LocalSGD(8), "codec": Carry(TopK(0.1)), "fabric": SERVER, "validator": ZenoPS()},
-        f"Cannot judge by {ZenoPS()!r}: with {Carry(TopK(0.1))!r} a contribution and its reference are of different "
-        "elements: use a codec whose elements are the same on all workers, such as GRBS(32) - at `plan.validator`.",
+        f"Cannot judge by {short_name(ZenoPS())}: with {short_name(Carry(TopK(0.1)))} a contribution and its "
+        "reference are of different elements: use a codec whose elements are the same on all workers, such as "
+        "GRBS(32) - at `plan.validator`.",
         {"codec": Carry(GRBS(32))},
     ),
     refusal(
         "R6",
         {"codec": ErrorFeedback(Sign()), "fabric": SERVER, "validator": ZenoPS()},
-        f"Cannot judge by {ZenoPS()!r}: with {ErrorFeedback(Sign())!r} all contributions are equally long, whatever "
-        "they were made of: use GRBS(32) or QSGD(8), or FLTrust(), which goes by the angle alone - at "
-        "`plan.validator`.",
+        f"Cannot judge by {short_name(ZenoPS())}: with {short_name(ErrorFeedback(Sign()))} all contributions are "
+        "equally long, whatever they were made of: use GRBS(32) or QSGD(8), or FLTrust(), which goes by the angle "
+        "alone - at `plan.validator`.",
         {"codec": ErrorFeedback(GRBS(32))},
         {"codec": QSGD(8)},
         {"validator": FLTrust()},
@@ -101,9 +103,10 @@ REFUSALS = [
         refusal(
             "R16",
             {"codec": ErrorFeedback(GRBS(32)), "fabric": SERVER, "validator": rule, "privacy": GaussianMechanism()},
-            f"Cannot use {rule!r} with privacy={GaussianMechanism()!r}: with {ErrorFeedback(GRBS(32))!r} noise of "
-            "earlier contributions is sent with later ones, and nobody knows of how many: use a codec without a "
-            "residual, such as Dense() or GRBS(4) - at `plan.validator`.",
+            f"Cannot use {short_name(rule)} with privacy={short_name(GaussianMechanism())}: with "
+            f"{short_name(ErrorFeedback(GRBS(32)))} noise of earlier contributions is sent with later ones, and "
+            "nobody knows of how many: use a codec without a residual, such as Dense() or GRBS(4) - at "
+            "`plan.validator`.",
             {"codec": Dense()},
             {"codec": GRBS(4)},
             {"privacy": None},
@@ -114,8 +117,8 @@ REFUSALS = [
         refusal(
             "R8",
             {"sync": policy, "fabric": SERVER, "rule": Median()},
-            f"Cannot combine by Median(): with {policy!r} an update is of one worker, and there is nobody to compare "
-            "it with: use BSP(), KSync(k) or LocalSGD(...) - at `plan.rule`.",
+            f"Cannot combine by Median(): with {short_name(policy)} an update is of one worker, and there is nobody "
+            "to compare it with: use BSP(), KSync(k) or LocalSGD(...) - at `plan.rule`.",
             {"sync": KSync(2)},
             {"sync": LocalSGD(8)},
         )
@@ -125,9 +128,9 @@ REFUSALS = [
         refusal(
             "R9",
             {"fabric": SERVER, "rule": rule},
-            f"Cannot combine by {rule!r}: it compares contributions with a reference on trusted data, which only a "
-            "validator can bring: give it as validator=, or use Median(), MultiKrum(...) or GeometricMedian(), which "
-            "compare them with each other - at `plan.rule`.",
+            f"Cannot combine by {short_name(rule)}: it compares contributions with a reference on trusted data, which "
+            "only a validator can bring: give it as validator=, or use Median(), MultiKrum(...) or "
+            "GeometricMedian(), which compare them with each other - at `plan.rule`.",
             {"rule": None, "validator": rule},
             *({"rule": other} for other in (*COORDINATES, MultiKrum(1), GeometricMedian())),
         )
@@ -136,18 +139,18 @@ REFUSALS = [
     refusal(
         "R10",
         {"sync": LocalSGD(8, policy=ASP()), "codec": ErrorReset(), "fabric": SERVER},
-        f"Cannot use {ErrorReset()!r} with {LocalSGD(8, policy=ASP())!r}: a reset is of what all workers have at one "
-        f"version, and with this policy they have different ones. Use LookAhead({GRBS(8)!r}) or Carry({GRBS(8)!r}) - "
-        "at `plan.codec`.",
+        f"Cannot use {short_name(ErrorReset())} with {short_name(LocalSGD(8, policy=ASP()))}: a reset is of what all "
+        "workers have at one version, and with this policy they have different ones. Use "
+        f"LookAhead({short_name(GRBS(8))}) or Carry({short_name(GRBS(8))}) - at `plan.codec`.",
         {"codec": LookAhead(GRBS(8))},
         {"codec": Carry(GRBS(8))},
     ),
     refusal(
         "R10",
         {"sync": ASP(), "codec": ErrorReset(), "fabric": SERVER},
-        f"Cannot use {ErrorReset()!r} with ASP() on {SERVER!r}: what is not sent of a worker's own steps stays in its "
-        "parameters, and here the server's optimizer steps. Use sync=LocalSGD(8), or LocalSGD(8, policy=ASP()) to "
-        "wait for nobody, or ErrorFeedback(...) - at `plan.codec`.",
+        f"Cannot use {short_name(ErrorReset())} with ASP() on {short_name(SERVER)}: what is not sent of a worker's "
+        "own steps stays in its parameters, and here the server's optimizer steps. Use sync=LocalSGD(8), or "
+        "LocalSGD(8, policy=ASP()) to wait for nobody, or ErrorFeedback(...) - at `plan.codec`.",
         {"sync": LocalSGD(8)},
         {"sync": LocalSGD(8, policy=ASP()), "codec": Carry(GRBS(8))},
         {"codec": ErrorFeedback(GRBS(8))},
@@ -155,9 +158,9 @@ REFUSALS = [
     refusal(
         "R10",
         {"sync": ASP(), "codec": LookAhead(GRBS(8)), "fabric": SERVER},
-        f"Cannot use {LookAhead(GRBS(8))!r} with ASP() on {SERVER!r}: what is not sent of a worker's own steps stays "
-        "in its parameters, and here the server's optimizer steps. Use sync=LocalSGD(8), or LocalSGD(8, policy=ASP()) "
-        "to wait for nobody, or ErrorFeedback(...) - at `plan.codec`.",
+        f"Cannot use {short_name(LookAhead(GRBS(8)))} with ASP() on {short_name(SERVER)}: what is not sent of a "
+        "worker's own steps stays in its parameters, and here the server's optimizer steps. Use sync=LocalSGD(8), or "
+        "LocalSGD(8, policy=ASP()) to wait for nobody, or ErrorFeedback(...) - at `plan.codec`.",
         {"sync": LocalSGD(8)},
         {"sync": LocalSGD(8, policy=ASP())},
         {"codec": ErrorFeedback(GRBS(8))},
@@ -165,16 +168,16 @@ REFUSALS = [
     refusal(
         "R10",
         {"sync": KSync(2), "codec": ErrorReset(every=8), "fabric": Switch()},
-        f"Cannot use {ErrorReset(every=8)!r} on {Switch()!r}: a switch adds float32: use Dense(), since all else would "
-        "go around it - at `plan.codec`.",
+        f"Cannot use {short_name(ErrorReset(every=8))} on {short_name(Switch())}: a switch adds float32: use Dense(), "
+        "since all else would go around it - at `plan.codec`.",
         {"codec": Dense()},
     ),
     *(
         refusal(
             "R14",
             {"fabric": fabric, "rule": Median()},
-            f"Cannot combine by Median(): on {fabric!r} contributions are added on their way, and nobody sees one by "
-            "itself: use fabric=ParameterServer() - at `plan.rule`.",
+            f"Cannot combine by Median(): on {short_name(fabric)} contributions are added on their way, and nobody "
+            "sees one by itself: use fabric=ParameterServer() - at `plan.rule`.",
             {"fabric": SERVER},
         )
         for fabric in (ProcessGroup(), Elastic(), Switch())
@@ -182,7 +185,7 @@ REFUSALS = [
     refusal(
         "R17",
         {"codec": PowerSGD(), "fabric": Elastic()},
-        "Cannot use PowerSGD(rank=4) on Elastic(): all workers go on from what each exchange left, and one that joins "
+        "Cannot use PowerSGD() on Elastic(): all workers go on from what each exchange left, and one that joins "
         "later has none of it. Use ProcessGroup(), or a codec that keeps nothing in common, such as "
         "ErrorFeedback(GRBS(32)) - at `plan.codec`.",
         {"fabric": ProcessGroup()},
@@ -191,8 +194,8 @@ REFUSALS = [
     refusal(
         "R17",
         {"sync": ASP(), "codec": PowerSGD(), "fabric": SERVER},
-        f"Cannot use PowerSGD(rank=4) on {SERVER!r}: it sends 2 rounds, and a push is one. Use a codec of one "
-        "round, such as GRBS(32), TopK(0.01) or QSGD(8), or ProcessGroup() - at `plan.codec`.",
+        f"Cannot use PowerSGD() on {short_name(SERVER)}: it sends 2 rounds, and a push is one. Use a codec of "
+        "one round, such as GRBS(32), TopK(0.01) or QSGD(8), or ProcessGroup() - at `plan.codec`.",
         {"codec": GRBS(32)},
         {"codec": TopK(0.01)},
         {"codec": QSGD(8)},
@@ -200,8 +203,8 @@ REFUSALS = [
     refusal(
         "R20",
         {"fabric": SERVER, "rule": Median(), "tuning": TUNED},
-        f"Cannot combine by Median(): it counts all workers alike, and with {TUNED!r} their batches are not: use "
-        "tuning=None - at `plan.rule`.",
+        f"Cannot combine by Median(): it counts all workers alike, and with {short_name(TUNED)} their batches are "
+        "not: use tuning=None - at `plan.rule`.",
         {"tuning": None},
     ),
 ]

@@ -22,6 +22,7 @@ from offbeat import (
 )
 from offbeat.errors import PlanError
 from offbeat.fabric import ParameterServer, ProcessGroup
+from offbeat.short_name import short_name
 from offbeat.sync import OuterSGD, Policy
 
 SERVED: list[Policy] = [
@@ -124,7 +125,7 @@ def test_parts_in_the_wrong_place_are_refused() -> None:
 def test_a_policy_that_needs_a_server_is_refused_elsewhere(policy: Policy) -> None:
     with pytest.raises(PlanError) as caught:
         Plan(sync=policy)
-    assert str(caught.value).startswith(f"Cannot use {policy!r} on ProcessGroup(): ")
+    assert str(caught.value).startswith(f"Cannot use {short_name(policy)} on ProcessGroup(): ")
     assert "Use fabric=ParameterServer()" in str(caught.value)
     assert str(caught.value).endswith("at `plan.sync`.")
     Plan(sync=policy, fabric=ParameterServer())

@@ -132,6 +132,8 @@ class Launch:
         self._failed_elsewhere_s: float | None = None
         self._keeps_store = False
         self._reported: set[int] = set()
+        self._refusals = Path()  # a file by each worker that offbeat has refused something
+        self._refused: dict[str, list[int]] = {}  # what was refused, and to which ranks
         self.exit_codes: dict[int, int] = {}  # by rank, of the workers that were not ended from here
         self._fate = ""  # what the job ends of here, for the other machines
         self._shards: LocalShards
@@ -142,8 +144,9 @@ class Launch:
         # What looks after a shard may still write there when all is over.
         with tempfile.TemporaryDirectory(prefix="offbeat-", ignore_cleanup_errors=True) as private:
             self._survival_file, self._ended = Path(private) / "outlives", Path(private) / "ended"
-            notes = Path(private) / "shards"
+            notes, self._refusals = Path(private) / "shards", Path(private) / "refusals"
             notes.mkdir()
+            self._refusals.mkdir()
             # By which what is below this process ends with it, and is known to it.
             below = {"OFFBEAT_LAUNCHER_PID": str(os.getpid()), "OFFBEAT_SHARDS": str(notes)}
             self._shards = LocalShards(notes, below, self._warn)
@@ -210,6 +213,7 @@ class Launch:
             "OFFBEAT_OUTLIVES": str(self._survival_file),
             "OFFBEAT_WORKERS": str(private / "workers.json"),
             "OFFBEAT_ENDED": str(self._ended),
+            "OFFBEAT_REFUSALS": str(self._refusals),
             "OFFBEAT_PLAN": job.plan,
             "OFFBEAT_TIMEOUT_S": str(job.timeout_s),
             "OFFBEAT_RUN_DIR": str(job.run_dir),
@@ -289,6 +293,7 @@ class Launch:
             for worker in self._workers:
                 if worker.ended_s is None and worker.code is not None:
                     worker.ended_s = now_s
+                    self._tell_refusal(worker)
                     if worker.code:  # it may not have come to say so itself, also where it was not killed
                         what = "killed" if worker.code < 0 else "exited"
                         self._record(what, f"Rank {worker.rank} {worker.describe_end()}.", worker.rank)
@@ -347,6 +352,17 @@ class Launch:
         if self._job.joining.has_ended():
             self._ended.touch()
 
+    def _tell_refusal(self, worker: Worker) -> None:
+        """Say what offbeat refused, unless another worker had the same answer."""
+        if worker.code != REFUSED or not (left := self._refusals / str(worker.rank)).is_file():
+            return
+        text = left.read_text()
+        worker.tail.extend(f"offbeat: {text}".splitlines())
+        self._refused.setdefault(text, []).append(worker.rank)
+        if len(self._refused[text]) == 1:
+            self._read(timeout_s=0.0)  # what it wrote before
+            self._console.print(f"[{worker.rank}] offbeat: {text}", markup=False)
+
     def _tell_lost(self, failed: list[Worker]) -> None:
         for worker in failed:
             if worker.rank not in self._reported:
@@ -370,6 +386,10 @@ class Launch:
                 style="bold red",
             )
             return VICTIM
+        if any(len(ranks) == len(self._workers) for ranks in self._refused.values()):  # the last that was said
+            every = "Each worker" if len(self._workers) > 1 else f"rank {first.rank}"
+            self._console.print(f"\n{every} on {host} {first.describe_end()}.", style="bold red")
+            return REFUSED
         self._console.print(f"\n{self._fate}", style="bold red")
         for line in _traceback_of(first.tail):
             self._console.print(f"  {line}", markup=False)
@@ -393,6 +413,11 @@ class Launch:
             worker.process.wait()
         well = any(w.code == 0 for w in self._workers) and self._interrupted is None
         self._shards.end(_SHARD_ALONE_S if well else _SHARD_HURRY_S, _SHARD_GRACE_S, hurry=self._was_interrupted)
+
+    @property
+    def has_said_why(self) -> bool:
+        """Whether it has said what offbeat refused."""
+        return bool(self._refused)
 
     def _was_interrupted(self) -> bool:
         return self._interrupted is not None

@@ -7,7 +7,7 @@ import dataclasses
 import os
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,9 +22,6 @@ from offbeat.cli.timeout import check_timeout
 from offbeat.errors import PlanError, ScenarioError
 from offbeat.report import Records
 from offbeat.wire.messages import MAX_WORLD
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 STORE_BYTES = 1 << 20  # more than the workers of a long job write when some are lost, and others come
 _FALLOC_FL_KEEP_SIZE = 1
@@ -285,7 +282,7 @@ def run(
         launch = Launch(job, console, view.update)
         code = launch.run()
     try:
-        _conclude(folder, console, view.skip_bytes, launch.exit_codes)
+        _conclude(folder, console, view.skip_bytes, launch)
     except (OSError, ScenarioError) as error:  # such as a full disk: what was trained is trained
         why = f"Cannot write the report: {error.strerror}." if isinstance(error, OSError) else str(error)
         console.print(f"{why} `offbeat report {folder}` tries again.", markup=False)
@@ -332,14 +329,15 @@ def _reserve(fd: int) -> None:
     ctypes.CDLL(None).fallocate64(fd, _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(STORE_BYTES))
 
 
-def _conclude(folder: Path, console: Console, skip_bytes: int, exit_codes: Mapping[int, int]) -> None:
+def _conclude(folder: Path, console: Console, skip_bytes: int, launch: Launch) -> None:
     """Say what was done, how it ended, and where it can be looked at."""
     table = final_table(Records(folder / "metrics.jsonl", skip_bytes))
     if table is None:
-        console.print(no_step(folder, skip_bytes), style="dim", markup=False)
+        why = "No step was recorded." if launch.has_said_why else no_step(folder, skip_bytes)
+        console.print(why, style="dim", markup=False)
         return
     console.print(table)
-    for line in conclusion(folder, exit_codes):
+    for line in conclusion(folder, launch.exit_codes):
         console.print(line, markup=False)
-    for path in write_report(folder, exit_codes):
+    for path in write_report(folder, launch.exit_codes):
         console.print(f"wrote {path}", style="dim", markup=False)

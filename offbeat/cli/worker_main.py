@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat.diagnosis.explain import QUOTED
@@ -43,11 +44,12 @@ def main() -> None:
         runpy.run_path(script, run_name="__main__")
     except OffbeatError as error:
         _trim(error, script)
+        is_victim = isinstance(error, (WorkerLostError, NetworkError))
         if os.environ.get("OFFBEAT_DEBUG"):
             traceback.print_exc()
-        else:
+        elif is_victim or not _hand_over(str(error)):
             sys.stderr.write(f"offbeat: {_brief(str(error))}\n")
-        _leave(VICTIM if isinstance(error, (WorkerLostError, NetworkError)) else REFUSED, error)
+        _leave(VICTIM if is_victim else REFUSED, error)
     except SystemExit as stop:
         if isinstance(stop.code, str):
             sys.stderr.write(f"{stop.code}\n")
@@ -62,6 +64,18 @@ def main() -> None:
         _leave(128 + signal.SIGINT, stop)
     if getattr(sys.modules.get("offbeat.run.open_sessions"), "trained_unprepared", bool)():
         sys.exit(UNPREPARED)  # in order: the others are waited for
+
+
+def _hand_over(refusal: str) -> bool:
+    """Leave what offbeat refused to the launcher, which says it once for all workers; whether it can."""
+    folder = os.environ.get("OFFBEAT_REFUSALS")
+    if folder is None:
+        return False
+    try:
+        Path(folder, os.environ["RANK"]).write_text(_brief(refusal))
+    except OSError:
+        return False
+    return True
 
 
 def _trim(error: BaseException, script: str) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.robust.rule import Rule, gram_of
+from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,7 +61,7 @@ class LossRule(Rule):
             raise ValueError(f"Cannot combine: {why}.")
         if reference is not None or len(losses) != 1 + n:
             raise ValueError(
-                f"Cannot combine: {self!r} takes no reference, and needs {1 + n} losses: the one without any "
+                f"Cannot combine: {short_name(self)} takes no reference, and needs {1 + n} losses: the one without any "
                 f"contribution, and that with each; there are {len(losses)}."
             )
         given = torch.ones(n, dtype=torch.float64)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 
 from offbeat.errors import PlanError
+from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -102,7 +103,7 @@ class Rule(ABC):
             return ""
         fewer = self.most_faulty(n)
         way = f"Use faulty={fewer}, or more workers" if fewer > 0 else "Use more workers, or Median()"
-        return f"{self!r} needs at least {self.least()} contributions, and there are {n}. {way}"
+        return f"{short_name(self)} needs at least {self.least()} contributions, and there are {n}. {way}"
 
     def calibrated(self, gram: torch.Tensor) -> torch.Tensor:
         """The Gram matrix that `judge` is to look at, of that of contributions as they came."""
@@ -148,7 +149,9 @@ class Rule(ABC):
         if why := self.check(len(stack_ND)):
             raise ValueError(f"Cannot combine: {why}.")
         if self.needs_reference != (reference is not None):
-            raise ValueError(f"Cannot combine: {self!r} {'needs a' if self.needs_reference else 'takes no'} reference.")
+            raise ValueError(
+                f"Cannot combine: {short_name(self)} {'needs a' if self.needs_reference else 'takes no'} reference."
+            )
         whole = stack_ND if reference is None else torch.cat((stack_ND, reference[None]))
         given = torch.ones(len(stack_ND), dtype=torch.float64)
         if weights is not None and self.is_weighted:

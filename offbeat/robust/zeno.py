@@ -20,6 +20,7 @@ from offbeat.number_range import RealNumbers
 from offbeat.robust.krum import chosen
 from offbeat.robust.loss_rule import LossRule
 from offbeat.robust.resilient_rule import check_faulty
+from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +60,7 @@ class Zeno(LossRule):
         """Say why it cannot be used with n contributions, and the way out; "" if it can be."""
         if n > self.faulty:
             return ""
-        return f"{self!r} leaves out all of {n} contributions. Use faulty={max(0, n - 1)}, or more workers"
+        return f"{short_name(self)} leaves out all of {n} contributions. Use faulty={max(0, n - 1)}, or more workers"
 
     def scores(self, before: float, after: Sequence[float], squares: Sequence[float]) -> torch.Tensor:
         """The scores [n]; of what is not finite the lowest there is.

@@ -2,6 +2,7 @@
 
 * `run` - `offbeat.init()` and `Run`
 * `session` - the parts of a worker's run, opened in stages, and their end; `open_sessions` - those of this process
+* `refusal_hook` - a refusal that all workers end with, said once
 * `environment` - what the launcher and the user say in variables
 * `rendezvous` - how the workers of a job find each other; `fabric_binding` - this worker's ends of the fabrics
 * `step_hooks` - what happens around each step of the script's loop; `status` - how it goes, for `offbeat top`

@@ -48,6 +48,7 @@ from offbeat.run import open_sessions, replica
 from offbeat.run.elastic_join import ElasticJoin
 from offbeat.run.fabric_binding import FabricBinding
 from offbeat.run.plan_manager import PlanManager
+from offbeat.run.refusal_hook import say_refusals_once
 from offbeat.run.rendezvous import ended, join, leave_store, stay, store_of_job
 from offbeat.run.rerouting import Rerouting
 from offbeat.run.status import RunStatus
@@ -175,6 +176,8 @@ class WorkerSession:
         store = join(self.waiter, environment)
         rank = dist.get_rank() if dist.is_initialized() else 0
         world = dist.get_world_size() if dist.is_initialized() else 1
+        if store is not None:
+            say_refusals_once(store, rank)
         joins = environment.joins if world == 1 else None
         if joins is None:
             return Meeting(plan, rank, world, world, joins=False, store=store, owns_group=store is not None)

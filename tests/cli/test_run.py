@@ -442,3 +442,45 @@ def test_a_timeout_that_cannot_be(
     assert said.startswith(
         f"offbeat: Cannot use a timeout of {float(seconds):g} s: choose a number of seconds from 0.1"
     )
+
+
+@pytest.mark.parametrize("plan", ["offbeat.Plan(sync=offbeat.KSync(3), fabric=offbeat.Elastic())", "of_the_options"])
+def test_what_is_refused_to_all_is_said_once_with_short_names(tmp_path: Path, plan: str) -> None:
+    """Where the script makes the plan, and where the number of workers is what it does not go with."""
+    options = () if "Plan" in plan else ("--sync", "KSync(9)", "--fabric", "ParameterServer()")
+    path = script(tmp_path, TRAIN.replace("offbeat.init()", f"offbeat.init({'' if options else plan})"))
+    code, output = offbeat("run", "--workers", 4, *options, path, folder=tmp_path)
+    says = "Cannot make updates of 9 contributions" if options else "Cannot use KSync(k=3) on Elastic(): with it"
+    assert code == 2, output
+    assert output.count("Cannot ") == output.count(says) == 1, output
+    assert "Each worker on" in output
+    assert "No step was recorded.\n" in output
+
+
+def test_what_is_refused_to_one_is_repeated_when_the_others_have_spoken(tmp_path: Path) -> None:
+    says = "Cannot continue as rank 1."
+    line = f"for step in range(4):\n    if run.rank == 1 and step == 2: raise offbeat.errors.PlanError({says!r})"
+    path = script(tmp_path, TRAIN.replace("for step in range(4):", line))
+    code, output = offbeat("run", "--workers", 3, path, folder=tmp_path)
+    assert code == 2, output
+    assert f"[1] offbeat: {says}" in output
+    assert f"  offbeat: {says}" in output.partition("\nrank 1 on ")[2]
+
+
+@pytest.mark.parametrize("line", ["model = torch.nn.Linear(4, 2)", "model = torch.nn.Linear(4, 2 + run.rank)"])
+def test_under_torchrun_too_what_is_refused_to_all_is_said_once(tmp_path: Path, line: str) -> None:
+    plan = "" if "rank" in line else "offbeat.Plan(sync=offbeat.KSync(9), fabric=offbeat.ParameterServer())"
+    text = TRAIN.replace("offbeat.init()", f"offbeat.init({plan})").replace("model = torch.nn.Linear(4, 2)", line)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, str(script(tmp_path, text))],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 1
+    says = "Cannot make updates of 9 contributions" if plan else "The model differs between workers"
+    assert done.stderr.count(says) == 1, done.stderr

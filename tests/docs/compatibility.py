@@ -83,7 +83,7 @@ def _name(part: Any) -> str:
 
 def _reason(text: str, column: Any) -> str:
     """A refusal without the parts that it begins with, and that of the column: the same for all that it holds of."""
-    reason = (text.partition(": ")[2] or text).replace(repr(column), "it")
+    reason = (text.partition(": ")[2] or text).replace(short_name(column), "it")
     for part in (ParameterServer(), *_EXAMPLES["ErrorReset"]):
         reason = reason.replace(repr(part), short_name(part))
     return reason

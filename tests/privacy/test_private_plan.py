@@ -26,8 +26,10 @@ from offbeat import (
 )
 from offbeat.errors import PlanError
 from offbeat.robust import CentredClipping, FLTrust, Krum, Median, ZenoPlusPlus, ZenoPS, ZenoPSAsync
+from offbeat.short_name import short_name
 
 SERVER, NOISE = ParameterServer(), GaussianMechanism(max_norm=0.5, noise=1.1)
+NOISED = short_name(NOISE)
 
 
 @pytest.mark.parametrize(
@@ -91,34 +93,41 @@ def test_numbers_that_cannot_be(value: float) -> None:
 
 OF_PARTS = "the first parts of a gradient leave before the norm of the whole is known: use fabric=ParameterServer()"
 REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({}, f"Cannot use {NOISE!r}: on ProcessGroup() {OF_PARTS} - at `plan.privacy`."),
-    ({"fabric": Elastic()}, f"Cannot use {NOISE!r}: on {Elastic()!r} {OF_PARTS} - at `plan.privacy`."),
-    ({"fabric": Switch()}, f"Cannot use {NOISE!r}: on {Switch()!r} {OF_PARTS} - at `plan.privacy`."),
+    ({}, f"Cannot use {NOISED}: on ProcessGroup() {OF_PARTS} - at `plan.privacy`."),
+    (
+        {"fabric": Elastic()},
+        f"Cannot use {NOISED}: on Elastic() {OF_PARTS} - at `plan.privacy`.",
+    ),
+    (
+        {"fabric": Switch()},
+        f"Cannot use {NOISED}: on Switch() {OF_PARTS} - at `plan.privacy`.",
+    ),
     (
         {"fabric": SERVER, "sync": LocalSGD(8), "codec": Carry(GRBS(4))},
-        f"Cannot use {NOISE!r}: with {Carry(GRBS(4))!r} what is not sent stays in a worker's own parameters, and its "
-        "noise would be clipped, and noised, with the next contribution: use ErrorFeedback(...) - at `plan.privacy`.",
+        f"Cannot use {NOISED}: with {short_name(Carry(GRBS(4)))} what is not sent stays in a worker's own "
+        "parameters, and its noise would be clipped, and noised, with the next contribution: use ErrorFeedback(...) "
+        "- at `plan.privacy`.",
     ),
     (
         {"fabric": SERVER, "scheduling": Prophet()},
-        f"Cannot use {NOISE!r}: with {Prophet()!r} blocks are pushed before the norm of all of them is known: use "
-        "scheduling=None - at `plan.privacy`.",
+        f"Cannot use {NOISED}: with Prophet() blocks are pushed before the norm of all of "
+        "them is known: use scheduling=None - at `plan.privacy`.",
     ),
     (
         {"fabric": SERVER, "rule": CentredClipping(radius=1.0)},
-        f"Cannot use {NOISE!r}: with {CentredClipping(radius=1.0)!r} all contributions are cut, since noise is in "
-        "their distances and not in the radius: use CentredClipping(), which goes by their median - at "
-        "`plan.privacy`.",
+        f"Cannot use {NOISED}: with CentredClipping(radius=1.0) all contributions are cut, "
+        "since noise is in their distances and not in the radius: use CentredClipping(), which goes by their median "
+        "- at `plan.privacy`.",
     ),
     (
         {"fabric": SERVER, "codec": QSGD(8), "validator": FLTrust()},
-        f"Cannot use {FLTrust()!r} with privacy={NOISE!r}: with {QSGD(8)!r} elements, and the noise in them, are not "
-        "sent as they are: use Dense(), Cast() or GRBS(4) - at `plan.validator`.",
+        f"Cannot use {short_name(FLTrust())} with privacy={NOISED}: with {short_name(QSGD(8))} elements, "
+        "and the noise in them, are not sent as they are: use Dense(), Cast() or GRBS(4) - at `plan.validator`.",
     ),
     (
         {"fabric": SERVER, "validator": ZenoPS(rho=0.0)},
-        f"Cannot use {ZenoPS(rho=0.0)!r} with privacy={NOISE!r}: what is shorter than the reference cannot be told "
-        "from noise: use rho=0.6 - at `plan.validator`.",
+        f"Cannot use {short_name(ZenoPS(rho=0.0))} with privacy={NOISED}: what is shorter than the "
+        "reference cannot be told from noise: use rho=0.6 - at `plan.validator`.",
     ),
 ]
 
@@ -143,9 +152,9 @@ def test_it_is_not_swapped_while_training(here: Any, there: Any) -> None:
     """To train on with less is a decision of its own: a new run, from a checkpoint."""
     plan, new = (Plan(fabric=SERVER, privacy=privacy) for privacy in (here, there))
     says = (
-        f"Cannot swap {here!r} for {there!r} while training: only the synchronization policy can be, its controller, "
-        "and ProcessGroup() or Elastic() for ParameterServer() or back. Save a checkpoint, and start again with the "
-        "other plan - at `plan.privacy`."
+        f"Cannot swap {short_name(here)} for {short_name(there)} while training: only the synchronization policy can "
+        "be, its controller, and ProcessGroup() or Elastic() for ParameterServer() or back. Save a checkpoint, and "
+        "start again with the other plan - at `plan.privacy`."
     )
     with pytest.raises(PlanError, match=f"^{re.escape(says)}$"):
         plan.swapped(new.to_toml(), whole=True)

@@ -29,6 +29,7 @@ from offbeat import (
 from offbeat.cli.part_syntax import read_part
 from offbeat.errors import PlanError
 from offbeat.robust import FLTrust, Krum, Median, Zeno, ZenoPlusPlus, ZenoPS, ZenoPSAsync
+from offbeat.short_name import short_name
 
 SERVER = ParameterServer()
 
@@ -167,7 +168,7 @@ def test_what_cannot_be_is_refused(make: Any, says: str) -> None:
 
 
 ONE_WORKERS = (
-    "it keeps the best contributions of an update, and with {!r} each is of one worker: use ZenoPlusPlus() and ASP(), "
+    "it keeps the best contributions of an update, and with {} each is of one worker: use ZenoPlusPlus() and ASP(), "
     "or BSP(), KSync(k) or LocalSGD(...) - at `plan.validator`."
 )
 
@@ -178,23 +179,23 @@ ONE_WORKERS = (
         *(
             (
                 lambda sync=sync: Plan(sync=sync, fabric=SERVER, validator=Zeno(2)),
-                f"Cannot judge by Zeno(faulty=2, penalty=0.0005): {ONE_WORKERS.format(sync)}",
+                f"Cannot judge by Zeno(faulty=2): {ONE_WORKERS.format(short_name(sync))}",
             )
             for sync in (ASP(), SSP(4), LocalSGD(8, policy=ASP()))
         ),
         (
             lambda: Plan(sync=KSync(2), fabric=SERVER, validator=Zeno(2)),
-            "Cannot judge with KSync(k=2, late='drop', wait_s=0.0): Zeno(faulty=2, penalty=0.0005) leaves out all of 2 "
+            "Cannot judge with KSync(k=2): Zeno(faulty=2) leaves out all of 2 "
             "contributions. Use faulty=1, or more workers - at `plan.validator`.",
         ),
         (
             lambda: Plan(fabric=SERVER, validator=Zeno(3)).check_world(3),
-            "Cannot judge: Zeno(faulty=3, penalty=0.0005) leaves out all of 3 contributions. Use faulty=2, or more "
+            "Cannot judge: Zeno(faulty=3) leaves out all of 3 contributions. Use faulty=2, or more "
             "workers - at `plan.validator`.",
         ),
         (
             lambda: Plan(fabric=SERVER, rule=Zeno(1)),
-            "Cannot combine by Zeno(faulty=1, penalty=0.0005): it compares losses on trusted data, which only a "
+            "Cannot combine by Zeno(faulty=1): it compares losses on trusted data, which only a "
             "validator can bring: give it as validator=, or use Median(), MultiKrum(...) or GeometricMedian(), which "
             "compare them with each other - at `plan.rule`.",
         ),

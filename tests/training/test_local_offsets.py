@@ -192,7 +192,7 @@ def test_a_run_goes_on_to_the_bit_in_the_middle_of_an_interval(codec: Any) -> No
         ),
         (
             lambda: Plan(codec=ErrorReset(GRBS(8)), fabric=FABRIC, sync=LocalSGD(8, policy=ASP())),
-            "Use LookAhead(GRBS(ratio=8, block=256)) or Carry(GRBS(ratio=8, block=256))",
+            "Use LookAhead(GRBS(ratio=8)) or Carry(GRBS(ratio=8))",
         ),
         (lambda: Plan(codec=ErrorReset(every=8), fabric=FABRIC, sync=LocalSGD(8)), "both say how often is averaged"),
         (lambda: Plan(sync=LocalSGD(8, policy=ASP())), "only a server takes the changes of workers that go on"),

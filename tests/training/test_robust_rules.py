@@ -127,7 +127,7 @@ def test_changes_and_the_first_k(sync: Any) -> None:
         (lambda: Plan(sync=ASP(), fabric=ParameterServer(), rule=Krum(1)), "nobody to compare it with: use BSP()"),
         (
             lambda: Plan(fabric=ParameterServer(), rule=FLTrust()),
-            "Cannot combine by FLTrust(calibrate=1.0): it compares contributions with a reference on trusted data, "
+            "Cannot combine by FLTrust(): it compares contributions with a reference on trusted data, "
             "which only a validator can bring: give it as validator=, or "
             "use Median(), MultiKrum(...) or GeometricMedian(), which compare them with each "
             "other - at `plan.rule`.",
