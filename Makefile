@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 
 SCENARIOS ?= $(sort $(basename $(notdir $(wildcard benchmarks/scenarios/*.toml))))
 
-.PHONY: demo test test-slow test-torch frameworks test-random lint mutants docs faults growth schedule-overhead threads windows schedules results results-page predictions limits clean
+.PHONY: demo test test-slow test-torch frameworks test-random lint mutants docs report-picture faults growth schedule-overhead threads windows schedules results results-page predictions limits clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { echo "offbeat needs Python 3.11, 3.12 or 3.13: install one, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -50,6 +50,10 @@ mutants: $(STAMP)  ## small faults, one at a time, that the tests have to find (
 docs: $(STAMP)  ## write the pages that are made from the code
 	$(BIN)/python -m tests.docs.command_line
 	$(BIN)/python -m tests.docs.compatibility
+	$(BIN)/python -m tests.docs.simulator
+
+report-picture: $(STAMP)  ## draw docs/report.png from the records of a job that lost a worker (needs chromium)
+	$(BIN)/python -m tests.docs.report_picture
 
 faults: $(STAMP)  ## what survives what: cells that are not in the result yet (a quiet machine, about an hour)
 	$(BIN)/python -m benchmarks.faults
