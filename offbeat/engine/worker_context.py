@@ -36,6 +36,7 @@ class LauncherInfo:
         ended: a file that is there when the job that this worker joins has ended; None if nobody creates it.
         switch: "host:port" of a switch's control; "" if none is named.
         topology: a file that says which links connect the workers; None if they are to find that out.
+        first_here, here: the first of the workers on this machine, and their number; 0 if that is not known.
     """
 
     servers: tuple[str, ...]
@@ -44,6 +45,8 @@ class LauncherInfo:
     ended: Path | None = None
     switch: str = ""
     topology: Path | None = None
+    first_here: int = 0
+    here: int = 0
 
     def note_survival(self, survives: bool) -> None:
         """Tell the launcher whether a worker that is lost ends the job."""

@@ -118,19 +118,26 @@ def ending(
     """
     workers = {worker.rank: worker for worker in tally(records)}
     starts = [record for record in records if isinstance(record, StartRecord)]
-    # Who joined a job has a rank beyond its own world; those of the beginning write elsewhere.
-    world = max((start.world for start in starts if start.rank < start.world), default=0)
-    everyone = sorted({*workers, *range(world)})
+    # Workers on other machines write elsewhere; so do those of the beginning, for one that joined: its rank is beyond
+    # its own world.
+    began = [start for start in starts if start.rank < start.world]
+    here = {
+        rank
+        for start in began
+        for rank in (range(start.first_here, start.first_here + start.here) if start.here else range(start.world))
+    }
+    everyone = sorted({*workers, *here})
+    who = ranks(everyone, capital=True) if any(start.world > len(everyone) for start in began) else _all(len(everyone))
     ends = _last_words(records)
     errors = {rank: end.error for rank, end in ends.items() if end.error is not None}
     if not everyone:
         return RunOutcome(False, "Nothing was recorded.")
     if len(ends) == len(everyone) and all(end.left for end in ends.values()):  # such as by Ctrl-C, where others go on
         was = "was" if len(ends) == 1 else "were"
-        text = f"{_all(len(ends))} {was} asked to stop, and left cleanly after {_steps(ends.values())}."
+        text = f"{who} {was} asked to stop, and left cleanly after {_steps(ends.values())}."
         return RunOutcome(True, text + _on_the_way(records))
     if len(ends) == len(everyone) and not errors:
-        text = f"{_all(len(ends))} ended well after {_steps(ends.values())}"
+        text = f"{who} ended well after {_steps(ends.values())}"
         text += ", though the job was asked to stop." if _was_interrupted(records) else "."
         return RunOutcome(True, text + _on_the_way(records))
     killed = {

@@ -30,7 +30,11 @@ class BucketRecord(msgspec.Struct, frozen=True):
 
 
 class StartRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="start", kw_only=True):
-    """A worker has prepared a model."""
+    """A worker has prepared a model.
+
+    Args:
+        first_here, here: the first of the workers on its machine, and their number; 0 if that is not known.
+    """
 
     rank: int
     time_s: float
@@ -42,6 +46,8 @@ class StartRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="start", kw
     plan: str
     model: str
     buckets: list[BucketRecord]
+    first_here: int = 0
+    here: int = 0
 
 
 class LayoutRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="layout", kw_only=True):

@@ -222,6 +222,8 @@ class Environment:
             ended=self._path("OFFBEAT_ENDED"),
             switch=self._variables.get("OFFBEAT_SWITCH", ""),
             topology=self._path("OFFBEAT_TOPOLOGY"),
+            first_here=self.number("RANK", 0) - self.number("LOCAL_RANK", 0),
+            here=self.number("LOCAL_WORLD_SIZE", 0),
         )
 
     def _path(self, name: str) -> Path | None:

@@ -280,8 +280,11 @@ class Run:
 
     def _write_start(self, model: torch.nn.Module, synchronizer: SwitchableSync) -> None:
         buckets = [bucket.record for bucket in synchronizer.layout.buckets]
-        self._session.context.metrics.begin(
+        context = self._session.context
+        context.metrics.begin(
             world=self.world,
+            first_here=context.launcher.first_here,
+            here=context.launcher.here,
             host=os.uname().nodename,
             pid=os.getpid(),
             torch=str(torch.__version__),

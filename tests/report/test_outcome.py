@@ -228,3 +228,16 @@ def test_no_advice_to_who_follows_it(tmp_path: Path, choice: str) -> None:
     records = Records(write(tmp_path, [begun, log(0, 7, loss=1.0), log(0, 8, loss=None)])).all()
     assert nonfinite(records) == "loss was NaN or Inf from step 8 on, on rank 0."
     assert nonfinite(Records(write(tmp_path, [log(0, 7, loss=1.0)])).all()) == ""
+
+
+def test_workers_of_other_machines_are_not_missed(tmp_path: Path) -> None:
+    """They write into a folder of their own machine, as under torchrun and `offbeat run --nodes`."""
+    here = [start(rank) | {"world": 4, "first_here": 2, "here": 2} for rank in (2, 3)]
+    both = [*here, step(2, 0), step(3, 0), end(2, 1)]
+    assert how(tmp_path, [*both, end(3, 1)]) == RunOutcome(True, "Ranks 2 and 3 ended well after 1 step.")
+    assert how(tmp_path, both).text == (
+        "Rank 3 left no last word (killed?) after 1 recorded step. Rank 2 ended well after 1 step."
+    )
+    assert how(tmp_path, [here[0], step(2, 0), end(2, 1)]).text == (
+        "Rank 3 left no last word (killed?) after no recorded step. Rank 2 ended well after 1 step."
+    )
