@@ -581,8 +581,8 @@ class Plan:
     def _refuse_cap(self, why: str) -> None:
         if isinstance(self.fabric, Switch) and self.fabric.cap is not None:
             raise PlanError(
-                f"Cannot clamp gradients to {self.fabric.cap:g} with {self.sync!r}: {why}. Use BSP() or LocalSGD(...), "
-                "or cap=None - at `plan.fabric.cap`."
+                f"Cannot clamp gradients to {self.fabric.cap:g} with {short_name(self.sync)}: {why}. Use BSP() or "
+                "LocalSGD(...), or cap=None - at `plan.fabric.cap`."
             )
 
     def _refuse(self, **parts: tuple[object, str]) -> None:

@@ -20,6 +20,7 @@ from offbeat.cli.status_client import JobEnded, StatusClient
 from offbeat.errors import NetworkError, OffbeatError, PeerError, PlanError
 from offbeat.report.records import has_ended
 from offbeat.server.launch import settings_from
+from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
     from offbeat.cli.job_address import JobAddress
@@ -297,7 +298,7 @@ def _without_server(folder: Path, workers: int) -> JoinTarget:
     }
     if met.place.startswith(_TCP):
         environment["MASTER_ADDR"], _, environment["MASTER_PORT"] = met.place.removeprefix(_TCP).rpartition(":")
-    found = f"{plan.fabric!r}, begun with {met.world} workers"
+    found = f"{short_name(plan.fabric)}, begun with {met.world} workers"
     return JoinTarget(environment, first_rank, plan, _history(folder), found=found)
 
 

@@ -147,7 +147,8 @@ class NodeGroup:
         self._last_word = ""
         self._failure = ""
         self._heard: dict[int, tuple[int, float]] = {}  # of other nodes: how often they beat, and when we saw it grow
-        self._others = {rank for rank in range(spec.count) if rank != spec.rank}  # whose launchers have not ended
+        self._all_others = frozenset(range(spec.count)) - {spec.rank}
+        self._others = self._all_others  # whose launchers have not ended
 
     # -- before the workers start --------------------------------------------------------------------------------
 
@@ -268,7 +269,7 @@ class NodeGroup:
         elif self._store.check(["refused"]):
             why = self._store.get("refused").decode()
         if why:
-            self._others = {rank for rank in self._others if self._store.check([f"node/{rank}"])}
+            self._all_others = frozenset(rank for rank in self._all_others if self._store.check([f"node/{rank}"]))
             self.leave(why)
             raise PlanError(why)
 
@@ -326,18 +327,22 @@ class NodeGroup:
                     return
                 self._store.add(f"beat/{rank}", 1)
                 self._hear()
-                self._leaves.wait(_BEAT_S) if not farewell_s else time.sleep(_POLL_S)
+                if farewell_s:
+                    time.sleep(_POLL_S)
+                else:
+                    self._leaves.wait(_BEAT_S)
         except DistError:  # node 0 is gone; the workers that need the store say so themselves
             self._failure = self._failure or f"node 0: its `offbeat run` at {self._spec.place} is gone."
 
     def _hear(self) -> None:
         now_s = time.monotonic()
-        for rank in sorted(self._others):
+        for rank in self._all_others:
             beats = self._store.add(f"beat/{rank}", 0)
             if beats != self._heard.get(rank, (-1, 0.0))[0]:
                 self._heard[rank] = (beats, now_s)
-            if self._store.check([f"ended/{rank}"]) or now_s - self._heard[rank][1] > _SILENT_S:
-                self._others.discard(rank)
+        silent = {rank for rank in self._all_others if now_s - self._heard[rank][1] > _SILENT_S}
+        ended = {rank for rank in self._all_others if self._store.check([f"ended/{rank}"])}
+        self._others = self._all_others - silent - ended
         if not self._failure and self._store.check(["failed"]):
             self._failure = self._store.get("failed").decode()
 

@@ -26,6 +26,7 @@ import torch
 from offbeat.codec.codec import Codec, Exchange, Exchanged, Rescales, State
 from offbeat.codec.dense import Dense
 from offbeat.errors import PlanError
+from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
     from offbeat.codec.promises import Promises
@@ -57,23 +58,24 @@ class ErrorFeedback:
     def __post_init__(self) -> None:
         if isinstance(self.inner, type) or not hasattr(self.inner, "promises"):
             raise PlanError(
-                f"Cannot feed back the error of {self.inner!r}: use a codec, such as Cast() - at `plan.codec.inner`."
+                f"Cannot feed back the error of {short_name(self.inner)}: use a codec, such as Cast() - at "
+                "`plan.codec.inner`."
             )
         if self.inner.promises.offset:
             raise PlanError(
-                f"Cannot feed back the error of {self.inner!r}: it keeps that in the worker's own parameters. Use it "
-                "by itself, or the codec within - at `plan.codec.inner`."
+                f"Cannot feed back the error of {short_name(self.inner)}: it keeps that in the worker's own "
+                "parameters. Use it by itself, or the codec within - at `plan.codec.inner`."
             )
         if isinstance(self.inner, ErrorFeedback):
             raise PlanError(
-                f"Cannot feed back the error of {self.inner!r}: it leaves none. Use {self.inner.inner!r} "
-                "- at `plan.codec.inner`."
+                f"Cannot feed back the error of {short_name(self.inner)}: it leaves none. Use "
+                f"{short_name(self.inner.inner)} - at `plan.codec.inner`."
             )
         if self.inner.promises.contraction is None:
             raise PlanError(
-                f"Cannot feed back the error of {self.inner!r}: it may be larger than what it is of, so that the "
-                "residual would grow without end. Use a codec that only leaves out or rounds to the nearest, such as "
-                "TopK(0.01) - at `plan.codec.inner`."
+                f"Cannot feed back the error of {short_name(self.inner)}: it may be larger than what it is of, so "
+                "that the residual would grow without end. Use a codec that only leaves out or rounds to the "
+                "nearest, such as TopK(0.01) - at `plan.codec.inner`."
             )
 
     @property
@@ -105,7 +107,7 @@ class ErrorFeedback:
         whole = torch.cat([tensors[RESIDUAL] for tensors in state.values()]).add_(grad)
         inner = _inner_of(state)
         exchanged: Exchanged = yield from self.inner.exchange(grad.copy_(whole), inner, turn, keep_sent=True)
-        assert exchanged.sent is not None, f"{self.inner!r} does not say what it has sent"
+        assert exchanged.sent is not None, f"{short_name(self.inner)} does not say what it has sent"
         left = whole.sub_(exchanged.sent).split(sizes)
         for (name, tensors), part in zip(state.items(), left, strict=True):
             tensors[RESIDUAL].copy_(part)

@@ -37,6 +37,7 @@ from offbeat.codec.error_feedback import ErrorFeedback
 from offbeat.codec.grbs import GRBS
 from offbeat.errors import PlanError
 from offbeat.number_range import WholeNumbers
+from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
     import torch
@@ -90,21 +91,24 @@ class ErrorReset:
         given = {"reset": self.reset} | ({} if self.step is None else {"step": self.step})
         for name, codec in given.items():
             if isinstance(codec, type) or not hasattr(codec, "promises"):
-                raise PlanError(f"Cannot send with {codec!r}: use a codec, such as GRBS(8) - at `plan.codec.{name}`.")
+                raise PlanError(
+                    f"Cannot send with {short_name(codec)}: use a codec, such as GRBS(8) - at `plan.codec.{name}`."
+                )
             if isinstance(codec, ErrorFeedback) or codec.promises.offset:
                 raise PlanError(
-                    f"Cannot reset the error of {codec!r}: what it does not send is kept already. Use the codec "
-                    f"within - at `plan.codec.{name}`."
+                    f"Cannot reset the error of {short_name(codec)}: what it does not send is kept already. Use the "
+                    f"codec within - at `plan.codec.{name}`."
                 )
             if codec.promises.contraction is None:
                 raise PlanError(
-                    f"Cannot reset the error of {codec!r}: it may be larger than what it is of, so that replicas would "
-                    f"part without end. Use a codec that only leaves out, such as GRBS(8) - at `plan.codec.{name}`."
+                    f"Cannot reset the error of {short_name(codec)}: it may be larger than what it is of, so that "
+                    "replicas would part without end. Use a codec that only leaves out, such as GRBS(8) - at "
+                    f"`plan.codec.{name}`."
                 )
             shared = codec.promises.linear and codec.promises.support != "private"
             if self.variant == "block_average" and not shared:
                 raise PlanError(
-                    f"Cannot average blocks of the model with {codec!r}: each worker would send others. Use "
+                    f"Cannot average blocks of the model with {short_name(codec)}: each worker would send others. Use "
                     "variant='explicit', or GRBS(...) - at `plan.codec.variant`."
                 )
         if self.variant not in ("block_average", "explicit"):

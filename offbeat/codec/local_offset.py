@@ -26,6 +26,7 @@ from offbeat.codec.error_feedback import ErrorFeedback
 from offbeat.codec.grbs import GRBS
 from offbeat.codec.one_round import OneRoundCodec
 from offbeat.errors import PlanError
+from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
     import torch
@@ -53,13 +54,14 @@ class LocalOffset(ABC):
     def __post_init__(self) -> None:
         inner = self.inner
         if not isinstance(inner, OneRoundCodec):
-            way = f"{inner.inner!r}" if isinstance(inner, ErrorFeedback) else "a codec of one round, such as GRBS(8)"
-            raise PlanError(f"Cannot keep what {inner!r} does not send: use {way} - at `plan.codec.inner`.")
+            other = "a codec of one round, such as GRBS(8)"
+            way = short_name(inner.inner) if isinstance(inner, ErrorFeedback) else other
+            raise PlanError(f"Cannot keep what {short_name(inner)} does not send: use {way} - at `plan.codec.inner`.")
         if inner.promises.contraction is None:
             raise PlanError(
-                f"Cannot keep what {inner!r} does not send: it may be larger than what it is of, so that the worker's "
-                "parameters would part from the common ones without end. Use a codec that only leaves out, such as "
-                "GRBS(8) - at `plan.codec.inner`."
+                f"Cannot keep what {short_name(inner)} does not send: it may be larger than what it is of, so that "
+                "the worker's parameters would part from the common ones without end. Use a codec that only leaves "
+                "out, such as GRBS(8) - at `plan.codec.inner`."
             )
 
     @property

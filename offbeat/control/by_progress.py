@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from offbeat.control.controller import Keep, Swap
 from offbeat.errors import PlanError
 from offbeat.number_range import RealNumbers, WholeNumbers
+from offbeat.short_name import short_name
 from offbeat.sync import Policy  # noqa: TC001 - read when a plan is
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class ByProgress:
         for part in self.policies:
             if isinstance(part, type) or not callable(getattr(part, "decide", None)):
                 raise PlanError(
-                    f"Cannot swap to {part!r}: it is no policy. Use an object, such as BSP() "
+                    f"Cannot swap to {short_name(part)}: it is no policy. Use an object, such as BSP() "
                     "- at `plan.controller.policies`."
                 )
         if any(here == there for here, there in pairwise(self.policies)):

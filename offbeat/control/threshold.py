@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from offbeat.control.controller import Keep, Swap
 from offbeat.errors import PlanError
 from offbeat.number_range import RealNumbers
+from offbeat.short_name import short_name
 from offbeat.sync import ASP, BSP, Policy
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class WaitThreshold:
             part = getattr(self, name)
             if isinstance(part, type) or not callable(getattr(part, "decide", None)):
                 raise PlanError(
-                    f"Cannot swap to {part!r}: it is no policy. Use an object, such as BSP() "
+                    f"Cannot swap to {short_name(part)}: it is no policy. Use an object, such as BSP() "
                     f"- at `plan.controller.{name}`."
                 )
         if self.tight == self.loose:

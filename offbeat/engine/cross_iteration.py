@@ -66,6 +66,7 @@ from offbeat.errors import PlanError
 from offbeat.layout import Bucket, Layout, Slot
 from offbeat.safe_write import write_whole
 from offbeat.scheduling import MadeSchedule, can_be_worth_it, is_worth_it, lower_bound_s, play
+from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -318,9 +319,9 @@ class CrossIterationReducer(Reducer):
         schedule = self.plan.scheduling.schedule(profile)
         if not self._can_go_by(schedule):
             raise PlanError(
-                f"Cannot schedule with {self.plan.scheduling!r} over {self.plan.fabric!r}: its schedule has two "
-                "rounds, and that fabric cannot reduce and gather apart. Use ProcessGroup() or Elastic() - at "
-                "`plan.fabric`."
+                f"Cannot schedule with {short_name(self.plan.scheduling)} over {short_name(self.plan.fabric)}: its "
+                "schedule has two rounds, and that fabric cannot reduce and gather apart. Use ProcessGroup() or "
+                "Elastic() - at `plan.fabric`."
             )
         lines = schedule.describe(profile).splitlines()
         self._context.control.check_equal_now(
@@ -356,7 +357,9 @@ class CrossIterationReducer(Reducer):
             self._monitor = self._monitor_of(self._profile, schedule)
         self._leave_schedule("")
         text = f"step {self.step}: gradients are sent in {len(schedule.blocks)} blocks, in the order of"
-        self._context.log.all("scheduling", f"{text} {self.plan.scheduling!r}, also behind the next forward pass.")
+        self._context.log.all(
+            "scheduling", f"{text} {short_name(self.plan.scheduling)}, also behind the next forward pass."
+        )
 
     def _start_thread(self, schedule: Schedule) -> None:
         # The buffers go first, while there are no gradients yet.
@@ -419,10 +422,10 @@ class CrossIterationReducer(Reducer):
         if not (self.is_ahead and isinstance(error, RuntimeError) and _WRITTEN in str(error)):
             return ""
         return (
-            f"offbeat may have stepped that tensor: with {self.plan.scheduling!r} it steps a parameter when a module "
-            "that reads the parameter begins its forward pass. A view that the script used before, or another tensor "
-            "that shares the parameter's memory, did not wait for that. Use the parameter itself, call "
-            "run.synchronize() after optimizer.step(), or leave scheduling out of the plan."
+            f"offbeat may have stepped that tensor: with {short_name(self.plan.scheduling)} it steps a parameter when "
+            "a module that reads the parameter begins its forward pass. A view that the script used before, or "
+            "another tensor that shares the parameter's memory, did not wait for that. Use the parameter itself, "
+            "call run.synchronize() after optimizer.step(), or leave scheduling out of the plan."
         )
 
     @property

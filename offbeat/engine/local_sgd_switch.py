@@ -28,6 +28,7 @@ from offbeat.fabric import HoldsTables
 from offbeat.layout import arrange
 from offbeat.payload import Total
 from offbeat.protocol.switch_control import Strategy
+from offbeat.short_name import short_name
 from offbeat.switch.fixed_point import MOST_EXPONENT
 from offbeat.switch.strategy import compile_policy
 
@@ -74,13 +75,13 @@ class SwitchAverager:
         buckets = arrange(model.parameters, bucket_bytes=reducer.plan.bucket_bytes).buckets
         if any(bucket.dtype != torch.float32 or bucket.device.type != "cpu" for bucket in buckets):
             raise ModelError(
-                f"Cannot train this model with {policy!r} on a switch: its table adds float32 on CPUs. Use BSP(), or "
-                "fabric=ParameterServer()."
+                f"Cannot train this model with {short_name(policy)} on a switch: its table adds float32 on CPUs. Use "
+                "BSP(), or fabric=ParameterServer()."
             )
         if not any(bucket.numel for bucket in buckets):
             raise ModelError(
-                f"Cannot train this model with {policy!r} on a switch: its parameters have no values, nor would "
-                "its table. Use BSP()."
+                f"Cannot train this model with {short_name(policy)} on a switch: its parameters have no values, nor "
+                "would its table. Use BSP()."
             )
         self._anchors = [Anchor(bucket, model.parameters) for bucket in buckets]
         self._ends = np.cumsum([bucket.numel for bucket in buckets])
@@ -113,13 +114,14 @@ class SwitchAverager:
     def _join(self) -> SwitchTable:
         fabric = self._model.fabric
         if not isinstance(fabric, HoldsTables):
-            raise ModelError(f"Cannot train with {self.policy!r} on this fabric: it holds no table.")
+            raise ModelError(f"Cannot train with {short_name(self.policy)} on this fabric: it holds no table.")
         largest = float(np.abs(self._base).max())
         exponent = max(_LEAST_EXPONENT, int(np.frexp(largest)[1]) + _HEADROOM)
         if exponent > MOST_EXPONENT:
             raise ModelError(
-                f"Cannot train this model with {self.policy!r} on a switch: its largest parameter is {largest:.3g}, "
-                f"and a table takes none of 2^{MOST_EXPONENT - _HEADROOM} or more. Scale the model, or use BSP()."
+                f"Cannot train this model with {short_name(self.policy)} on a switch: its largest parameter is "
+                f"{largest:.3g}, and a table takes none of 2^{MOST_EXPONENT - _HEADROOM} or more. Scale the model, or "
+                "use BSP()."
             )
         strategy = compile_policy(self.policy)
         number, size = self._model.number, len(self._base)
@@ -149,7 +151,7 @@ class SwitchAverager:
         self._change /= self._context.world
         pending = table.push(self._change)
         metrics.sent_bytes += pending.sent_bytes
-        self._take(self._wait(pending, f"the next step ({self.policy!r})", step))
+        self._take(self._wait(pending, f"the next step ({short_name(self.policy)})", step))
         if table.grant is not None:
             self._context.history.record_grant(self._model.number, table.grant)
         return ExchangeResult(

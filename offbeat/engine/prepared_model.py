@@ -18,6 +18,7 @@ from offbeat.errors import ModelError
 from offbeat.fabric import SumsSome
 from offbeat.layout import arrange
 from offbeat.server.optimizers import describe
+from offbeat.short_name import short_name
 from offbeat.tensors import bytes_of
 
 if TYPE_CHECKING:
@@ -104,15 +105,17 @@ def check_sums_some(one: PreparedModel, plan: Plan) -> None:
     layout, advice = one.layout(plan, is_served=False), "Use BSP(), or fabric=ParameterServer()."
     if layout.sparse:
         raise ModelError(
-            f"Cannot train {layout.sparse[0]} with {plan.sync!r} on a switch: its gradient is sparse, and those are "
-            f"gathered from all workers. {advice}"
+            f"Cannot train {layout.sparse[0]} with {short_name(plan.sync)} on a switch: its gradient is sparse, and "
+            f"those are gathered from all workers. {advice}"
         )
     if any(bucket.dtype != torch.float32 or bucket.device.type != "cpu" for bucket in layout.buckets):
-        raise ModelError(f"Cannot train this model with {plan.sync!r} on a switch: it adds float32 on CPUs. {advice}")
+        raise ModelError(
+            f"Cannot train this model with {short_name(plan.sync)} on a switch: it adds float32 on CPUs. {advice}"
+        )
     if not isinstance(one.fabric, SumsSome):
         raise ModelError(
-            f"Cannot train with {plan.sync!r} here: the workers have met for sums of all. Begin with "
-            f"{plan.fabric!r} - at `plan.fabric`."
+            f"Cannot train with {short_name(plan.sync)} here: the workers have met for sums of all. Begin with "
+            f"{short_name(plan.fabric)} - at `plan.fabric`."
         )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.errors import ModelError
+from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,8 +33,8 @@ class TrustedLoss:
         """
         if self.function is None:
             raise ModelError(
-                f"Cannot judge by {rule!r}: this validator's script does not say what the loss is. Before each "
-                "optimizer.step() call run.score_by(lambda: loss_function(model(x), y)), with the batch at hand."
+                f"Cannot judge by {short_name(rule)}: this validator's script does not say what the loss is. Before "
+                "each optimizer.step() call run.score_by(lambda: loss_function(model(x), y)), with the batch at hand."
             )
 
     def forget(self) -> None:

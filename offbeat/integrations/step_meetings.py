@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offbeat.errors import PlanError
+from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
     from offbeat.plan import Plan
@@ -49,6 +50,6 @@ class StepMeetings:
         self._last = step
         if self._in_a_row >= _MOST_IN_A_ROW and lets_go_on(self._run.plan):
             raise PlanError(
-                f"Cannot have {what} in every step under {self._run.plan.sync!r}: all would wait there for the slowest "
-                f"worker, which that policy is to avoid. {way_out}, or use BSP() - at `plan.sync`."
+                f"Cannot have {what} in every step under {short_name(self._run.plan.sync)}: all would wait there for "
+                f"the slowest worker, which that policy is to avoid. {way_out}, or use BSP() - at `plan.sync`."
             )

@@ -11,6 +11,7 @@ from packaging.version import Version  # all frameworks bring it
 
 from offbeat.errors import PlanError
 from offbeat.run.run import init
+from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
     from offbeat.plan import Plan
@@ -89,7 +90,7 @@ def suited(framework: Framework, run: Run) -> Run:
     """
     if run.plan.tuning is None and not run.has_joined:
         return run
-    what = "join a job" if run.has_joined else f"go by {run.plan.tuning!r}"
+    what = "join a job" if run.has_joined else f"go by {short_name(run.plan.tuning)}"
     run.close()
     raise PlanError(
         f"Cannot {what} under {framework.name}, which deals out the data itself, to as many workers as it began with. "

@@ -105,9 +105,9 @@ class PlanManager:
         assert isinstance(fabric, Served), "checked when the plan was made"
         if self.plan.validator is not None and not (fabric.addresses or named):
             raise PlanError(
-                f"Cannot judge by {self.plan.validator!r}: the server would be one that a worker starts, and so in its "
-                "hands. Start it apart from them, with `offbeat run --servers 1` or `offbeat serve` - at "
-                "`plan.validator`."
+                f"Cannot judge by {short_name(self.plan.validator)}: the server would be one that a worker starts, "
+                "and so in its hands. Start it apart from them, with `offbeat run --servers 1` or `offbeat serve` - "
+                "at `plan.validator`."
             )
         # A worker that is alone needs no server, unless one is there.
         if self._control.world > 1 or fabric.addresses or named:

@@ -23,6 +23,7 @@ from offbeat.engine import hand_over
 from offbeat.engine.optimizer_state import load_optimizer_state, optimizer_state
 from offbeat.engine.prepared_model import tensors_of
 from offbeat.errors import DisagreementError, ModelError, PlanError
+from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -75,13 +76,14 @@ class UnevenInputs:
         for one in together:
             if one.plan.has_quorum:
                 raise PlanError(
-                    f"Cannot join uneven inputs under {one.plan.sync!r} on a switch: whoever is done would have to be "
-                    "known before each update, and all be waited for. Prepare a loader, or use BSP() - at `plan.sync`."
+                    f"Cannot join uneven inputs under {short_name(one.plan.sync)} on a switch: whoever is done would "
+                    "have to be known before each update, and all be waited for. Prepare a loader, or use BSP() - at "
+                    "`plan.sync`."
                 )
             if (policy := one.plan.local_policy) is not None:
                 raise PlanError(
-                    f"Cannot join uneven inputs under {policy!r}: workers step by themselves, and one that is done "
-                    "cannot know when the others average. Prepare a loader, or use BSP() - at `plan.sync`."
+                    f"Cannot join uneven inputs under {short_name(policy)}: workers step by themselves, and one that "
+                    "is done cannot know when the others average. Prepare a loader, or use BSP() - at `plan.sync`."
                 )
         self._divides_by_all, self._raises = divides_by_all, raises
         self._present, self._is_uneven = (), False

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat.robust import LossRule
+from offbeat.short_name import short_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -95,7 +96,7 @@ class Judge:
         if rule.needs_reference:
             if len(gram) == count or not bool(finite[-1]):
                 which = "holds NaN or Inf" if len(gram) > count else "has not come yet"
-                self.say(f"Updates are left out: the reference that {rule!r} needs {which}.")
+                self.say(f"Updates are left out: the reference that {short_name(rule)} needs {which}.")
                 return none
             kept = torch.cat((kept, torch.tensor([count])))
         given = [weights[i] if rule.is_weighted else 1.0 for i in kept.tolist() if i < count]
@@ -108,7 +109,7 @@ class Judge:
             self.say(f"What rank {workers[int(kept[place])]} pushes is next to nothing, and is rejected.")
         judged = torch.where(huge, 0.0, judged)
         if not bool(judged.isfinite().all()):
-            self.say(f"Updates are left out: {rule!r} makes no numbers of contributions as long as these.")
+            self.say(f"Updates are left out: {short_name(rule)} makes no numbers of contributions as long as these.")
             return none
         return none.index_copy(0, kept[: len(judged)], judged)
 
@@ -129,7 +130,9 @@ class Judge:
             if one and not scale and not loss <= losses[0]:  # not of whom others do more for it
                 self.say(f"What rank {worker} pushes raises the loss on trusted samples, and is rejected.")
         if not bool(judged.any()):
-            self.say(f"Updates are left out: by the loss on trusted samples {rule!r} accepts no contribution.")
+            self.say(
+                f"Updates are left out: by the loss on trusted samples {short_name(rule)} accepts no contribution."
+            )
         return judged
 
     def know(self, count: int) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from offbeat.errors import PlanError
 from offbeat.protocol.switch_control import Strategy
+from offbeat.short_name import short_name
 from offbeat.switch.job_shape import RING
 from offbeat.sync import ASP, BSP, DSSP, SSP, KSync, LocalSGD
 
@@ -52,8 +53,8 @@ def _compiled(policy: Policy) -> Strategy:
         case ASP():
             return Strategy("table", window=None)
     raise PlanError(
-        f"Cannot use {policy!r} on a switch: it adds up what comes and counts clocks, but gives no turns and knows no "
-        "groups of workers. Use BSP(), SSP(4), or fabric=ParameterServer() - at `plan.sync`."
+        f"Cannot use {short_name(policy)} on a switch: it adds up what comes and counts clocks, but gives no turns "
+        "and knows no groups of workers. Use BSP(), SSP(4), or fabric=ParameterServer() - at `plan.sync`."
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from offbeat.errors import PlanError
 from offbeat.float_sum import add_up
+from offbeat.short_name import short_name
 from offbeat.sync.actions import Apply, Drop, Evict, Grant, Release, Remember, Wake
 from offbeat.sync.events import Left
 from offbeat.sync.hybrid_group import HybridGroup, begun, blamed, inner_member, still_true, stuck_in, told, without
@@ -74,7 +75,7 @@ class Hybrid:
             part = getattr(self, name)
             if isinstance(part, type) or not callable(getattr(part, "decide", None)):
                 raise PlanError(
-                    f"Cannot use {part!r} as a policy. Use an object, such as BSP() - at `plan.sync.{name}`."
+                    f"Cannot use {short_name(part)} as a policy. Use an object, such as BSP() - at `plan.sync.{name}`."
                 )
         if isinstance(self.outer, StepsLocally):
             raise PlanError(
@@ -130,7 +131,7 @@ class Hybrid:
             if self.groups > there:
                 raise PlanError(
                     f"Cannot make groups of {self.groups} with {there} {what}: not even one would be whole. Choose "
-                    f"from 1 to {there}, or {self.inner!r} alone - at `{path}.groups`."
+                    f"from 1 to {there}, or {short_name(self.inner)} alone - at `{path}.groups`."
                 )
         elif missing := {rank for group in self.groups for rank in group}.difference(*groups):
             raise PlanError(

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from offbeat.errors import PlanError
 from offbeat.number_range import WholeNumbers
+from offbeat.short_name import short_name
 from offbeat.sync.bsp import BSP
 from offbeat.sync.outer_sgd import OuterSGD
 from offbeat.sync.policy import Policy, StepsLocally
@@ -91,7 +92,7 @@ class LocalSGD:
             )
         if self.outer is not None and not isinstance(self.outer, OuterSGD):
             raise PlanError(
-                f"Cannot apply changes with {self.outer!r}: use OuterSGD(...) or None - at `plan.sync.outer`."
+                f"Cannot apply changes with {short_name(self.outer)}: use OuterSGD(...) or None - at `plan.sync.outer`."
             )
         if self.delay not in WholeNumbers(0, 1):
             raise PlanError(
@@ -105,8 +106,8 @@ class LocalSGD:
             )
         if self.policy is not None and not self._can_decide(self.policy):
             raise PlanError(
-                f"Cannot have {self.policy!r} decide about changes: not every worker contributes alike with it. Use "
-                "ASP(), SSP(...), or None for BSP() - at `plan.sync.policy`."
+                f"Cannot have {short_name(self.policy)} decide about changes: not every worker contributes alike with "
+                "it. Use ASP(), SSP(...), or None for BSP() - at `plan.sync.policy`."
             )
         if self.every % self.fragments:
             fewer = next(number for number in range(min(self.fragments, self.every), 0, -1) if not self.every % number)

@@ -157,7 +157,7 @@ def test_losses_that_are_no_numbers_make_no_update(told: list[str]) -> None:
     job.score((float("nan"), 1.0, 2.0, 3.0))
     assert not job.values.any()
     text = told[-1]
-    assert "by the loss on trusted samples Zeno(faulty=1, penalty=0.0005) accepts no contribution" in text
+    assert "by the loss on trusted samples Zeno(faulty=1) accepts no contribution" in text
 
 
 def test_the_validators_own_contributions_are_neither_judged_nor_compared_with() -> None:

@@ -10,6 +10,7 @@ import pytest
 from offbeat.errors import PlanError
 from offbeat.fabric import ParameterServer
 from offbeat.plan import Plan
+from offbeat.short_name import short_name
 from offbeat.sync import ASP, BSP, DSSP, SSP, Hybrid, KSync, LocalSGD, OuterSGD, Policy, RoundRobin
 
 NO_WHOLE = (True, "3", -1, 2.5, math.nan, math.inf, [1])
@@ -63,7 +64,7 @@ def test_nonsense_is_refused_with_the_value_and_the_path(
     with pytest.raises(PlanError) as caught:
         kind(**rest, **{name: value})
     assert str(caught.value).startswith("Cannot ")
-    assert (repr(value) if not isinstance(value, LocalSGD) else "LocalSGD") in str(caught.value)
+    assert (short_name(value) if not isinstance(value, LocalSGD) else "LocalSGD") in str(caught.value)
     assert str(caught.value).endswith(f"- at `{path}.{name}`.")
 
 

@@ -217,7 +217,7 @@ def test_those_that_are_kept_are_averaged_whoever_is_late(tmp_path: Path) -> Non
 def test_a_validator_whose_script_has_no_loss_is_told_what_to_add(tmp_path: Path) -> None:
     results = run_workers(WORLD, train_until_alone, tmp_path, newcomers=1, timeout_s=100)
     assert results[WORLD] == (
-        "Cannot judge by Zeno(faulty=2, penalty=0.0005): this validator's script does not say what the loss is. Before "
+        "Cannot judge by Zeno(faulty=2): this validator's script does not say what the loss is. Before "
         "each optimizer.step() call run.score_by(lambda: loss_function(model(x), y)), with the batch at hand."
     )
 
