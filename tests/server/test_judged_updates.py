@@ -52,6 +52,7 @@ from offbeat.server.optimizers import describe, hyper
 from offbeat.server.pushed_block import PushedBlock
 from offbeat.server.shard.model_shard import ModelShard
 from offbeat.server.shard.shard_parts import ShardParts
+from offbeat.short_name import short_name
 from offbeat.sync import BSP, State
 
 if TYPE_CHECKING:
@@ -352,7 +353,9 @@ def test_a_reference_is_compared_with_and_never_applied(
 ) -> None:
     job = Together(rule)
     assert not job.update(gradients(5)).any(), "without any reference an update is left out"
-    assert set(told) == {f"Updates are left out: the reference that {rule!r} needs has not come yet."}, "once a shard"
+    assert set(told) == {f"Updates are left out: the reference that {short_name(rule)} needs has not come yet."}, (
+        "once a shard"
+    )
     assert not job.update({VALIDATOR: reference(1)}, references=(VALIDATOR,)).any()
     for seed in (1, 2):  # the latest holds until another one comes
         brings = gradients(5, seed)
@@ -374,7 +377,7 @@ def test_a_reference_that_is_not_finite_takes_no_other_s_place(
     job.update({VALIDATOR: broken}, references=(VALIDATOR,))
     torch.testing.assert_close(job.update(brings), expected(rule, brings, reference(1)), rtol=1e-4, atol=1e-5)
     assert not job.update({**brings, VALIDATOR: broken}, references=(VALIDATOR,)).any(), "it has no other of its own"
-    assert set(told) == {f"Updates are left out: the reference that {rule!r} needs holds NaN or Inf."}
+    assert set(told) == {f"Updates are left out: the reference that {short_name(rule)} needs holds NaN or Inf."}
 
 
 def test_references_say_nothing_about_hyper_parameters_and_are_recorded_with_the_scale_0() -> None:
