@@ -24,7 +24,7 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist load --maxschedchunk 8 --durations
 test: $(STAMP) lint  ## what the README and the pages promise (tests/promises.toml), then every other fast test
 	$(PYTEST) -m "promise or not slow"
 
-test-slow: $(STAMP)  ## the other tests; SLICE=3/8 runs the fourth of eight parts, as CI does for some commits
+test-slow: $(STAMP)  ## the other tests; SLICE=3/24 runs the fourth of 24 parts, as CI does for some commits
 	$(PYTEST) -m "slow and not promise" --timeout 600 $(if $(SLICE),--slice $(SLICE))
 
 # The package index has this version as a build for GPUs of several GB, which runs on CPUs, too.
