@@ -251,10 +251,10 @@ class NodeGroup:
                 self._refuse(mine.difference(self._spec.rank, _read(self._store.get("node/0"))))
             missing = [rank for rank in range(count) if not self._store.check([f"node/{rank}"])]
             if not missing:
-                nodes = [_read(self._store.get(f"node/{rank}")) for rank in range(count)]
-                for rank, node in enumerate(nodes):  # a machine that differs may not have said so yet
-                    self._refuse(node.difference(rank, nodes[0]))
-                return nodes
+                starts = [_read(self._store.get(f"node/{rank}")) for rank in range(count)]
+                for rank, start in enumerate(starts):  # a machine that differs may not have said so yet
+                    self._refuse(start.difference(rank, starts[0]))
+                return starts
             if time.monotonic() > speaks_s:
                 nodes = ", ".join(map(str, missing))
                 self._say(f"Waiting for node {nodes} of {count} to start `offbeat run` with --node-rank {nodes}.")
