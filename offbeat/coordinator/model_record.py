@@ -136,7 +136,7 @@ class ModelRecord:
         following = dict(state.past)
         for worker, member in state.members.items():
             is_decided = member.held and (worker, member.step) not in state.pending
-            following[worker] = member.step + is_decided
+            following[worker] = member.step + is_decided if member.steps_here else member.joined
         following |= self.taken_back
         return TrainingProgress(
             next=following,

@@ -63,6 +63,7 @@ class Member:
         interval_s: between its last two `Ready`.
         since_s: when its phase last changed.
         pushes_early: it pushes what it has of a contribution while it computes, once it is granted.
+        joined: the number that it joined with, before it was raised to the others'.
     """
 
     step: int = 0
@@ -85,6 +86,7 @@ class Member:
     last_ready_s: float | None = field(default=None, repr=False)
     steps_here: int = field(default=0, repr=False)
     pushes_early: bool = field(default=False, repr=False)
+    joined: int = field(default=0, repr=False)
 
     @property
     def held(self) -> bool:
@@ -340,10 +342,11 @@ def _pulled(state: State, worker: int, pushes_early: bool) -> State:
 def _joined(state: State, worker: int) -> State:
     others = state.members.values()
     first = min([m.step for m in others], default=max(state.past.values(), default=0))
-    step = max(first, state.past.get(worker, 0))
+    joined = state.past.get(worker, 0)
+    step = max(first, joined)
     paces = [m.pace for m in others] or [step]
     pace = min(max(step, min(paces)), max(paces))
-    member = Member(step=step, clock=step, ahead=step - pace, base=state.version, since_s=state.now_s)
+    member = Member(step=step, clock=step, ahead=step - pace, base=state.version, since_s=state.now_s, joined=joined)
     past = {other: number for other, number in state.past.items() if other != worker}
     away = {other: weight for other, weight in state.away.items() if other != worker}
     return changed(state, members={**state.members, worker: member}, past=past, away=away)
@@ -360,7 +363,9 @@ def _left(state: State, worker: int, returns: bool = False) -> State:
     pending = state.pending
     if not member.arrived:
         pending = {push: weight for push, weight in pending.items() if push != (worker, member.step)}
-    past = {**state.past, worker: member.step + member.held}
+    # Nothing was decided about what it holds from before, if it has brought nothing since it joined.
+    following = member.step + member.held if member.steps_here else member.joined
+    past = {**state.past, worker: following}
     return changed(state, members=members, pending=pending, past=past, away=away)
 
 

@@ -23,7 +23,7 @@ from offbeat.protocol.training import OpenModel, Reconnect, ReleaseWorker
 from offbeat.server.shard.shard import Shard
 from offbeat.server.shard.snapshot_store import SnapshotStore
 from offbeat.server.snapshot import FORMAT, Snapshot, SnapshotHeader, SnapshotId
-from offbeat.sync import ASP, BSP, Apply, Ready
+from offbeat.sync import ASP, BSP, Apply, Ready, State
 from tests.server.garbage_peer import DETAILS, FakePeer, Line, Worker
 from tests.server.in_process import Parts
 
@@ -78,6 +78,19 @@ def test_a_round_keeps_its_size_when_a_worker_comes_back_only_to_wait() -> None:
     clock = coordinator.state.members[0].step
     actions = coordinator.tell(Ready(0, clock, 0.0, 32.0))
     assert [action.rate for action in actions if isinstance(action, Apply)] == [0.5]
+
+
+def test_a_contribution_is_not_lost_where_its_worker_reconnects_twice_before_it_is_welcomed() -> None:
+    """First it joins with a number as high as the others', and brings nothing before its link is lost again."""
+    coordinator = PolicyRunner(ASP(), 2, lambda: 0.0)
+    coordinator.state = State(past={0: 12, 1: 2}, version=5)
+    holds = back(clock=9, holds=True)
+    for _ in range(2):
+        decided = coordinator.state.past[1]
+        assert judge(holds, life=2, decided=decided) is ReconnectAction.AGAIN
+        coordinator.join(1, least=holds.clock, weight=1.0)
+        assert coordinator.state.members[1].step == 12
+        coordinator.leave(1)
 
 
 def test_a_number_that_comes_back_leaves_room_for_those_that_follow() -> None:

@@ -64,7 +64,7 @@ GPUS = dict(re.findall(r"^\| `(\w+)\(.*?\)`[^|]*\|[^|]*\|[^|]*\| ([^|]*) \|", FA
 
 
 def on_gpu(fabric: offbeat.Elastic | offbeat.Switch, tmp_path: Path) -> object:
-    """What a fabric makes for a worker whose model is on a GPU."""
+    """The links that a fabric makes for a worker whose model is on a GPU."""
     group = ElasticGroup(FileStore(str(tmp_path / "store"), 1), 0, 1)
     return fabric.bind(BindContext(0, 1, backend="nccl", group=group))
 

@@ -1,4 +1,4 @@
-"""What a cap bounds: the part that one worker has in a sum, whatever it sends."""
+"""A cap bounds the part that one worker has in a sum, whatever it sends."""
 
 from __future__ import annotations
 

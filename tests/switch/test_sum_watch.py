@@ -28,7 +28,7 @@ KERNEL = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
 
 def looked(watch: SumWatch, unsettled: list[int], *, from_s: float, to_s: float) -> list[tuple[float, list[int]]]:
-    """What is closed, and when, in looks every 5 ms."""
+    """Find the exchanges that the watch closes, and when, with a look every 5 ms."""
     found = []
     for tick in range(round(from_s * 200), round(to_s * 200)):
         now_s = tick / 200

@@ -49,7 +49,7 @@ def train(fabric: offbeat.Plan, victim: int | None = None) -> tuple[list[str], l
 
 
 def train_capped(plan: offbeat.Plan) -> tuple[float, str, list[tuple[float, float]]]:
-    """Step with gradients of 1, 2 and 1000; how far a parameter moved, a digest of all, and what is told of workers."""
+    """Step with gradients of 1, 2 and 1000; return a parameter's move, a digest, and the workers' status."""
     run = offbeat.init(plan, timeout=timedelta(seconds=4))
     torch.manual_seed(0)
     model = nn.Linear(700, 1, bias=False)
