@@ -117,12 +117,12 @@ class JobRecord:
             raise PeerError(f"Rank {worker} does not take part in model {model}.")
         return one
 
-    def tell(self, text: str, but: int | None = None, *, waits: bool | None = None) -> None:
+    def tell(self, text: str, but: int | None = None, *, waits: bool | None = None, life: int | None = None) -> None:
         """Tell people, at the server and at all workers `but` one.
 
         Args:
-            waits: as of `Notice`.
+            waits, life: as of `Notice`.
         """
         self.out.log(text)
         for worker in sorted(self.workers - {but}):
-            self.out.send(worker, Notice(text, waits))
+            self.out.send(worker, Notice(text, waits, life))

@@ -198,6 +198,8 @@ class Membership:
                 asked=self._questions.next_number,
             )
             self._start(model)
+        if back is not None and one.report:
+            job.out.send(worker, Notice(one.report, life=job.life))  # its link may have been lost before it came
         if one.pause and not event.is_validator:
             job.out.send(worker, Notice(one.pause, waits=True))  # the others have been told
         self._tell_pause(one)
@@ -275,8 +277,8 @@ class Membership:
             if (losses := one.losses) is not None:
                 one.note = ""
                 how = "continues in its memory" if one.is_kept else "was restarted and resumes"
-                text = f"The parameter server {how} from version {losses.version}: {losses}."
-                self._note(one, text)
+                one.report = f"The parameter server {how} from version {losses.version}: {losses}."
+                self._note(one, one.report, life=self._job.life)
             self._rounds.step_out_who_asked(model)
             self._rounds.answer()
 
@@ -345,9 +347,9 @@ class Membership:
                 job.out.send(worker, Refused(f"{text} The plan has too_few='raise'; with 'hold' it would wait."))
             return
 
-    def _note(self, one: ModelRecord, text: str) -> None:
+    def _note(self, one: ModelRecord, text: str, life: int | None = None) -> None:
         one.note = f"{one.note} {text}".strip()
-        self._job.tell(text)
+        self._job.tell(text, life=life)
 
     def _tell_gone(self, event: WorkerGone) -> str:
         """Let all know that a worker is gone, and why; how it ended, as `WorkerStatus.phase` has it."""

@@ -70,6 +70,7 @@ class ModelRecord:
     losses: LostUpdates | None = None  # if it continues from an earlier life
     is_kept: bool = False  # what was decided in that life is all still there
     note: str = ""  # what happened to the server
+    report: str = ""  # of what the beginning of this life has cost, once that is known
     schedules: HyperparameterCheck = field(default_factory=HyperparameterCheck)
     trusted_hyper: tuple[Hyper, ...] = ()  # that a validator said last with a gradient
     most_weight: float = 1.0  # that a contribution may have where there are validators: that of their last one

@@ -368,7 +368,9 @@ class Notice(msgspec.Struct, tag=True, frozen=True):
     Args:
         waits: whether it says what all wait for from now on, or that they do not any more; None if it is about
             something else.
+        life: whose beginning it reports. A worker that returns gets such a notice again, in case it missed it.
     """
 
     text: Text
     waits: bool | None = None
+    life: Count | None = None

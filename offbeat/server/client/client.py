@@ -10,6 +10,7 @@ them again, and opens its models again, saying where it was; what becomes of it 
 
 from __future__ import annotations
 
+import collections
 import functools
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -125,6 +126,7 @@ class Client:
         )
         self._error: OffbeatError | EndOfTraining | None = None
         self._reason = ""  # why all wait at the server
+        self._reports: collections.deque[tuple[int, str]] = collections.deque(maxlen=64)  # of how lives began
 
     def accept(self, link: PeerLink) -> ShardReceiver:
         """Take a link into use, in order of shards; returns what it hands frames to."""
@@ -480,7 +482,11 @@ class Client:
                 self._models.adopt(message)
                 if self._plans is not None:
                     self._plans.adopt(plan, text, sync_point)
-            case Notice(text=text, waits=waits):
+            case Notice(text=text, life=life) if life is not None and (life, text) in self._reports:
+                pass  # it had come over an earlier link
+            case Notice(text=text, waits=waits, life=life):
+                if life is not None:
+                    self._reports.append((life, text))
                 self._reason = text if waits else "" if waits is False else self._reason
                 self._tell(text, waits)
             case TrainingOver(why=why):
