@@ -112,7 +112,7 @@ class Arrivals:
                 one.whole.pop(push, None)
             if one.applied.get(worker) == clock:
                 del one.applied[worker]
-            one.taken_back[worker] = clock
+            one.taken_back[worker] = min(clock, one.taken_back.get(worker, clock))  # two, if it has come back since
             one.runner.take_back(push, samples)
             self._job.out.decide(WithdrawContribution(model, worker, clock))
             self._leases.taken_back(model, push)

@@ -238,7 +238,7 @@ class Membership:
             self._tell_pause(one)
             if not job.asked:
                 self._decisions.end(one)
-        self._rounds.leave(worker)
+        self._rounds.leave(worker, returns=event.replaced)
         if event.error is not None or worker in job.validators:
             self._end_if_too_few()
 
@@ -246,8 +246,8 @@ class Membership:
         """A worker is gone before it has opened any model."""
         self._missed.add(worker)
         for model, one in self._job.models.items():
-            # After a life that goes on in memory workers dial until they reach all shards, also if one is still away.
-            if worker in one.ranks and not one.is_kept:
+            # Workers of an earlier life dial until they reach all shards; they are waited for.
+            if worker in one.ranks and one.losses is None:
                 self._decisions.carry_out(model, one.runner.miss(worker))
                 self._rounds.step_out_who_asked(model)
         self._rounds.answer()

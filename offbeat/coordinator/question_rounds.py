@@ -118,15 +118,16 @@ class QuestionRounds:
             if runner.started and worker in runner.state.members:
                 self._step_out(model, worker)
 
-    def leave(self, worker: int) -> None:
-        """A worker is gone; what it alone was missing to is answered."""
+    def leave(self, worker: int, *, returns: bool = False) -> None:
+        """A worker is gone; what it alone was missing to is answered, unless it returns at once."""
         self._questions.leave(worker)
         self._brought.pop(worker, None)
         self._late.discard(worker)
         self._replacements.leave(worker)
         for one in self._job.models.values():
             one.left_at.pop(worker, None)
-        self.answer()
+        if not returns:
+            self.answer()
 
     def _step_in(self, worker: int, *, refresh: bool) -> None:
         job = self._job

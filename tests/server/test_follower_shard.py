@@ -194,3 +194,18 @@ def test_who_loses_its_place_before_the_life_has_begun_hears_of_it() -> None:
         return one.line.connected, other.line.connected
 
     assert asyncio.run(run()) == (False, True)
+
+
+def test_a_worker_that_has_hung_up_is_not_here_when_the_life_begins() -> None:
+    """It has lost another shard, and dials all again: a life that began with it would at once lose it."""
+
+    async def run() -> tuple[bool, set[int]]:
+        shard = Shard(None)
+        team = [FakePeer(shard, rank) for rank in (1, 2)]
+        for one in team:
+            one.say(pack(OpenModel(0, 0)), pack(HERE))
+        team[0].line.has_hung_up = True
+        shard.begin(BeginLife(7))
+        return team[0].line.connected, set(shard._peers)
+
+    assert asyncio.run(run()) == (False, {2})

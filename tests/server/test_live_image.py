@@ -12,7 +12,9 @@ from offbeat.errors import NetworkError
 from offbeat.history import ContributionsWithdrawn, LifeBegan, UpdateMade
 from offbeat.protocol.messages import pack
 from offbeat.protocol.training import (
+    AllWorkersAnswer,
     Announce,
+    AskAllWorkers,
     ContributionInfo,
     ModelOpened,
     OpenModel,
@@ -37,7 +39,7 @@ class Survivor(Worker):
     """A worker that dials again when it has lost the server."""
 
     def __init__(self, shard: Shard, rank: int) -> None:
-        self.rank, self.entry, self.life, self.version = rank, 0, shard.life, 0
+        self.rank, self.entry, self.life, self.version, self.secret = rank, 0, shard.life, 0, b""
         self.made, self.holds, self.done = 0, False, list[tuple[int, float]]()
         super().__init__(shard, rank)
 
@@ -58,14 +60,15 @@ class Survivor(Worker):
             waits=self.holds,
             weight=1.0,
             done=tuple(self.done),
+            secret=self.secret,
         )
         self.say(pack(OpenModel(0, self.entry)), pack(msgspec.structs.replace(DETAILS, back=back)))
 
     def pump(self) -> None:
         for message, _ in self.line.sent:
             if isinstance(message, ModelOpened):
-                self.life = message.life
-                assert message.kept or not self.entry
+                assert message.kept or message.life == self.life
+                self.life, self.secret = message.life, message.secret or self.secret
             if isinstance(message, ReleaseWorker):
                 self.version, self._is_counted = message.version, message.counted
         before = self.clock
@@ -216,6 +219,30 @@ def test_workers_that_all_fail_are_gone(tmp_path: Path) -> None:
         for worker in team:
             worker.leave(NetworkError("it hung up"))
         assert not server.goes_again
+        server.stop()
+
+    asyncio.run(story())
+
+
+def test_who_asks_waits_for_a_worker_that_comes_over_a_new_link(tmp_path: Path) -> None:
+    """Between its two links nobody else is there: this is no moment for an answer without it."""
+
+    async def story() -> None:
+        server = Server(tmp_path, ASP())
+        team = [Survivor(server.shard, rank) for rank in range(2)]
+        await settle(team, steps=2)
+        team[0].say(pack(AskAllWorkers(0, "the newest parameters", refresh=True)))
+        team[1].line.connected = False
+        team[1].dial(server.shard)
+        assert not any(isinstance(message, AllWorkersAnswer) for message, _ in team[0].line.sent)
+        team[1].say(pack(AskAllWorkers(0, "the newest parameters", refresh=True)))
+        answers: list[int] = []
+        for _ in range(10):
+            for worker in team:
+                answers += [one.workers for one, _ in worker.line.sent if isinstance(one, AllWorkersAnswer)]
+                worker.pump()
+            await asyncio.sleep(0)
+        assert answers == [2, 2]
         server.stop()
 
     asyncio.run(story())

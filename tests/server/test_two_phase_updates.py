@@ -525,7 +525,10 @@ def end_a_life(chance: random.Random) -> tuple[Job, list[Push]]:
             assert dict(value) == final, "all shards have one version, of whole contributions"
     for worker, clock in withdrawn:
         it = job.workers.get(worker)
-        assert it is None or (it.step, it.is_released) == (clock + 1, True), "its worker still holds it"
+        newest = max(number for other, number in withdrawn if other == worker)  # two, if it has come back since
+        assert it is None or (it.step, it.is_released) == (newest + 1, True), "its worker still holds it"
+        later = [push for pushes in job.updates for push in pushes if push[0] == worker and push[1] > clock]
+        assert set(later) <= job.withdrawn, "nothing that it brought since is kept"
     for pushes in job.updates:
         gone = [push for push in pushes if push in withdrawn]
         assert not gone or all(push in job.withdrawn for push in pushes), "an update is finished, or changes nothing"

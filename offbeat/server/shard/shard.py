@@ -305,6 +305,9 @@ class Shard:
         self.begun.set()
         waiting, self._waiting = self._waiting, {}
         for (_, model), (peer, details, entry) in waiting.items():
+            if peer.link.has_hung_up:  # it dials all shards again, as it has lost another one meanwhile
+                peer.link.abort()
+                continue
             with contextlib.suppress(PeerError):  # it has been told
                 peer.open(model, details, entry)
 
