@@ -3,6 +3,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Where nothing is written beside the sources, each of some thousand processes of the tests compiles them again.
+export PYTHONDONTWRITEBYTECODE :=
+
 SCENARIOS ?= $(sort $(basename $(notdir $(wildcard benchmarks/scenarios/*.toml))))
 
 .PHONY: demo test test-slow test-torch frameworks test-random lint mutants docs report-picture faults growth schedule-overhead threads windows schedules results results-page predictions limits clean
