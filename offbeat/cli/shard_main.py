@@ -95,7 +95,7 @@ async def serve(settings: ShardSettings, say: Callable[[str], None]) -> bool:
         loop.add_signal_handler(number, stop.set)
     backoff = Backoff(*_LIFE_PAUSES_S, holds_s=_HOLDS_S, seed=f"{settings.bind}:{settings.port}")
     backoff.next_s()  # before the first life
-    with _history(settings, stop) as record:
+    with _history(settings, stop, snapshots) as record:
         image, process = None, secrets.randbits(39) + 1
         while (ended := await _live(settings, snapshots, stop, say, record, process, image)) is not None:
             address, image = ended
@@ -108,11 +108,14 @@ async def serve(settings: ShardSettings, say: Callable[[str], None]) -> bool:
 
 
 @contextlib.contextmanager
-def _history(settings: ShardSettings, stop: asyncio.Event) -> Iterator[Callable[[Record], None]]:
+def _history(
+    settings: ShardSettings, stop: asyncio.Event, snapshots: SnapshotStore | None
+) -> Iterator[Callable[[Record], None]]:
     """Open the history of all incarnations of this process, for writing.
 
     Args:
         stop: set if it was asked to stop: then what it has decided last may not be made.
+        snapshots: none is written before the history that leads to it.
 
     Raises:
         NetworkError: if its folder cannot be used.
@@ -128,6 +131,8 @@ def _history(settings: ShardSettings, stop: asyncio.Event) -> Iterator[Callable[
     except OSError as error:
         why = error.strerror or error
         raise NetworkError(f"Cannot keep a history in {settings.history}: {why}. Choose another folder.") from error
+    if snapshots is not None:
+        snapshots.before_write = writer.flush  # a killed process has else snapshots of updates that nobody has recorded
     try:
         yield writer.append
     finally:

@@ -53,8 +53,8 @@ _MOST_GIVEN = 8  # whole chunks that are given up, so that there is room to say 
 
 
 class HistoryWriter:
-    """A writer that appends records to a new file. Never raises once it is made, and never waits for the disk but in
-    `close`.
+    """A writer that appends records to a new file. Never raises once it is made, and waits for the disk only in
+    `flush` and `close`.
 
     Where the disk is full it keeps what is recorded in memory until there is room, or until that is too much.
 
@@ -82,11 +82,11 @@ class HistoryWriter:
         self._whole: deque[tuple[int, int]] = deque(maxlen=_MOST_GIVEN)  # where chunks end, and what comes next there
         self._why = ""  # nothing more can be written
         self._full = ""  # why nothing can be written at present
-        self._stop = threading.Event()
+        self._stop, self._writing = threading.Event(), threading.Lock()
         self._encoder = msgspec.msgpack.Encoder()
         self._thread = threading.Thread(target=self._run, name="offbeat-history", daemon=True)
         self.append(HistoryHeader(FORMAT, kind, job, rank, time.time(), __version__))
-        self._flush()  # so that of a process that is killed at once it is known that it was there
+        self.flush()  # so that of a process that is killed at once it is known that it was there
         self._thread.start()
 
     def append(self, record: Record) -> None:
@@ -96,6 +96,11 @@ class HistoryWriter:
         self._queue.append(record)
         if len(self._queue) > _MOST_QUEUED:
             self._give_up(self._full or "the disk is too slow")
+
+    def flush(self) -> None:
+        """Write what is queued; waits for the disk."""
+        with self._writing:
+            self._flush()
 
     def close(self, why: str = "") -> None:
         """Write what is queued, and that nothing is missing; a second call does nothing.
@@ -116,8 +121,8 @@ class HistoryWriter:
 
     def _run(self) -> None:
         while not self._stop.wait(_FLUSH_S):
-            self._flush()
-        self._flush()
+            self.flush()
+        self.flush()
 
     def _flush(self) -> None:
         """Write the queue to the file, on one thread at a time: another may give up meanwhile."""

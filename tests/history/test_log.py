@@ -105,6 +105,17 @@ def test_a_process_that_is_killed_leaves_what_it_has_recorded(tmp_path: Path) ->
     assert len(found) > 2
 
 
+def test_what_is_flushed_can_be_read_at_once(tmp_path: Path) -> None:
+    """Also while the writer's own thread is at it: no record is missing, and none is there twice."""
+    writer = HistoryWriter(tmp_path, "x", kind="worker", job="j")
+    for step in range(500):
+        writer.append(has(step))
+        if step % 50 == 49:
+            writer.flush()
+            assert list(HistoryLog(writer.path))[1:] == [has(earlier) for earlier in range(step + 1)]
+    writer.close()
+
+
 def test_a_bit_that_is_flipped_is_found(tmp_path: Path) -> None:
     path = tmp_path / "worker-3.log"
     records = written(path)

@@ -86,6 +86,16 @@ def test_the_one_that_all_have_and_the_newest_are_kept(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["lock"]
 
 
+def test_the_history_that_leads_to_one_is_written_before(tmp_path: Path) -> None:
+    """A server that is killed between the two would continue from updates that nobody has recorded."""
+    snapshots, there = SnapshotStore(tmp_path, "j"), list[bool]()
+    snapshots.before_write = lambda: there.append(any(tmp_path.glob("*.snapshot")))
+    assert snapshots.write(snapshot(1), None)
+    assert there == [False]
+    assert any(tmp_path.glob("*.snapshot"))
+    snapshots.close()
+
+
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
 def test_a_damaged_one_is_said_and_the_one_before_is_used(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture

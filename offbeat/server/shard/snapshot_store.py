@@ -20,7 +20,7 @@ from offbeat.safe_write import write_whole
 from offbeat.server.snapshot import Snapshot, SnapshotHeader, SnapshotId, read, write
 
 if TYPE_CHECKING:
-    from collections.abc import Set
+    from collections.abc import Callable, Set
     from pathlib import Path
 
 _log = logging.getLogger("offbeat")
@@ -46,6 +46,9 @@ class SnapshotStore:
         job: whose snapshots they are.
         is_fresh: the folder is this run's own and the job begins now, so what is there is of no use any more.
 
+    Attributes:
+        before_write: called before each snapshot is written; writes the history that leads to it.
+
     Raises:
         NetworkError: if it cannot be used, or another shard uses it.
     """
@@ -53,6 +56,7 @@ class SnapshotStore:
     def __init__(self, folder: Path, job: str, *, is_fresh: bool = False) -> None:
         self._folder, self._job = folder, job
         self._failed = False
+        self.before_write: Callable[[], None] = lambda: None
         self.least = 0  # what is written from now on has greater numbers
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -102,6 +106,7 @@ class SnapshotStore:
         A full disk is no reason to end the job: it is said once.
         """
         identity = snapshot.header.identity
+        self.before_write()
         try:
             write_whole(self._path(identity), lambda file: write(file, snapshot), sync=True)
         except OSError as error:
