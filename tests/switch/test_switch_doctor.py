@@ -40,7 +40,7 @@ def test_a_good_path() -> None:
     assert left == ["theirs"], "its own jobs are gone, and the other is as it was"
     assert not [one for one in found.values() if one.level == "bad"]
     assert "sums by udp" in found["control"].value
-    assert found["packet size"].value.startswith("2048 values (8,252 bytes)")
+    assert found["packet size"].value.startswith("2048 values (8,256 bytes)")
     assert "median" in found["round trip"].value
     assert "0 of " in found["loss"].value
     assert found["job theirs"].reason == "rank 1 has not joined, or is gone"
