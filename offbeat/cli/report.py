@@ -79,9 +79,8 @@ def _compare(run_dirs: Sequence[Path], output: Path) -> None:
 def _read(run_dir: Path) -> Records:
     metrics = run_dir / _METRICS
     if not metrics.is_file():
-        raise ScenarioError(
-            f"Cannot report on {run_dir}: it has no metrics.jsonl. Give a folder that `offbeat run` left."
-        )
+        why = "it has no metrics.jsonl" if run_dir.exists() else "there is no such folder"
+        raise ScenarioError(f"Cannot report on {run_dir}: {why}. Give a folder that `offbeat run` left.")
     return Records(metrics)
 
 

@@ -157,7 +157,7 @@ class LocalShards:
         left = settings.restarts - 1
         if left < 1:
             raise NetworkError(f"{lost}, for the last time: it is not started again.")
-        self._say(f"{lost}; it is started again ({left} times more).")
+        self._say(f"{lost}; it is started again (and {left} more times if need be).")
         again = msgspec.structs.replace(settings, restarts=left)
         self._returning.append((self._begin(again), again))
 

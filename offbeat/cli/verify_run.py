@@ -32,7 +32,8 @@ def verify_run(
     All workers had equal parameters, each contribution was used once, and nobody was further ahead than allowed.
     `offbeat run --history` records one. What was decided is decided again by the same policies, so that a server that
     went wrong shows, and a history that was changed. With --against another run of the same plan has to have the same
-    parameters after each step. The exit code is 1 if a law is broken, and 2 if something cannot be read.
+    parameters after each step. The exit code is 1 if a law is broken or no worker has made a step, and 2 if something
+    cannot be read.
     """
     from offbeat.audit import compare, verify
     from offbeat.errors import HistoryError
@@ -48,7 +49,12 @@ def verify_run(
         console = Console(highlight=False, soft_wrap=True)
         for line in _lines(result):
             console.print(line, markup=False)
-    raise typer.Exit(0 if result.holds else 1)
+    raise typer.Exit(0 if result.holds and not _is_empty(result) else 1)
+
+
+def _is_empty(result: AuditResult) -> bool:
+    """Whether there is nothing to check: no worker has made a step."""
+    return not (result.checked or result.hashes or result.violations)
 
 
 def _plain(result: AuditResult) -> dict[str, object]:
@@ -72,6 +78,8 @@ def _lines(result: AuditResult) -> list[str]:
         rows = [(str(rank), str(one.judged), str(one.rejected)) for rank, one in result.by_rank.items()]
         headings = ("rank", "judged", "rejected")
         lines += ["", *("  ".join(map(str.rjust, row, map(len, headings))) for row in (headings, *rows))]
+    if _is_empty(result):
+        lines += ["", "Nothing was checked: no worker has made a step."]
     if result.notes:
         lines += ["", *dict.fromkeys(result.notes)]
     return lines

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from offbeat.cli.app import app
 from offbeat.errors import HistoryError
+from offbeat.history import HistoryWriter
 from offbeat.robust import Krum
 from offbeat.sync import BSP, SSP
 from tests.audit.recorded_runs import Recorded, rewrite
@@ -48,6 +49,13 @@ def test_one_screen(tmp_path: Path) -> None:
     assert " s  Ready(worker=" in output, "the story"
     code, output = verify_run(tmp_path, "--json")
     assert (code, json.loads(output)["violations"][0]["law"]) == (1, 2)
+
+
+def test_a_run_without_a_step_proves_nothing(tmp_path: Path) -> None:
+    HistoryWriter(tmp_path, "worker-0", kind="worker", job="j").close()
+    code, output = verify_run(tmp_path)
+    assert code == 1
+    assert "\nNothing was checked: no worker has made a step.\n" in output
 
 
 def test_who_was_rejected(tmp_path: Path) -> None:

@@ -326,7 +326,7 @@ class Shard:
         for what, tensor in snapshot.tensors:
             self.model_shard(what.model).restore(what, tensor)
         versions = ", ".join(str(one.version) for one in snapshot.header.models)
-        _log.warning("Goes on from its snapshot of version %s.", versions)
+        _log.warning("The parameter server continues from its snapshot of version %s.", versions)
 
     def _take_over(self, progress: Mapping[int, TrainingProgress]) -> None:
         """Continue from memory.
@@ -351,7 +351,7 @@ class Shard:
         if image.is_abandoned and self._coordinator is not None:
             asyncio.get_running_loop().call_later(self._patience_s, self._end_if_nobody_trains)
         versions = ", ".join(str(one.version) for one in image.models.values())
-        _log.warning("Continues from version %s, which is still in its memory.", versions)
+        _log.warning("The parameter server continues from version %s, which is still in its memory.", versions)
 
     def _begin_from_memory(self, image: LiveImage) -> None:
         """Have all shards continue from what they still have of the life before."""
