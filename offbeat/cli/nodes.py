@@ -103,6 +103,17 @@ class _NodeStart(msgspec.Struct, frozen=True):
     host: str
     pid: int
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether the launcher ran on this machine and is gone."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except OSError as error:
+            return error.errno == errno.ESRCH
+        return False
+
     def difference(self, rank: int, first: _NodeStart) -> str:
         """The reason why this node cannot take part in the job of node 0; "" if it can."""
         if self.nodes != first.nodes:
@@ -172,7 +183,10 @@ class NodeGroup:
             self._store = PrefixStore("offbeat-run", self._open(patience_s))
             mine = _NodeStart(spec.count, workers, plan, __version__, socket.gethostname(), os.getpid())
             key = f"node/{spec.rank}"
-            there = _read(self._store.compare_set(key, "", msgspec.json.encode(mine).decode()))
+            own = msgspec.json.encode(mine).decode()
+            there = _read(found := self._store.compare_set(key, "", own))
+            if there.was_killed and not self._store.add(f"beat/{spec.rank}", 0):  # before it started any worker
+                there = _read(self._store.compare_set(key, found.decode(), own))
             if there != mine:
                 raise PlanError(
                     f"Cannot start as node {spec.rank}: process {there.pid} on {there.host} already has that number in "
@@ -212,10 +226,10 @@ class NodeGroup:
         )
 
     def _open(self, patience_s: float) -> Store:
-        from torch._C._distributed_c10d import TCPStore
-
         spec = self._spec
         if spec.rank == 0:
+            from torch._C._distributed_c10d import TCPStore
+
             listener = _listen(spec)
             self._server = TCPStore(
                 spec.address,
@@ -227,7 +241,7 @@ class NodeGroup:
             )
         else:
             self._wait_for_first(patience_s)
-        return TCPStore(spec.address, spec.port, is_master=False, wait_for_workers=False, timeout=_ANSWER)
+        return _connect(spec)
 
     def _wait_for_first(self, patience_s: float) -> None:
         spec, speaks_s = self._spec, time.monotonic() + patience_s
@@ -235,7 +249,7 @@ class NodeGroup:
             try:
                 socket.create_connection((spec.address, spec.port), timeout=_ANSWER.total_seconds()).close()
                 return
-            except socket.gaierror as error:
+            except (socket.gaierror, UnicodeError) as error:
                 raise _unknown(spec, error) from error
             except OSError as error:
                 if time.monotonic() > speaks_s:
@@ -279,8 +293,8 @@ class NodeGroup:
     def _number(self, nodes: list[_NodeStart]) -> None:
         counts = [node.workers for node in nodes]
         self.first_rank, self.world = sum(counts[: self._spec.rank]), sum(counts)
-        if self.world > MAX_WORLD:
-            raise PlanError(f"Cannot start {self.world} workers on all machines: a job has at most {MAX_WORLD}.")
+        if self.world > MAX_WORLD:  # each machine says it to the others, which may not have come so far
+            self._refuse(f"Cannot start {self.world} workers on all machines: a job has at most {MAX_WORLD}.")
 
     # -- while the workers run -----------------------------------------------------------------------------------
 
@@ -348,6 +362,9 @@ class NodeGroup:
         self._others = self._all_others - silent - ended
         if not self._failure and self._store.check(["failed"]):
             self._failure = self._store.get("failed").decode()
+        never = min((rank for rank in silent if not self._heard[rank][0]), default=None)
+        if not self._failure and never is not None:
+            self._failure = f"node {never}: its `offbeat run` was lost before it started any worker."
 
 
 def _read(data: bytes) -> _NodeStart:
@@ -375,11 +392,37 @@ def load_quietly() -> None:
     importlib.import_module("torch")
 
 
-def _unknown(spec: NodeSpec, error: OSError) -> NetworkError:
+def _unknown(spec: NodeSpec, error: socket.gaierror | UnicodeError) -> NetworkError:
+    why = error.strerror if isinstance(error, OSError) else "that cannot be the name of a machine"
     return NetworkError(
-        f"Cannot find node 0 at {spec.address}: {error.strerror}. Give --master-addr an address that every machine "
-        "knows."
+        f"Cannot find node 0 at {spec.address}: {why}. Give --master-addr an address that every machine knows."
     )
+
+
+def _connect(spec: NodeSpec) -> Store:
+    """Connect to the store of node 0, in a thread: torch waits without a limit for the first answer.
+
+    Raises:
+        NetworkError: if something else listens there.
+    """
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import DistError
+
+    found: list[Store] = []
+
+    def connect() -> None:
+        with contextlib.suppress(DistError):
+            found.append(TCPStore(spec.address, spec.port, is_master=False, wait_for_workers=False, timeout=_ANSWER))
+
+    thread = threading.Thread(target=connect, name="offbeat-nodes-connect", daemon=True)
+    thread.start()
+    thread.join(_ANSWER.total_seconds())
+    if not found:
+        raise NetworkError(
+            f"Cannot start node {spec.rank}: the process that listens at {spec.place} does not answer as the "
+            "`offbeat run` of node 0 does. Start node 0 there, or choose another --master-port, on every machine."
+        )
+    return found[0]
 
 
 def _listen(spec: NodeSpec) -> socket.socket:
@@ -390,7 +433,7 @@ def _listen(spec: NodeSpec) -> socket.socket:
     """
     try:
         entries = socket.getaddrinfo(spec.address, spec.port, type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:
         raise _unknown(spec, error) from error
     family, kind, protocol, _, where = entries[0]
     host = str(where[0])

@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 import signal
 import socket
+import time
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
-from offbeat.cli.nodes import NodeSpec
-from offbeat.errors import PlanError
+from offbeat.cli import nodes
+from offbeat.cli.nodes import NodeGroup, NodeSpec
+from offbeat.errors import NetworkError, PlanError
 from tests.cli.commands import TRAIN, offbeat, script, start
 
 if TYPE_CHECKING:
@@ -152,6 +156,8 @@ def test_a_worker_joins_where_the_machines_met(tmp_path: Path, port: int) -> Non
         (("--nodes", 2, "--node-rank", 0, "--master-addr", "127.0.0.1", "--join", "out"), "leave out --nodes"),
         (("--nodes", 2, "--node-rank", 0, "--master-addr", "192.0.2.1"), "192.0.2.1 is no address of this machine"),
         (("--nodes", 2, "--node-rank", 1, "--master-addr", "no.such.name.invalid"), "no.such.name.invalid"),
+        (("--nodes", 2, "--node-rank", 0, "--master-addr", "a..b"), "Cannot find node 0 at a..b: that cannot be"),
+        (("--nodes", 2, "--node-rank", 1, "--master-addr", "a" * 70), "that cannot be the name of a machine"),
     ],
 )
 def test_options_that_cannot_work(tmp_path: Path, options: tuple[object, ...], says: str) -> None:
@@ -212,6 +218,61 @@ def test_a_number_that_another_machine_has_is_refused_there_alone(tmp_path: Path
         (tmp_path / "over").touch()
         ended = [one.communicate(timeout=PATIENCE_S)[0] for one in (zeroth, first)]
         assert [zeroth.returncode, first.returncode] == [0, 0], ended
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_launcher_that_is_killed_while_it_waits_can_be_started_again(
+    tmp_path: Path, port: int, number: signal.Signals
+) -> None:
+    where = ("--nodes", 2, "--master-addr", "127.0.0.1", "--master-port", port, "-n", 1)
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    with start("run", *where, "--node-rank", 1, script(tmp_path, TRAIN), folder=tmp_path) as killed:
+        try:
+            PrefixStore("offbeat-run", store).wait(["node/1"], timedelta(seconds=PATIENCE_S))
+            killed.send_signal(number)
+            assert killed.wait(timeout=PATIENCE_S) == -number
+        finally:
+            killed.kill()
+    again = start("run", *where, "--node-rank", 1, "--timeout", 0.5, script(tmp_path, TRAIN), folder=tmp_path)
+    with again:
+        try:
+            assert again.stdout is not None
+            assert "Waiting for node 0 of 2" in again.stdout.readline()
+        finally:
+            again.kill()
+
+
+def test_something_else_that_listens_at_the_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nodes, "_ANSWER", timedelta(seconds=1))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        group = NodeGroup(NodeSpec(2, 1, *other.getsockname()), lambda text: None)
+        with pytest.raises(NetworkError, match="does not answer as the `offbeat run` of node 0 does"):
+            group.meet(1, "", 5.0)
+
+
+def test_a_launcher_that_was_lost_before_it_started_workers_ends_the_job(
+    monkeypatch: pytest.MonkeyPatch, port: int
+) -> None:
+    monkeypatch.setattr(nodes, "_SILENT_S", 0.2)
+    group = NodeGroup(NodeSpec(2, 0, "127.0.0.1", port), lambda text: None)
+    group._store = PrefixStore("offbeat-run", HashStore())
+    for _ in range(2):
+        group._hear()
+        assert not group.failure
+    time.sleep(0.3)
+    group._hear()
+    assert group.failure == "node 1: its `offbeat run` was lost before it started any worker."
+    lived = NodeGroup(NodeSpec(2, 0, "127.0.0.1", port), lambda text: None)
+    lived._store = group._store
+    lived._store.add("beat/1", 1)
+    lived._hear()
+    time.sleep(0.3)
+    lived._hear()
+    assert not lived.failure, "its workers may train on"
 
 
 def test_one_machine_needs_no_address() -> None:
