@@ -7,6 +7,7 @@ and be compared, printed and digested as something else.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 
 
@@ -42,7 +43,7 @@ class RealNumbers:
     """The numbers between bounds, each of which is in the range (`least`, `most`) or not (`above`, `below`).
 
     Args:
-        finite: whether infinity is in none.
+        finite: whether infinity is in none, nor a whole number that is too large for a float.
 
     >>> [value in RealNumbers(above=0, most=1) for value in (0.5, 1, 0, math.nan, True, "0.5", None)]
     [True, True, False, False, False, False, False]
@@ -61,5 +62,5 @@ class RealNumbers:
             self.least <= value <= self.most
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
-            and (not self.finite or math.isfinite(value))
+            and (not self.finite or -sys.float_info.max <= value <= sys.float_info.max)
         )

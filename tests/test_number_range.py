@@ -93,3 +93,4 @@ def test_what_is_in_a_range() -> None:
     assert [value in RealNumbers(above=0, finite=finite) for finite in (True, False) for value in (math.inf, 1)] == [
         False, True, True, True,
     ]  # fmt: skip
+    assert 10**400 not in RealNumbers(), "it is no float"

@@ -356,7 +356,7 @@ class Launch:
         """Say what offbeat refused, unless another worker had the same answer."""
         if worker.code != REFUSED or not (left := self._refusals / str(worker.rank)).is_file():
             return
-        text = left.read_text()
+        text = left.read_text("utf-8")
         worker.tail.extend(f"offbeat: {text}".splitlines())
         self._refused.setdefault(text, []).append(worker.rank)
         if len(self._refused[text]) == 1:

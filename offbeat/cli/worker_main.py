@@ -72,7 +72,7 @@ def _hand_over(refusal: str) -> bool:
     if folder is None:
         return False
     try:
-        Path(folder, os.environ["RANK"]).write_text(_brief(refusal))
+        Path(folder, os.environ["RANK"]).write_text(_brief(refusal), "utf-8", "backslashreplace")
     except OSError:
         return False
     return True

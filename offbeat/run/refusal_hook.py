@@ -35,14 +35,17 @@ def say_refusals_once(store: Store, rank: int) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         is_refusal = isinstance(error, OffbeatError) and not isinstance(error, (WorkerLostError, NetworkError))
-        key = f"refusal/{hashlib.sha256(str(error).encode()).hexdigest()}"
-        if is_refusal and _is_printed(store, key):
+        if not is_refusal:
+            previous(kind, error, trace)
+            return
+        text = str(error).encode(errors="backslashreplace")  # a path in it may not be UTF-8
+        key = f"refusal/{hashlib.sha256(text).hexdigest()}"
+        if _is_printed(store, key):
             sys.stderr.write(f"offbeat: rank {rank} was refused the same.\n")
             return
         previous(kind, error, trace)
-        if is_refusal:
-            sys.stderr.flush()
-            _note(store, key)
+        sys.stderr.flush()
+        _note(store, key)
 
     sys.excepthook = hook
 

@@ -467,6 +467,14 @@ def test_what_is_refused_to_one_is_repeated_when_the_others_have_spoken(tmp_path
     assert f"  offbeat: {says}" in output.partition("\nrank 1 on ")[2]
 
 
+def test_a_refusal_may_name_a_path_that_is_not_utf_8(tmp_path: Path) -> None:
+    refuses = "import offbeat\nraise offbeat.errors.PlanError('Cannot read /data/\\udcff: choose another.')"
+    code, output = offbeat("run", "--workers", 2, script(tmp_path, refuses), folder=tmp_path)
+    assert code == 2, output
+    assert output.count(r"offbeat: Cannot read /data/\udcff: choose another.") == 1, output
+    assert "Traceback" not in output
+
+
 @pytest.mark.parametrize("line", ["model = torch.nn.Linear(4, 2)", "model = torch.nn.Linear(4, 2 + run.rank)"])
 def test_under_torchrun_too_what_is_refused_to_all_is_said_once(tmp_path: Path, line: str) -> None:
     plan = "" if "rank" in line else "offbeat.Plan(sync=offbeat.KSync(9), fabric=offbeat.ParameterServer())"
