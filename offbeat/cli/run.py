@@ -286,9 +286,9 @@ def run(
     except (OSError, ScenarioError) as error:  # such as a full disk: what was trained is trained
         why = f"Cannot write the report: {error.strerror}." if isinstance(error, OSError) else str(error)
         console.print(f"{why} `offbeat report {folder}` tries again.", markup=False)
-    if code and (strayed := _strayed(context, job.arguments)):
+    if code and not launch.has_said_why and (strayed := _strayed(context, job.arguments)):
         console.print(
-            f"{strayed}, behind the script, was taken for the script's own. Options of `offbeat run` stand before it: "
+            f"{strayed} stands after the script and was passed to it. Options of `offbeat run` stand before it: "
             f"offbeat run {strayed} ... {script}",
             markup=False,
         )
@@ -324,7 +324,7 @@ def _store(folder: Path) -> Path:
 def _reserve(fd: int) -> None:
     """Keep room on the disk behind a file's end, where the file system can: what is appended later is not lost.
 
-    Of an entry that a full disk cuts in half nobody gets past: whoever reads the store waits for the rest.
+    Nobody can read past an entry that a full disk has cut in half: whoever reads the store waits for the rest.
     """
     ctypes.CDLL(None).fallocate64(fd, _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(STORE_BYTES))
 

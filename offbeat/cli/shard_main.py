@@ -318,7 +318,9 @@ def look_after(settings: ShardSettings, say: Callable[[str], None], clock: Clock
             note.give_up(told)
             return
         left -= 1
-        _log.warning("The parameter server at %s %s; it is started again (and %d more times if need be).", address, how, left)
+        _log.warning(
+            "The parameter server at %s %s; it is started again (and %d more times if need be).", address, how, left
+        )
         note.write(msgspec.structs.replace(settings, restarts=left))
         due_s = clock.now_s() + backoff.next_s()
         while clock.now_s() < due_s and not was_stopped:

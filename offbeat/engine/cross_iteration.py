@@ -358,7 +358,7 @@ class CrossIterationReducer(Reducer):
         self._leave_schedule("")
         text = f"step {self.step}: gradients are sent in {len(schedule.blocks)} blocks, in the order of"
         self._context.log.all(
-            "scheduling", f"{text} {short_name(self.plan.scheduling)}, also behind the next forward pass."
+            "scheduling", f"{text} {short_name(self.plan.scheduling)}, during the next forward pass as well."
         )
 
     def _start_thread(self, schedule: Schedule) -> None:
@@ -552,7 +552,7 @@ class CrossIterationReducer(Reducer):
         self._tell_barrier(why)
 
     def _tell_barrier(self, why: str) -> None:
-        self._tell(self.step, "scheduling", f"step {self.step}: gradients are waited for behind backward: {why}.")
+        self._tell(self.step, "scheduling", f"step {self.step}: workers wait for the gradients after backward: {why}.")
 
     def _scheduled(self, names: Sequence[str], schedule: Schedule) -> Layout:
         """The layout in which each block of a schedule of these gradients is a bucket."""

@@ -400,10 +400,15 @@ def test_an_option_behind_the_script_is_said_to_be_the_scripts(tmp_path: Path) -
     path = script(tmp_path, "import argparse; argparse.ArgumentParser().parse_args()")
     code, output = offbeat("run", path, "--workers=3", folder=tmp_path)
     assert code == 2
-    assert "--workers, behind the script, was taken for the script's own." in output
+    assert "--workers stands after the script and was passed to it." in output
     code, output = offbeat("run", path, "--own", folder=tmp_path)
     assert code == 2
-    assert "behind the script" not in output
+    assert "stands after the script" not in output
+    path.write_text("import offbeat\noffbeat.init(offbeat.Plan(rule=offbeat.robust.Krum(1)))")
+    code, output = offbeat("run", path, "--plan", "x", folder=tmp_path)
+    assert code == 2
+    assert "Cannot combine by Krum(faulty=1)" in output
+    assert "stands after the script" not in output, "offbeat refused it, and not the script"
 
 
 @pytest.mark.parametrize("workers", ["4097", "99999999999999999999"])

@@ -145,7 +145,11 @@ def test_who_looks_after_a_shard_is_killed_and_the_job_goes_on(
     os.kill(keeper, signal.SIGKILL)
     struck_s = time.monotonic()
     job.soon(
-        lambda: "was killed, and the shard with it; it is started again (and 4 more times if need be)." in job.said.read_text(), 3
+        lambda: (
+            "was killed, and the shard with it; it is started again (and 4 more times if need be)."
+            in job.said.read_text()
+        ),
+        3,
     )
     assert time.monotonic() - struck_s < 3
     job.soon(lambda: alive(serving) < serving, 3)  # its shard went with it
@@ -243,7 +247,9 @@ def test_a_replacement_that_is_killed_while_it_starts_uses_up_one_restart(
         for one in shards._processes:
             one.process.wait()
         clock.sleep(0.1)
-    assert [text.rpartition("(")[2] for text in said] == [f"and {left} more times if need be)." for left in (4, 3, 2, 1)]
+    assert [text.rpartition("(")[2] for text in said] == [
+        f"and {left} more times if need be)." for left in (4, 3, 2, 1)
+    ]
     assert all(after - before > 0.2 for before, after in itertools.pairwise(at)), "with a pause between"
     assert "for the last time: it is not started again." in why
     shards.end(0.1, 0.3, hurry=lambda: False)

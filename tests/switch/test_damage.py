@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -64,12 +65,14 @@ def test_tables_are_right_though_datagrams_are_damaged(interfaces: tuple[str, ..
     """Every worker adds integers that are exact, and reads the same sums at the end."""
     updates = np.random.default_rng(1).integers(-1000, 1000, (_WORKERS, _STEPS, _ROWS * _VALUES)).astype(np.float32)
 
-    def tables() -> list[NDArray[np.float32]]:
+    def tables() -> tuple[list[NDArray[np.float32]], dict[str, int]]:
         with served_switch(interfaces=interfaces, at_xdp=at_xdp, timeout=_TIMEOUT) as address:
-            return _tables_of(address, updates)
+            return _tables_of(address, updates), dropped_at(address)
 
-    for table in in_a_network_of_its_own(tables) if interfaces else tables():
+    found, dropped = in_a_network_of_its_own(tables) if interfaces else tables()
+    for table in found:
         np.testing.assert_array_equal(table, updates.sum(axis=(0, 1)))
+    assert dropped["damaged"] > 5
 
 
 def _tables_of(address: str, updates: NDArray[np.float32]) -> list[NDArray[np.float32]]:
@@ -95,9 +98,6 @@ def _tables_of(address: str, updates: NDArray[np.float32]) -> list[NDArray[np.fl
             thread.close()
             control.close()
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(_WORKERS)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        list(pool.map(work, range(_WORKERS)))
     return [found[rank] for rank in range(_WORKERS)]

@@ -268,7 +268,7 @@ def test_a_view_that_is_used_late_is_found_in_the_next_step_that_is_watched() ->
     assert steps["barrier"][6:] == others["barrier"][6:]
     assert max(steps["hidden"]) < steps["watched"][-1], "every later step is done at its end"
     assert steps["barrier"][-1] == 23
-    (text,) = [text for text in told if "waited for behind backward" in text]
+    (text,) = [text for text in told if "wait for the gradients after backward" in text]
     assert f"rank 0: {__file__}:" in text
     assert "uses the memory of twice.bias (aten.mul.Tensor) through another tensor" in text
 

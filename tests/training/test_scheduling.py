@@ -146,7 +146,7 @@ def test_a_plan_that_takes_whole_steps_stays_at_the_barrier_and_says_so_once(
         assert all(map(torch.equal, mine, theirs))
         assert all(map(torch.equal, mine, hidden[0][0]))
     assert sum("the step is skipped" in text for text in hidden[0][2]) == (nonfinite == "skip")
-    said = [text for text in hidden[0][2] if "waited for behind backward" in text]
+    said = [text for text in hidden[0][2] if "wait for the gradients after backward" in text]
     assert len(said) == 1, said
     assert why in said[0]
 
@@ -216,7 +216,7 @@ def stays(how: str) -> tuple[bool, list[int], list[str]]:
             if how == "looks":
                 assert next(net.parameters()).grad.norm() >= 0  # type: ignore[union-attr]
             optimizer.zero_grad()
-        return is_ahead(run), held, [text for text in told if "waited for behind backward" in text]
+        return is_ahead(run), held, [text for text in told if "wait for the gradients after backward" in text]
 
 
 @pytest.mark.slow
@@ -259,7 +259,7 @@ def resumed(how: str) -> tuple[bool, bool, list[str]]:
                 optimizer.zero_grad()
             were_ahead.append(is_ahead(run))
             states = [copy.deepcopy(one.state_dict()) for one in (net, optimizer, run)]
-    return were_ahead[0], were_ahead[1], [text for text in told if "waited for behind backward" in text]
+    return were_ahead[0], were_ahead[1], [text for text in told if "wait for the gradients after backward" in text]
 
 
 def test_who_is_back_at_the_barrier_stays_there_when_it_is_resumed() -> None:

@@ -193,7 +193,7 @@ def test_buffers_that_backward_begins_to_write_to_are_equal_all_the_same() -> No
     assert was_ahead
     for one, other in zip(mine, theirs, strict=True):
         assert all(map(torch.equal, one, other))
-    assert any("net.1." in text and "waited for behind backward" in text for text in (*told, *said))
+    assert any("net.1." in text and "wait for the gradients after backward" in text for text in (*told, *said))
 
 
 def counted(folder: Path) -> None:

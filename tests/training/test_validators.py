@@ -415,6 +415,6 @@ def test_where_all_workers_fail_it_ends_at_once(tmp_path: Path) -> None:
         finally:
             job.kill()
     assert job.returncode == 1
-    assert "Cannot go on: all workers of the job are gone, and its parameter server has ended." in said
+    assert "Cannot continue: all workers of the job are gone, and its parameter server has ended." in said
     assert "tries to reconnect" not in said, "nobody is there"
     assert code == 76

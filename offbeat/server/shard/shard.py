@@ -106,7 +106,7 @@ _log = logging.getLogger("offbeat")
 
 # A contribution is nearly there when no more than one in so many of its blocks, or one block, is still to come.
 _NEARLY = 10
-_NOBODY_TRAINS = "Cannot go on: all workers of the job are gone, and its parameter server has ended. Start it again."
+_NOBODY_TRAINS = "Cannot continue: all workers of the job are gone, and its parameter server has ended. Start it again."
 
 
 class Shard:
