@@ -24,7 +24,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -101,17 +101,18 @@ class _NodeStart(msgspec.Struct, frozen=True):
     plan: str
     version: str
     host: str
-    pid: int
+    pid: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
 
     @property
-    def was_killed(self) -> bool:
-        """Whether the launcher ran on this machine and is gone."""
+    def is_gone(self) -> bool:
+        """Whether the launcher ran on this machine, and runs no more."""
         if self.host != socket.gethostname():
             return False
-        try:
-            os.kill(self.pid, 0)
-        except OSError as error:
-            return error.errno == errno.ESRCH
+        with contextlib.suppress(PermissionError):  # another user's
+            try:
+                os.kill(self.pid, 0)
+            except ProcessLookupError:
+                return True
         return False
 
     def difference(self, rank: int, first: _NodeStart) -> str:
@@ -185,7 +186,7 @@ class NodeGroup:
             key = f"node/{spec.rank}"
             own = msgspec.json.encode(mine).decode()
             there = _read(found := self._store.compare_set(key, "", own))
-            if there.was_killed and not self._store.add(f"beat/{spec.rank}", 0):  # before it started any worker
+            if there.is_gone and not self._store.add(f"beat/{spec.rank}", 0):  # before it started any worker
                 there = _read(self._store.compare_set(key, found.decode(), own))
             if there != mine:
                 raise PlanError(

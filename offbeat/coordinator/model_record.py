@@ -137,7 +137,7 @@ class ModelRecord:
         following = dict(state.past)
         for worker, member in state.members.items():
             is_decided = member.held and (worker, member.step) not in state.pending
-            following[worker] = member.step + is_decided if member.steps_here else member.joined
+            following[worker] = member.first_undecided(is_decided=is_decided)
         following |= self.taken_back
         return TrainingProgress(
             next=following,

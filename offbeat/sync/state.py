@@ -93,6 +93,16 @@ class Member:
         """Whether it waits for a decision of the policy, or for its own contribution to arrive."""
         return self.ready_s is not None
 
+    def first_undecided(self, *, is_decided: bool) -> int:
+        """The number of its first contribution of which nothing was decided.
+
+        Where it has brought nothing since it joined, that is the one that it holds from before.
+
+        Args:
+            is_decided: whether something was decided of the contribution for `step`.
+        """
+        return self.step + is_decided if self.steps_here else self.joined
+
     @property
     def pace(self) -> int:
         """The step it is at, as workers are compared."""
@@ -363,9 +373,7 @@ def _left(state: State, worker: int, returns: bool = False) -> State:
     pending = state.pending
     if not member.arrived:
         pending = {push: weight for push, weight in pending.items() if push != (worker, member.step)}
-    # Nothing was decided about what it holds from before, if it has brought nothing since it joined.
-    following = member.step + member.held if member.steps_here else member.joined
-    past = {**state.past, worker: following}
+    past = {**state.past, worker: member.first_undecided(is_decided=member.held)}
     return changed(state, members=members, pending=pending, past=past, away=away)
 
 
