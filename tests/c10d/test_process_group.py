@@ -258,11 +258,12 @@ def wait_for_one_that_is_stopped(size: int) -> tuple[float, str, list[str]]:
     told = listen()
     rank, _ = begin("offbeat", PATHS, timeout_s=4)
     tensor = torch.ones(size)
-    dist.all_reduce(tensor)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
     began_s = time.monotonic()
     try:
+        dist.all_reduce(tensor)
+        # What rank 1 still owes to rank 0 may stop with it: then rank 0 waits here already.
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
         dist.all_reduce(tensor)
     except Exception as error:
         return time.monotonic() - began_s, str(error), told
@@ -280,14 +281,14 @@ def test_a_worker_that_is_stopped_for_good_ends_the_call_at_the_timeout(size: in
 def lose_one_with_a_child() -> tuple[float, str]:
     rank, _ = begin("offbeat", PATHS)
     tensor = torch.ones(200_000)
-    dist.all_reduce(tensor)
-    if rank == 1:
-        if os.fork() == 0:
-            time.sleep(8)
-            os._exit(0)
-        os.kill(os.getpid(), signal.SIGKILL)
     began_s = time.monotonic()
     try:
+        dist.all_reduce(tensor)
+        if rank == 1:
+            if os.fork() == 0:
+                time.sleep(8)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(tensor)
     except Exception as error:
         return time.monotonic() - began_s, str(error)
