@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 _POLL = timedelta(milliseconds=20)
 # A peer that hung up, as a process that is killed does, is lost after a fifth of it. One that is silent is lost after
 # all of it if its machine is silent, too. Else whoever waits decides: a worker may well hold the GIL for some seconds.
-_TIMEOUT = timedelta(seconds=5)
+# Silence is counted from the last word of the peer's kernel, and everybody is to know within 5 s.
+_TIMEOUT = timedelta(seconds=4.7)
 _SILENT_S = 1.0
 _MEASUREMENT = timedelta(seconds=20)  # at least: the slowest link takes so long for the least that tells something
 _LIMITS = Limits(max_metadata_bytes=4 << 10, max_body_bytes=4 << 20, timeout=_TIMEOUT)
