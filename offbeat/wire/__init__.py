@@ -7,7 +7,8 @@
 * `stream` - a socket that never blocks, plain or with TLS
 * `link` - a session on real connections, one after the other; `keepalive` - whether a silent peer's machine answers
 * `tcp` - `listen` and `connect`, with an example; `listener` and `connector` behind them
-* `mesh` - a link with each of the others; `lane` - memory that grows at one end of a link and then at the other
+* `mesh` - a link with each of the others; `lane` - memory that grows at one end of a link and then at the other;
+  `lane_inbox` - which lane takes in the block that comes
 * `interfaces` - the addresses of this machine, and which of them leads to a peer
 * `loop_thread` - an event loop on a thread, for a training process; `busy_poll` - one that looks again before it sleeps
 * `message_stream` - messages over an asyncio stream

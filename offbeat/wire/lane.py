@@ -8,6 +8,10 @@ A `GrowingBuffer` is valid from its start up to its `progress`. A lane sends it 
 so that a chunk that goes over several machines is on all links of its way at once, and what is summed up is spread
 while the rest is still being summed up. All lanes to a peer share a window, and those whose turn comes first go first.
 
+A lane may begin in the middle, where another one has ended (`start`). It may wait for the receiver to allow more
+(`LaneScheduler.allow`), and may be withdrawn (`cancel`). What is made anew is another buffer of a later generation,
+over the same memory or not, and goes on lanes of its own.
+
 What is added is added element by element in a declared order: own + first child + second child, whoever came first.
 
 Nothing is copied on its way. A block that was received twice, after a connection broke, is thrown away by the session,
@@ -107,21 +111,26 @@ class GrowingBuffer:
         """Whether all of it is valid."""
         return self.progress == len(self.memory)
 
-    def follow(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called whenever more is valid."""
-        self._followers.append(wake)
+    def follow(self, wake: Callable[[], None]) -> Callable[[], None]:
+        """Have `wake` called whenever more is valid, until all is; returns what ends that before."""
+        if not self.is_whole:
+            self._followers.append(wake)
+
+        def end() -> None:
+            if wake in self._followers:
+                self._followers.remove(wake)
+
+        return end
 
     def grow(self, progress: int) -> None:
         """Say that so many bytes are valid now; fewer than before change nothing."""
         if progress > self.progress:
             self.progress = progress
-            for wake in self._followers:
+            followers = list(self._followers)
+            if self.is_whole:
+                self._followers.clear()
+            for wake in followers:
                 wake()
-
-    def restart(self) -> None:
-        """Forget what is in it, as a new generation: nothing is valid."""
-        self.generation += 1
-        self.progress = 0
 
 
 class OutgoingLane:
@@ -132,11 +141,24 @@ class OutgoingLane:
         source: what is sent.
         priority: who goes first of those that may: the least, and of equal ones that of which least has been sent.
         start: bytes that the other end has already.
+        until: bytes up to which the other end takes it in; None for all. A block is not cut there, but waits.
         most_bytes: of a block; None for as many as suit the link.
         sent: called once, when all of it has arrived, or its memory is free for other reasons.
     """
 
-    __slots__ = ("at", "is_queued", "key", "most_bytes", "priority", "sent", "source", "unacknowledged")
+    __slots__ = (
+        "at",
+        "end_following",
+        "is_cancelled",
+        "is_queued",
+        "key",
+        "most_bytes",
+        "priority",
+        "sent",
+        "source",
+        "unacknowledged",
+        "until",
+    )
 
     def __init__(
         self,
@@ -145,19 +167,22 @@ class OutgoingLane:
         priority: tuple[int, ...],
         *,
         start: int = 0,
+        until: int | None = None,
         most_bytes: int | None = None,
         sent: Callable[[], None] = lambda: None,
     ) -> None:
         self.key, self.source, self.priority, self.at, self.sent = key, source, priority, start, sent
+        self.until = len(source.memory) if until is None else until
         self.most_bytes = most_bytes
         self.unacknowledged = 0
-        self.is_queued = False
+        self.is_queued = self.is_cancelled = False
+        self.end_following: Callable[[], None] = lambda: None
 
     def next_size(self, block_bytes: int) -> int:
-        """The bytes of the next block; 0 if it is not there yet."""
+        """The bytes of the next block; 0 if it is not there yet, or the other end does not take it in yet."""
         block_bytes = block_bytes if self.most_bytes is None else min(block_bytes, self.most_bytes)
         end = min(len(self.source.memory), (self.at // block_bytes + 1) * block_bytes)
-        return end - self.at if self.source.progress >= end else 0
+        return end - self.at if min(self.source.progress, self.until) >= end and not self.is_cancelled else 0
 
     @property
     def most_blocks(self) -> int:
@@ -167,8 +192,8 @@ class OutgoingLane:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last block is on its way."""
-        return self.at == len(self.source.memory)
+        """Whether the last block is on its way, or no other one will be."""
+        return self.is_cancelled or self.at == len(self.source.memory)
 
 
 class RateEstimate:
@@ -252,8 +277,22 @@ class LaneScheduler:
         if lane.is_over:
             lane.sent()
             return
-        lane.source.follow(lambda: self._wake(lane))
+        lane.end_following = lane.source.follow(lambda: self._wake(lane))
         self._wake(lane)
+
+    def allow(self, lane: OutgoingLane, until: int) -> None:
+        """The other end takes a lane in up to so many bytes from its start; fewer than before change nothing."""
+        if until > lane.until:
+            lane.until = until
+            self._wake(lane)
+
+    def cancel(self, lane: OutgoingLane) -> None:
+        """Send no more blocks of a lane. It is `sent` once those on their way have arrived: then its memory is free."""
+        if not lane.is_over:
+            lane.is_cancelled = True
+            lane.end_following()
+            if not lane.unacknowledged:
+                lane.sent()
 
     def _wake(self, lane: OutgoingLane) -> None:
         if self._queue(lane):
@@ -277,6 +316,7 @@ class LaneScheduler:
                 self._queue(lane)
 
     def _send(self, lane: OutgoingLane, size: int) -> None:
+        assert lane.key.generation == lane.source.generation, "a lane carries one generation"
         begin, lane.at = lane.at, lane.at + size
         body = lane.source.memory[begin : lane.at]
         is_copied = len(lane.source.memory) <= _COPIED_BYTES
@@ -340,12 +380,13 @@ class CopyingSink:
     Args:
         target: where they belong.
         done: called when it is whole.
+        start: the bytes that are there already.
     """
 
-    def __init__(self, target: GrowingBuffer, done: Callable[[], None] = lambda: None) -> None:
-        self._target, self._done, self._end = target, done, 0
+    def __init__(self, target: GrowingBuffer, done: Callable[[], None] = lambda: None, *, start: int = 0) -> None:
+        self._target, self._done, self._end = target, done, start
         self.generation = target.generation
-        self.have_bytes, self.came_s = 0, 0.0
+        self.have_bytes, self.came_s = start, 0.0
 
     @property
     def is_whole(self) -> bool:
@@ -395,6 +436,10 @@ class AddingSink:
         add: adds: (out, own, received), all of the same bytes.
         pool: of memory for blocks.
         done: called when all is added.
+        start: the bytes that are added already, as far as `out` goes.
+
+    Attributes:
+        end: to be called where the sum is given up before it is whole.
     """
 
     def __init__(
@@ -404,14 +449,16 @@ class AddingSink:
         add: Callable[[memoryview, memoryview, bytearray], None],
         pool: StagingPool,
         done: Callable[[], None] = lambda: None,
+        *,
+        start: int = 0,
     ) -> None:
         self._own, self._out, self._add, self._pool, self._done = own, out, add, pool, done
         self._staged: deque[tuple[int, bytearray]] = deque()
         self._coming: bytearray = bytearray()
-        self._end = 0
-        self.generation = own.generation
-        self.have_bytes, self.came_s = 0, 0.0
-        own.follow(self._go_on)
+        self._end = start
+        self.generation = out.generation
+        self.have_bytes, self.came_s = start, 0.0
+        self.end = own.follow(self._go_on)
 
     @property
     def is_whole(self) -> bool:

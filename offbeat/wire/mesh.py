@@ -30,7 +30,8 @@ import msgspec
 
 from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PeerError
 from offbeat.wire import tcp
-from offbeat.wire.lane import BusyTime, ChannelNumber, LaneBlock, LaneKey, LaneScheduler
+from offbeat.wire.lane import BusyTime, ChannelNumber, LaneBlock, LaneScheduler
+from offbeat.wire.lane_inbox import LaneInbox
 from offbeat.wire.messages import Number
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from offbeat.wire.credentials import Credentials
-    from offbeat.wire.lane import OutgoingLane, Sink
+    from offbeat.wire.lane import LaneKey, OutgoingLane, Sink
     from offbeat.wire.link import PeerLink
     from offbeat.wire.listener import Listener
     from offbeat.wire.session import Limits
@@ -244,55 +245,57 @@ class MeshPeer:
         self.scheduler = LaneScheduler(link, busy=mesh.busy)
         self.eager_bytes = 0  # sent to it before it has begun what they belong to
         self.early_bytes = 0  # that came from it before this process has begun what they belong to
-        self._sink: tuple[Sink | None, LaneKey, int] | None = None  # where the body goes that is being received
+        self._inbox = LaneInbox(self._find)
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
         """The memory of a block."""
         message = _decode(metadata)
         if isinstance(message, ExchangeBegun):
             raise PeerError("Cannot take in a body with the word that an exchange was begun.")
-        key = LaneKey(message.channel, message.exchange, message.op, message.generation)
-        channel = self._mesh.channel(key.channel)
-        exchange = channel.find(key.exchange)
-        if channel.has_failed(key.exchange):
-            self._sink = None
-            return memoryview(bytearray(size_bytes))
-        if exchange is None:
-            self.early_bytes += size_bytes + _BLOCK_COST_BYTES
-            if self.early_bytes > _MOST_EARLY_BYTES:
-                raise PeerError(
-                    f"Cannot keep more than {_MOST_EARLY_BYTES} bytes of exchanges that were not begun here, of which "
-                    f"each block counts {_BLOCK_COST_BYTES} beside its own."
-                )
-            self._sink = None, key, message.offset
-            return memoryview(bytearray(size_bytes))
-        sink = exchange.sink(self.rank, key)
-        self._sink = sink, key, message.offset
-        if sink.generation != key.generation:
-            self._sink = None
-            return memoryview(bytearray(size_bytes))
-        return sink.destination(message.offset, size_bytes)
+        return self._inbox.destination(message, size_bytes)
 
     def received(self, metadata: bytes, body: memoryview) -> None:
         """A block, or word that an exchange was begun."""
-        if not body:
-            message = _decode(metadata)
-            if not isinstance(message, ExchangeBegun):
-                raise PeerError("Cannot take in a block without a body.")
-            self._mesh.channel(message.channel).begun_by(self.rank, message)
+        if body:
+            self._inbox.received(body)
             return
-        taken, self._sink = self._sink, None
-        if taken is None:  # of an earlier generation, or of an exchange that has failed here
-            return
-        sink, key, offset = taken
-        if sink is None:
-            self._mesh.channel(key.channel).keep_early(self, key, offset, body)
-        else:
-            sink.received(offset, body)
+        message = _decode(metadata)
+        if not isinstance(message, ExchangeBegun):
+            raise PeerError("Cannot take in a block without a body.")
+        self._mesh.channel(message.channel).begun_by(self.rank, message)
+
+    def _find(self, key: LaneKey) -> Sink | None:
+        channel = self._mesh.channel(key.channel)
+        exchange = channel.find(key.exchange)
+        if channel.has_failed(key.exchange):
+            return None
+        return EarlySink(self, channel, key) if exchange is None else exchange.sink(self.rank, key)
 
     def lost(self, error: OffbeatError | None) -> None:
         """The link has ended."""
         self._mesh._lose(self.rank, error)
+
+
+class EarlySink:
+    """Blocks of an exchange that was not begun here yet: they wait in memory of a bounded size."""
+
+    is_whole = False
+
+    def __init__(self, peer: MeshPeer, channel: MeshChannel, key: LaneKey) -> None:
+        self._peer, self._channel, self._key, self.generation = peer, channel, key, key.generation
+
+    def destination(self, offset: int, size: int) -> memoryview:
+        peer = self._peer
+        peer.early_bytes += size + _BLOCK_COST_BYTES
+        if peer.early_bytes > _MOST_EARLY_BYTES:
+            raise PeerError(
+                f"Cannot keep more than {_MOST_EARLY_BYTES} bytes of exchanges that were not begun here, of which "
+                f"each block counts {_BLOCK_COST_BYTES} beside its own."
+            )
+        return memoryview(bytearray(size))
+
+    def received(self, offset: int, body: memoryview) -> None:
+        self._channel.keep_early(self._peer, self._key, offset, body)
 
 
 @dataclass(eq=False)
