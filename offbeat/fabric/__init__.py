@@ -8,7 +8,7 @@
   `elastic_group` - who is left, and how they find together; `generation` - what carries it among those
 * `routed` - all-reduce along planned paths (`offbeat.collective`); `linked_group` - links, and paths over them;
   `path_collectives` - sums along these; `path_planner` - which paths for which size; `algorithm_runner` - what carries
-  them out: `lane_exchange` over lanes, `grouped_rounds` by torch's group, on GPUs by NCCL; `completion` - its end;
+  them out: `lane_exchange` over lanes, `grouped_rounds` by torch's group, on GPUs by NCCL;
   `lane_network` - the links between workers; `discovery` - what these carry; `throughput_watch` - whether that has
   changed
 * `switch` - sums in the network, beside an elastic companion (`offbeat.switch`); `switch_table` - sums there that last;

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from offbeat.collective.rounds import rank_rounds
 from offbeat.errors import NetworkError
-from offbeat.fabric.completion import Completion
 from offbeat.fabric.process_group import never_destroy
+from offbeat.pending import Completion
 from offbeat.wire.lane import BusyTime
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from offbeat.fabric.completion import Completion
+from offbeat.pending import Completion
 from offbeat.wire.lane import AddingSink, CopyingSink, GrowingBuffer, LaneKey, OutgoingLane
 from offbeat.wire.mesh import MeshExchange
 
