@@ -8,7 +8,7 @@ swaps the policy (`control`). Whom to believe is a matter of `robust`, how littl
 * what a user holds: `run` - a worker; `cli`, `__main__` - the commands; `testing` - conformance checks and faults;
   `c10d` - a backend of torch.distributed; `integrations` - Lightning, Accelerate, the Hugging Face Trainer, trackers
 * training: `loading` - batches; `engine` - gradients; `server` - the parameter server; `coordinator` - its decisions;
-  `switch` - sums in the network
+  `switch` - sums in the network; `objects` - tensors that tasks hand to each other
 * processes: `wire` - bytes between them; `protocol` - what they say; `diagnosis` - who has not arrived
 * behind and before a run: `history`, `audit`, `report`; `sim` - in virtual time; `lab` - on real links
 

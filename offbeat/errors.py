@@ -8,6 +8,8 @@
     ├── NetworkError      a host, link or address cannot be used
     ├── PeerError         another process broke the protocol or may not speak to us
     │   └── DisagreementError   the workers differ about plan, layout or step
+    ├── ObjectError       an object is lost, was deleted, or cannot be kept
+    │   └── ObjectTimeoutError  it has not come in time
     ├── WorkerLostError   a worker died or left while others still need it
     └── NumericsError     NaN or Inf where the plan says to stop on them
 
@@ -48,6 +50,14 @@ class PeerError(OffbeatError):
 
 class DisagreementError(PeerError):
     """The workers differ about the plan, the layout or the step."""
+
+
+class ObjectError(OffbeatError, LookupError):
+    """An object is lost, was deleted, or cannot be kept."""
+
+
+class ObjectTimeoutError(ObjectError, TimeoutError):
+    """An object has not come in time."""
 
 
 class WorkerLostError(OffbeatError):

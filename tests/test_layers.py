@@ -27,7 +27,7 @@ LINES = [
     {"scenario"},
     {"plan"},
     {"fabric"},
-    {"server"},
+    {"server", "objects"},
     {"switch"},
     {"diagnosis"},
     {"wire"},
@@ -198,8 +198,15 @@ def test_a_class_name_occurs_once() -> None:
     assert not {name: places for name, places in where.items() if len(places) > 1}
 
 
-# Read where a process begins: by a run, and by the edges, which start it. `settings_from` is handed the variables.
-READS_THE_ENVIRONMENT = {"run/environment.py", "server/launch.py", "attack_spec.py", "fault_spec.py"}
+# Read where a process begins: by a run, by a client of objects, and by the edges, which start it. `settings_from` is
+# handed the variables.
+READS_THE_ENVIRONMENT = {
+    "run/environment.py",
+    "server/launch.py",
+    "objects/client.py",
+    "attack_spec.py",
+    "fault_spec.py",
+}
 EDGES = {"cli", "lab", "testing"}
 
 

@@ -8,6 +8,7 @@ nothing but offbeat and torch, so they run under any test runner.
 * `fabric` - `check_fabric`: rules of `offbeat.fabric.fabric`
 * `policy` - `check_policy`: rules of `offbeat.sync.policy`; `interleaving` plays one, `purity_check` sees whether a
   policy decides from the state alone
+* `object_stores` - stores in memory around a directory of objects, in a random order
 * `rule` - `check_rule`: rules of `offbeat.robust.rule`
 * `scheduler` - `check_scheduler`: rules of `offbeat.scheduling.scheduler`
 

@@ -1,0 +1,17 @@
+"""How do tasks hand tensors to each other, and have them summed on the way?
+
+* `client` - what a task does; `store_access` - its way to the store of its machine, or to one in its own process
+* `node_store` - the objects of one machine; `stored_object` - one of them; `memory` - that clients map; `client_link` -
+  a client; `data_links` - other stores that read here, or feed this one
+* `stage_runner` - what a store adds for reduces; `stage` - one position of one; `adding` - by torch
+* `serve` - a store as a process; `directory_server` - a directory over links
+* `directory` - who has what, who reads from whom, and which reduces are under way
+* `chains` - who feeds whom while many read one object; `goodput` - which stores are slow
+* `reduction` - which sources are in a sum, and who takes whose place; `stripe_sum` - the stages that add one stripe of
+  it; `small_reduction` - a sum of objects that travel in messages
+* `reduce_plan` - the tree along which the sources of a reduce are summed
+* `stripes` - how an object is cut into ranges that each have a way of their own
+
+The directory and what it consists of are without I/O. After Hoplite (Zhuang et al., "Hoplite: Efficient and
+Fault-Tolerant Collective Communication for Task-Based Distributed Systems", SIGCOMM 2021).
+"""

@@ -1,0 +1,197 @@
+"""Chains of stores, each of which reads an object, or a stripe of it, from the one before it.
+
+    a -> b -> c        a has all of it; b reads from a, c from b while b still reads
+    d                  has all of it, and feeds nobody: the next reader gets d
+
+A chain begins with a store that has all of the object, or makes it; each other store is fed by the one before it, so it
+never has more than that one. A reader is put at the end of the shortest chain, so a holder that feeds nobody comes
+first, readers that ask together become one pipeline, and readers that ask one after another double the holders. Once a
+store has all of it, those before it in its chain are done and become chains of their own.
+
+Nobody is fed by a store that depends on it: a chain has no circle. A chain whose first store is lost is *orphaned*
+unless the next one has all of it: nobody may join it, and it is put after another chain as soon as there is one. Then
+each of its stores continues where it is.
+
+Without I/O and without time. After the directory of Hoplite (Zhuang et al., SIGCOMM 2021, section 4.2), whose published
+code attaches an orphaned chain twice and answers a second report of the same lost feeder with no address.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
+
+
+class Chains:
+    """The chains of one object.
+
+    Stores are named by their addresses. Whoever calls tells each store whose feeder has changed: `feeders` says who
+    feeds whom at any moment, and every method that may change it returns the stores for which it did.
+    """
+
+    def __init__(self) -> None:
+        self._chains: list[list[str]] = []
+        self._orphans: list[list[str]] = []
+        self._whole: set[str] = set()
+        self._apart: set[frozenset[str]] = set()
+
+    def __contains__(self, store: str) -> bool:
+        return any(store in chain for chain in self._all())
+
+    @property
+    def stores(self) -> set[str]:
+        """Return the stores that have some of it, or wait for it."""
+        return {store for chain in self._all() for store in chain}
+
+    @property
+    def whole(self) -> set[str]:
+        """Return the stores that have all of it."""
+        return set(self._whole)
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether nobody has all of it, or makes it, any more."""
+        return not self._chains
+
+    @property
+    def feeders(self) -> dict[str, str | None]:
+        """Return the feeder of each store that reads; None for the first of an orphaned chain."""
+        fed: dict[str, str | None] = {chain[0]: None for chain in self._orphans}
+        for chain in self._all():
+            fed |= dict(zip(chain[1:], chain, strict=False))
+        return fed
+
+    def put(self, store: str, *, is_whole: bool = True) -> set[str]:
+        """A store has all of it, or makes it now. Orphaned chains are put after it."""
+        before = self.feeders
+        self._take_out(store)
+        self._chains.append([store])
+        if is_whole:
+            self._whole.add(store)
+        self._adopt()
+        return self._changed(before)
+
+    def read(self, store: str, slow: Collection[str] = ()) -> set[str]:
+        """A store asks for it: at the end of the shortest chain, but before the stores of it that are slow.
+
+        Without any chain it waits as an orphan.
+        """
+        before = self.feeders
+        if store not in self:
+            self._orphans.append([store])
+        elif before.get(store, "") is None:  # it has waited, and perhaps the link that failed is there again
+            self._apart = {pair for pair in self._apart if store not in pair}
+        self._adopt(slow)
+        return self._changed(before)
+
+    def arrived(self, store: str) -> set[str]:
+        """A store has all of it now: those before it in its chain feed nobody any more."""
+        before = self.feeders
+        self._whole.add(store)
+        for chains in (self._chains, self._orphans):
+            for chain in chains:
+                if store in chain:
+                    at = chain.index(store)
+                    chains.remove(chain)
+                    if chains is self._chains:
+                        self._chains += [[done] for done in chain[:at]]
+                    elif at:  # what those before it have is a part of what it has
+                        self._orphans.append(chain[:at])
+                    self._chains.append(chain[at:])
+                    self._adopt()
+                    return self._changed(before) - {store}
+        return self.put(store)
+
+    def lose(self, store: str) -> set[str]:
+        """A store is gone, or has let go of its copy."""
+        before = self.feeders
+        self._take_out(store)
+        return self._changed(before)
+
+    def feeder_failed(self, reader: str, feeder: str) -> set[str]:
+        """A reader cannot read from its feeder, which others may still reach: the two are kept apart.
+
+        The reader takes its feeder's place, and the feeder reads elsewhere, unless it has all of it or makes it. Where
+        nobody else can feed one of the two, it waits as an orphan: for another chain, or until it asks again (`read`).
+        A report that is out of date changes nothing.
+        """
+        before = self.feeders
+        if before.get(reader) != feeder:
+            return set()
+        self._apart.add(frozenset((reader, feeder)))
+        if feeder in before:
+            self._take_out(feeder)
+            self._orphans.append([feeder])
+        else:  # it is the first of its chain
+            chain = next(chain for chain in self._chains if chain[0] == feeder)
+            self._orphans.append(chain[1:])
+            del chain[1:]
+        self._adopt()
+        return self._changed(before)
+
+    def restart(self, root: str) -> None:
+        """All begins anew: nobody has any of it but `root`, which makes it; the readers keep their order."""
+        readers = [store for chain in self._all() for store in chain if store != root]
+        self._whole.clear()
+        self._apart.clear()
+        self._chains, self._orphans = [[root, *readers]], []
+
+    def move_to_end(self, store: str) -> set[str]:
+        """A store that is slow is moved to the end of its chain, so that nobody waits for it.
+
+        The one that makes the object, or has all of it, stays.
+        """
+        before = self.feeders
+        for chain in self._chains:
+            if store in chain[1:]:
+                chain.remove(store)
+                chain.append(store)
+        return self._changed(before)
+
+    def _adopt(self, slow: Collection[str] = ()) -> None:
+        """Put each orphaned chain after the shortest one that may feed it."""
+        for orphan in list(self._orphans):
+            places = [(chain, self._end_of(chain, orphan[0], slow)) for chain in self._chains]
+            places = [(chain, at) for chain, at in places if frozenset((chain[at - 1], orphan[0])) not in self._apart]
+            if places:
+                chain, at = min(places, key=lambda place: len(place[0]))
+                chain[at:at] = orphan
+                self._orphans.remove(orphan)
+
+    def _end_of(self, chain: list[str], reader: str, slow: Collection[str]) -> int:
+        """Find the place of a reader in a chain: its end, but before slow ones unless it is slow, too."""
+        at = len(chain)
+        while reader not in slow and at > 1 and chain[at - 1] in slow:
+            at -= 1
+        return at
+
+    def _take_out(self, store: str) -> None:
+        self._whole.discard(store)
+        for chains in (self._chains, self._orphans):
+            for chain in chains:
+                if store in chain:
+                    was_first = chain[0] == store
+                    chain.remove(store)
+                    if not chain or (was_first and chains is self._chains and chain[0] not in self._whole):
+                        chains.remove(chain)
+                        if chain:
+                            self._orphans.append(chain)
+                            self._adopt()
+                    return
+
+    def _all(self) -> Iterator[list[str]]:
+        yield from self._chains
+        yield from self._orphans
+
+    def _changed(self, before: dict[str, str | None]) -> set[str]:
+        return {store for store, feeder in self.feeders.items() if before.get(store, store) != feeder}
+
+
+def descendants(store: str, feeders: dict[str, str | None]) -> Iterable[str]:
+    """The stores that get what they read from `store`, directly or through others."""
+    found = {store}
+    while more := {reader for reader, feeder in feeders.items() if feeder in found} - found:
+        found |= more
+    return found - {store}

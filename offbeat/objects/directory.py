@@ -1,0 +1,593 @@
+"""The directory: which stores have an object, who reads it from whom, and which reduces are under way.
+
+`Directory.handle(store, message)` takes what a store says (`offbeat.protocol.objects`), and returns what stores are to
+be told. It does no arithmetic and loads no torch: small objects and the parts of small sums pass through it as bytes,
+all others pass from store to store. What it knows it has from stores, so another one learns it by asking them.
+
+Each name stands for the same bytes for ever. A second put of it is compared with the first by shape, dtype and digest;
+until both digests are known, only the first one is read. Where the one that made an object is lost before anybody has
+all of it, who makes it again begins a new generation, since nobody knows that the bytes are the same.
+
+Without I/O and without time. After Hoplite (Zhuang et al., SIGCOMM 2021, section 4).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from offbeat.objects.chains import Chains
+from offbeat.objects.goodput import Goodput
+from offbeat.objects.reduction import Reduction
+from offbeat.objects.small_reduction import SMALL_SUM_BYTES, SmallReduction
+from offbeat.objects.stripes import stripes_for
+from offbeat.protocol.objects import (
+    INLINE_BYTES,
+    ChangeFeeder,
+    ChildArrived,
+    ChildFailed,
+    DeleteObject,
+    DropObject,
+    FeederFailed,
+    ForgetObject,
+    ObjectDropped,
+    ObjectFound,
+    ObjectInline,
+    ObjectMeta,
+    ObjectName,
+    ObjectRefused,
+    ObjectWhole,
+    PutObject,
+    PutTaken,
+    ReduceObjects,
+    ReduceSettled,
+    RestartObject,
+    StopWanting,
+    StripeArrived,
+    StripeFeeder,
+    WantObject,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from offbeat.objects.reduce_plan import LinkEstimate
+    from offbeat.objects.stripe_sum import Instructions
+    from offbeat.protocol.objects import FromStore
+
+MAX_PARKED = 1024
+"""Objects that nobody has put yet and that one store may wait for."""
+_INLINE_CACHE_BYTES = 64 << 20
+
+
+@dataclass
+class Entry:
+    """The directory's knowledge of one object.
+
+    Args:
+        name: of it.
+        meta: None as long as nobody has put it.
+        digest: of its bytes; "" as long as nobody has all of them.
+        inline: the bytes of a small one, as long as there is room for them.
+        chains, generations: of each stripe.
+        waiting: the stores that asked before it was put.
+        twins: by store, the digest of a second put that cannot be compared yet.
+        reduction: that makes it; `made_by` is what was asked for, also when it is over.
+        used: the sources that it was made of.
+        watched_by: the reduces that it is a source of.
+    """
+
+    name: ObjectName
+    meta: ObjectMeta | None = None
+    digest: str = ""
+    inline: bytes | None = None
+    chains: list[Chains] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
+    waiting: dict[str, None] = field(default_factory=dict)
+    twins: dict[str, str] = field(default_factory=dict)
+    reduction: Reduction | SmallReduction | None = None
+    made_by: ReduceObjects | None = None
+    used: tuple[ObjectName, ...] = ()
+    watched_by: list[ObjectName] = field(default_factory=list)
+
+    @property
+    def whole_at(self) -> set[str]:
+        """The stores that have all of it."""
+        return set.intersection(*(chains.whole for chains in self.chains)) if self.chains else set()
+
+    @property
+    def stores(self) -> set[str]:
+        """Return the stores that have some of it, or wait for it."""
+        return set().union(*(chains.stores for chains in self.chains), self.waiting, self.twins)
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether nobody has it, or makes it, in some stripe."""
+        return not self.chains or any(chains.is_orphaned for chains in self.chains)
+
+
+class Directory:
+    """The state of all objects, or of those of one shard.
+
+    Args:
+        link: what is known of the links between stores, for the plans of reduces.
+    """
+
+    def __init__(self, link: LinkEstimate) -> None:
+        self.link = link
+        self.goodput = Goodput()
+        self._entries: dict[ObjectName, Entry] = {}
+        self._parked: dict[str, int] = {}  # by store, objects that it waits for and nobody has put
+        self._attempts = itertools.count(1)
+        self._inline_bytes = 0
+
+    def handle(self, store: str, message: FromStore) -> Instructions:
+        """Take in a message of a store, and return the messages that stores are to get for it."""
+        told = self._handle(message, store)
+        if (entry := self._entries.get(message.name)) is not None:
+            self._forget_if_unknown(entry)
+        return told
+
+    def lost(self, store: str) -> Instructions:
+        """A store is gone."""
+        told: Instructions = []
+        entries = list(self._entries.values())
+        for entry in entries:
+            entry.twins.pop(store, None)
+            entry.waiting.pop(store, None)
+            for stripe, chains in enumerate(entry.chains):
+                told += self._tell_feeders(entry, stripe, chains.lose(store))
+            told += self._compare_twins(entry)
+        self._parked.pop(store, None)
+        self.goodput.forget(store)
+        for entry in entries:
+            if entry.reduction is None:
+                continue
+            if entry.reduction.caller == store:
+                told += self._end_reduction(entry)
+            else:
+                told += entry.reduction.lost(store) + self._sync_target(entry)
+        for entry in entries:
+            self._forget_if_unknown(entry)
+        return told
+
+    def expire(self, target: ObjectName) -> Instructions:
+        """The patience of a reduce is over."""
+        entry = self._entries.get(target)
+        if entry is None or entry.reduction is None:
+            return []
+        return entry.reduction.expire() + self._sync_target(entry)
+
+    def entries(self) -> Iterator[Entry]:
+        """Iterate over the entries, which must not be changed."""
+        return iter(self._entries.values())
+
+    def _handle(self, message: FromStore, store: str) -> Instructions:
+        match message:
+            case PutObject():
+                return self._put(message, store)
+            case ObjectWhole():
+                return self._object_whole(message, store)
+            case WantObject():
+                return self._want(message, store)
+            case StopWanting():
+                return self._stop_wanting(message, store)
+            case StripeArrived():
+                return self._stripe_arrived(message, store)
+            case FeederFailed():
+                return self._feeder_failed(message, store)
+            case DropObject():
+                return self._drop(message, store)
+            case DeleteObject():
+                return self._delete(message, store)
+            case ReduceObjects():
+                return self._reduce(message, store)
+            case ChildArrived():
+                return self._child_arrived(message)
+            case ChildFailed():
+                return self._child_failed(message)
+
+    # -- puts ----------------------------------------------------------------------------------------------------
+
+    def _put(self, message: PutObject, store: str) -> Instructions:
+        entry = self._entry(message.name)
+        if why := self._why_not_put(entry, message, store):
+            return [(store, ObjectRefused(name=message.name, reason=why, differs=True))]
+        if entry.meta is not None and (entry.digest or not entry.is_orphaned):
+            entry.twins[store] = message.digest if message.whole else ""
+            return self._compare_twins(entry)
+        again = entry.meta is not None
+        self._describe(entry, message.meta)
+        told: Instructions = []
+        for stripe, chains in enumerate(entry.chains):
+            if again:  # whoever read it before has bytes of an attempt that never became whole
+                told += self._restart(entry, stripe, store, next(self._attempts))
+            else:
+                told += self._tell_feeders(entry, stripe, chains.put(store, is_whole=False))
+        if message.inline is not None:
+            self._keep_inline(entry, message.inline)
+        if entry.reduction is not None:  # of small parts, which this store has added
+            told += self._settled(entry, entry.reduction.used)
+        if message.whole:
+            told += self._made(entry, store, message.digest)
+        return told + self._answer_waiting(entry)
+
+    def _object_whole(self, message: ObjectWhole, store: str) -> Instructions:
+        entry = self._entries.get(message.name)
+        if entry is None:
+            return []
+        if store in entry.twins:
+            entry.twins[store] = message.digest
+            return self._compare_twins(entry)
+        is_maker = all(store in chains and store not in chains.feeders for chains in entry.chains)
+        return self._made(entry, store, message.digest) if is_maker and entry.chains else []
+
+    def _made(self, entry: Entry, store: str, digest: str) -> Instructions:
+        entry.digest = digest
+        return self._taken(entry, store) + self._compare_twins(entry)
+
+    def _taken(self, entry: Entry, store: str) -> Instructions:
+        told: Instructions = [(store, PutTaken(name=entry.name))]
+        for stripe in range(len(entry.chains)):
+            told += self._arrived(entry, store, stripe)
+        return told
+
+    def _why_not_put(self, entry: Entry, message: PutObject, store: str) -> str:
+        name, meta = message.name, message.meta
+        if isinstance(entry.reduction, Reduction) or (entry.reduction is not None and entry.reduction.caller != store):
+            return f"Cannot put {name}: a reduce makes it. Give one of the two another name."
+        if entry.meta is not None and entry.meta != meta:
+            return f"Cannot put {name} as {meta}: it is {entry.meta} already, and the bytes of a name never change."
+        if message.whole and entry.digest and message.digest != entry.digest:
+            return f"Cannot put {name} again: its bytes differ from those that it stands for. Use a new version."
+        return ""
+
+    def _compare_twins(self, entry: Entry) -> Instructions:
+        """Take in the second puts that are like the first, and refuse the others, as soon as both are whole."""
+        told: Instructions = []
+        whole = [store for store, digest in entry.twins.items() if digest]
+        if whole and not entry.digest and entry.is_orphaned:  # the first one was lost before it was whole
+            store, digest = whole[0], entry.twins.pop(whole[0])
+            for stripe in range(len(entry.chains)):
+                told += self._restart(entry, stripe, store, next(self._attempts))
+            return told + self._made(entry, store, digest)
+        for store, digest in list(entry.twins.items()) if entry.digest else ():
+            if not digest:
+                continue
+            del entry.twins[store]
+            if digest != entry.digest:
+                reason = (
+                    f"Cannot put {entry.name} again: its bytes differ from those that it stands for. Use a new version."
+                )
+                told.append((store, ObjectRefused(name=entry.name, reason=reason, differs=True)))
+                continue
+            told += self._taken(entry, store)
+        return told
+
+    def _stripe_arrived(self, message: StripeArrived, store: str) -> Instructions:
+        entry = self._entries.get(message.name)
+        if entry is None or entry.meta is None or message.stripe >= len(entry.chains):
+            return []
+        chains = entry.chains[message.stripe]
+        if message.generation != entry.generations[message.stripe] or store not in chains:
+            return []
+        if message.bytes_per_s and (feeder := chains.feeders.get(store)):
+            self.goodput.saw(feeder, store, message.bytes_per_s)
+        told = self._arrived(entry, store, message.stripe)
+        if isinstance(entry.reduction, Reduction) and store == self._root(entry, message.stripe):
+            told += entry.reduction.whole(message.stripe, message.generation)
+            if entry.reduction.is_whole:
+                told += self._settled(entry, entry.reduction.used)
+        return told
+
+    def _arrived(self, entry: Entry, store: str, stripe: int) -> Instructions:
+        told = self._tell_feeders(entry, stripe, entry.chains[stripe].arrived(store))
+        if store in entry.whole_at:
+            for target in list(entry.watched_by):
+                told += self._source_ready(self._entries[target], entry, store)
+        return told
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def _want(self, message: WantObject, store: str) -> Instructions:
+        entry = self._entry(message.name)
+        if entry.meta is not None:
+            told = self._answer(entry, store)
+            if isinstance(entry.reduction, Reduction):
+                told += entry.reduction.retry() + self._sync_target(entry)
+            return told
+        if store not in entry.waiting:
+            parked = self._parked.get(store, 0)
+            if parked >= MAX_PARKED:
+                reason = f"Cannot wait for {message.name}: this store waits for {parked} objects that nobody has put."
+                return [(store, ObjectRefused(name=message.name, reason=reason))]
+            self._parked[store] = parked + 1
+            entry.waiting[store] = None
+        return []
+
+    def _stop_wanting(self, message: StopWanting, store: str) -> Instructions:
+        entry = self._entries.get(message.name)
+        if entry is None:
+            return []
+        if store in entry.waiting:
+            del entry.waiting[store]
+            self._parked[store] -= 1
+        told: Instructions = []
+        for stripe, chains in enumerate(entry.chains):
+            if store in chains.feeders:  # it has not all of it, and does not make it
+                told += self._tell_feeders(entry, stripe, chains.lose(store))
+        return told
+
+    def _feeder_failed(self, message: FeederFailed, store: str) -> Instructions:
+        entry = self._entries.get(message.name)
+        if (
+            entry is None
+            or message.stripe >= len(entry.chains)
+            or message.generation != entry.generations[message.stripe]
+            or entry.chains[message.stripe].feeders.get(store) != message.feeder
+        ):
+            return []
+        chains = entry.chains[message.stripe]
+        if not message.bytes_per_s:
+            return self._tell_feeders(entry, message.stripe, chains.feeder_failed(store, message.feeder))
+        self.goodput.saw(message.feeder, store, message.bytes_per_s)
+        slow = self.goodput.slow_of(message.feeder, store, message.bytes_per_s)
+        return self._tell_feeders(entry, message.stripe, chains.move_to_end(slow))
+
+    def _answer(self, entry: Entry, store: str) -> Instructions:
+        assert entry.meta is not None
+        told: Instructions = []
+        if entry.inline is not None:
+            told.append((store, ObjectInline(name=entry.name, meta=entry.meta, data=entry.inline)))
+        else:
+            others: Instructions = []
+            for stripe, chains in enumerate(entry.chains):
+                changed = chains.read(store, self.goodput.slow)
+                others += self._tell_feeders(entry, stripe, changed - {store})
+            feeders = tuple(
+                StripeFeeder(generation, chains.feeders.get(store) or "")
+                for generation, chains in zip(entry.generations, entry.chains, strict=True)
+            )
+            told += [(store, ObjectFound(name=entry.name, meta=entry.meta, stripes=feeders)), *others]
+        if entry.used:
+            told.append((store, ReduceSettled(name=entry.name, used=entry.used)))
+        return told
+
+    def _answer_waiting(self, entry: Entry) -> Instructions:
+        waiting, entry.waiting = entry.waiting, {}
+        told: Instructions = []
+        for store in waiting:
+            self._parked[store] -= 1
+            told += self._answer(entry, store)
+        return told
+
+    def _tell_feeders(self, entry: Entry, stripe: int, changed: set[str]) -> Instructions:
+        feeders, generation = entry.chains[stripe].feeders, entry.generations[stripe]
+        return [
+            (
+                store,
+                ChangeFeeder(name=entry.name, stripe=stripe, generation=generation, feeder=feeders[store] or ""),
+            )
+            for store in sorted(changed)
+        ]
+
+    # -- the end of objects --------------------------------------------------------------------------------------
+
+    def _drop(self, message: DropObject, store: str) -> Instructions:
+        entry = self._entries.get(message.name)
+        told: Instructions = []
+        granted = entry is not None and bool(entry.whole_at - {store}) and entry.reduction is None
+        if entry is not None and granted:
+            for stripe, chains in enumerate(entry.chains):
+                told += self._tell_feeders(entry, stripe, chains.lose(store))
+        return [(store, ObjectDropped(name=message.name, granted=granted)), *told]
+
+    def _delete(self, message: DeleteObject, store: str) -> Instructions:
+        entry = self._entries.get(message.name)
+        if entry is None:
+            return []
+        told = self._end_reduction(entry) if entry.reduction is not None else []
+        reason = f"{message.name} was deleted by the store at {store}."
+        for one in sorted(entry.stores):
+            told.append((one, ForgetObject(name=message.name, reason=reason)))
+        for one in entry.waiting:
+            self._parked[one] -= 1
+        self._inline_bytes -= len(entry.inline or b"")
+        if entry.watched_by:  # whoever puts it again makes it for them
+            self._entries[message.name] = Entry(message.name, watched_by=entry.watched_by)
+        else:
+            del self._entries[message.name]
+        return told
+
+    # -- reduces -------------------------------------------------------------------------------------------------
+
+    def _reduce(self, message: ReduceObjects, store: str) -> Instructions:
+        entry = self._entry(message.name)
+        if entry.made_by == message and (entry.reduction is not None or not entry.is_orphaned):
+            return []  # another member of the same all-reduce asks
+        if why := self._why_not_reduce(entry, message):
+            return [(store, ObjectRefused(name=message.name, reason=why, differs=entry.reduction is not None))]
+        entry.reduction, entry.made_by = SmallReduction(message, store), message
+        for source in message.sources:
+            self._entry(source).watched_by.append(message.name)
+        told: Instructions = []
+        for source in message.sources:
+            known = self._entries[source]
+            for where in sorted(known.whole_at)[:1]:
+                told += self._source_ready(entry, known, where)
+        return told
+
+    def _why_not_reduce(self, entry: Entry, message: ReduceObjects) -> str:
+        name, sources = message.name, message.sources
+        if entry.reduction is not None:
+            return f"Cannot reduce into {name}: another reduce makes it, of other sources or in another way."
+        if entry.meta is not None and not (entry.is_orphaned and entry.meta.stripes <= message.count):
+            return f"Cannot reduce into {name}: it is there already, and the bytes of a name never change."
+        if len(set(sources)) < len(sources):
+            return f"Cannot reduce into {name}: a source is named twice."
+        if not message.least <= message.count <= len(sources):
+            return (
+                f"Cannot reduce {message.count} (at least {message.least}) of {len(sources)} sources into {name}: "
+                "at least, number and sources have to be in this order."
+            )
+        if message.in_order and message.count < len(sources):
+            return (
+                f"Cannot reduce {message.count} of {len(sources)} sources into {name} in a fixed order: it takes all."
+            )
+        if name in self._ingredients(sources):
+            return f"Cannot reduce into {name}: it would be a source of itself."
+        return ""
+
+    def _ingredients(self, sources: tuple[ObjectName, ...]) -> set[ObjectName]:
+        """The sources, and all that they are being made of."""
+        found: set[ObjectName] = set()
+        todo = list(sources)
+        while todo:
+            name = todo.pop()
+            if name not in found:
+                found.add(name)
+                entry = self._entries.get(name)
+                todo += entry.reduction.request.sources if entry is not None and entry.reduction is not None else ()
+        return found
+
+    def _source_ready(self, entry: Entry, source: Entry, store: str) -> Instructions:
+        """A source of a reduce is whole, at a store."""
+        reduction = entry.reduction
+        assert reduction is not None
+        assert source.meta is not None
+        if reduction.request.op == "mean" and not source.meta.dtype.startswith(("float", "bfloat", "complex")):
+            reason = f"Cannot take the mean of {source.name}: it is {source.meta}. Take the sum, and divide it."
+            return self._refuse_reduction(entry, reason)
+        told = self._plan(entry, reduction, source.meta) if reduction.meta is None else []
+        reduction = entry.reduction
+        assert reduction is not None
+        assert reduction.meta is not None
+        if (source.meta.dtype, source.meta.shape) != (reduction.meta.dtype, reduction.meta.shape):
+            reason = (
+                f"Cannot reduce into {entry.name}: {source.name} is {source.meta}, another source {reduction.meta}."
+            )
+            return [*told, *self._refuse_reduction(entry, reason)]
+        if isinstance(reduction, SmallReduction):
+            if source.inline is not None:
+                told += reduction.ready(source.name, source.inline)
+            return told
+        return told + reduction.ready(source.name, store) + self._sync_target(entry)
+
+    def _refuse_reduction(self, entry: Entry, reason: str) -> Instructions:
+        refused = [(at, ObjectRefused(name=entry.name, reason=reason, differs=True)) for at in self._involved(entry)]
+        told = self._end_reduction(entry)
+        del self._entries[entry.name]
+        return [*told, *refused]
+
+    def _involved(self, entry: Entry) -> list[str]:
+        caller = [] if entry.reduction is None else [entry.reduction.caller]
+        return sorted({*caller, *entry.stores})
+
+    def _plan(self, entry: Entry, reduction: Reduction | SmallReduction, meta: ObjectMeta) -> Instructions:
+        """The first source is there, so it is known how large the sum is, and so who adds it."""
+        request = reduction.request
+        if meta.size_bytes <= INLINE_BYTES and meta.size_bytes * request.count <= SMALL_SUM_BYTES:
+            reduction.meta = ObjectMeta(meta.dtype, meta.shape, meta.size_bytes)
+            return []
+        stripes = stripes_for(meta.size_bytes, request.count) if request.striped and request.count > 1 else 1
+        if stripes == 1 and request.striped:
+            request = msgspec.structs.replace(request, striped=False)
+        target = entry.meta or ObjectMeta(meta.dtype, meta.shape, meta.size_bytes, stripes)  # the same again, if lost
+        self._describe(entry, target)
+        entry.used = ()
+        entry.reduction = Reduction(
+            request, reduction.caller, target, self.link, lambda: next(self._attempts), self._holders
+        )
+        return self._answer_waiting(entry)
+
+    def _holders(self, source: ObjectName) -> set[str]:
+        entry = self._entries.get(source)
+        return set() if entry is None else entry.whole_at
+
+    def _sync_target(self, entry: Entry) -> Instructions:
+        """Publish what the roots of a reduce make, and have its readers begin anew where a root does."""
+        told: Instructions = []
+        if isinstance(entry.reduction, Reduction):
+            for stripe, part in enumerate(entry.reduction.sums):
+                if part is not None and part.generation not in (0, entry.generations[stripe]):
+                    told += self._restart(entry, stripe, part.root, part.generation)
+        return told
+
+    def _root(self, entry: Entry, stripe: int) -> str | None:
+        part = entry.reduction.sums[stripe] if isinstance(entry.reduction, Reduction) else None
+        return None if part is None else part.root
+
+    def _restart(self, entry: Entry, stripe: int, root: str, generation: int) -> Instructions:
+        """A store makes a stripe from the start: what others have of an earlier attempt is of no use."""
+        chains = entry.chains[stripe]
+        readers = chains.stores - {root}
+        chains.restart(root)
+        entry.generations[stripe] = generation
+        restarts = [
+            (store, RestartObject(name=entry.name, stripe=stripe, generation=generation)) for store in sorted(readers)
+        ]
+        return [*restarts, *self._tell_feeders(entry, stripe, readers)]
+
+    def _child_arrived(self, message: ChildArrived) -> Instructions:
+        entry = self._entries.get(message.name)
+        if entry is not None and isinstance(entry.reduction, Reduction):
+            entry.reduction.child_arrived(message.stripe, message.slot, message.attempt, message.child)
+        return []
+
+    def _child_failed(self, message: ChildFailed) -> Instructions:
+        entry = self._entries.get(message.name)
+        if entry is None or not isinstance(entry.reduction, Reduction):
+            return []
+        told = entry.reduction.child_failed(message.stripe, message.slot, message.attempt, message.child, message.store)
+        return told + self._sync_target(entry)
+
+    def _settled(self, entry: Entry, used: tuple[ObjectName, ...]) -> Instructions:
+        told: Instructions = [(store, ReduceSettled(name=entry.name, used=used)) for store in self._involved(entry)]
+        entry.used = used
+        self._stop_watching(entry)
+        entry.reduction = None
+        return told
+
+    def _end_reduction(self, entry: Entry) -> Instructions:
+        assert entry.reduction is not None
+        told = entry.reduction.end()
+        self._stop_watching(entry)
+        entry.reduction = None
+        return told
+
+    def _stop_watching(self, entry: Entry) -> None:
+        assert entry.reduction is not None
+        for source in entry.reduction.request.sources:
+            known = self._entries.get(source)
+            if known is not None and entry.name in known.watched_by:
+                known.watched_by.remove(entry.name)
+
+    # -- entries -------------------------------------------------------------------------------------------------
+
+    def _entry(self, name: ObjectName) -> Entry:
+        return self._entries.setdefault(name, Entry(name))
+
+    def _forget_if_unknown(self, entry: Entry) -> None:
+        """Remove an entry if no store has the object, makes it or waits for it."""
+        if entry.meta is None and not (entry.stores or entry.reduction or entry.watched_by):
+            self._entries.pop(entry.name, None)
+
+    def _describe(self, entry: Entry, meta: ObjectMeta) -> None:
+        if entry.meta is None:
+            entry.meta = meta
+            entry.chains = [Chains() for _ in range(meta.stripes)]
+            entry.generations = [next(self._attempts)] * meta.stripes
+
+    def _keep_inline(self, entry: Entry, data: bytes) -> None:
+        """Keep the bytes of a small object, which its store has as well; of all of them the oldest go first."""
+        entry.inline = data
+        self._inline_bytes += len(data)
+        for known in self._entries.values():
+            if self._inline_bytes <= _INLINE_CACHE_BYTES:
+                break
+            if known.inline is not None and known is not entry and not known.watched_by:
+                self._inline_bytes -= len(known.inline)
+                known.inline = None

@@ -1,0 +1,284 @@
+"""One reduce: which sources are in it, and who takes whose place.
+
+The first `count` sources that are there are its *members*; those that come later are spares. Without stripes the store
+that asks makes the sum, and begins with a member of its own if it has one then. With stripes, member j's store makes
+stripe j of it, of the others' in the order of a ring.
+
+A member whose store is lost is read from another store that has the same source, if there is one; then nothing is
+computed twice above it. Else the oldest spare takes its place, in all stripes, or the next source that comes. Where all
+of what it had to send is in the sum already, nothing happens.
+
+Without I/O and without time: `expire` is called when the patience of the request is over.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from offbeat.objects.reduce_plan import ReduceTree, choose, in_order
+from offbeat.objects.stripe_sum import Place, StripeSum, SumTerms
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from offbeat.objects.reduce_plan import LinkEstimate
+    from offbeat.objects.stripe_sum import Instructions
+    from offbeat.protocol.objects import ObjectMeta, ObjectName, ReduceObjects
+
+
+class Reduction:
+    """One reduce.
+
+    Args:
+        request: what is asked.
+        caller: the store that asks.
+        meta: of the target.
+        link: what is known of the links.
+        next_attempt: numbers that were never used before.
+        holders: the stores that have all of a source.
+    """
+
+    def __init__(
+        self,
+        request: ReduceObjects,
+        caller: str,
+        meta: ObjectMeta,
+        link: LinkEstimate,
+        next_attempt: Callable[[], int],
+        holders: Callable[[ObjectName], set[str]],
+    ) -> None:
+        self.request, self.caller, self.meta = request, caller, meta
+        self._link, self._next_attempt, self._holders = link, next_attempt, holders
+        self._own: Place | None = None  # of the caller, with which the sum begins there
+        self._members: list[Place | None] = []
+        self._spares: dict[ObjectName, str] = {}
+        self.sums: list[StripeSum | None] = [None] * meta.stripes
+        self._unreadable: set[tuple[ObjectName, str]] = set()  # sources, and the stores they could not be read from
+        self._is_closed = False
+
+    @property
+    def count(self) -> int:
+        """The sources that are to be in the sum."""
+        return self.request.count
+
+    @property
+    def used(self) -> tuple[ObjectName, ...]:
+        """The sources that are in the sum, or are to be; in the order in which the first stripe adds them."""
+        own = [self._own] if self._own is not None else []
+        return tuple(member.source for member in [*own, *self._members] if member is not None)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is known of which sources the sum is made, and all are there."""
+        return self._is_closed or len(self.used) == self.count
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the sum is there, in all of its stripes."""
+        return all(part is not None and part.is_whole for part in self.sums)
+
+    def ready(self, source: ObjectName, store: str) -> Instructions:
+        """A source is there, at a store."""
+        if source in self.used:
+            return self._settle()
+        if not self.is_settled:
+            return self._admit(source, store) + self._settle()
+        self._spares.setdefault(source, store)
+        return self._settle()
+
+    def lost(self, store: str) -> Instructions:
+        """A store is gone."""
+        self._spares = {source: where for source, where in self._spares.items() if where != store}
+        for index, member in enumerate(self._members):
+            if member is not None and member.store == store:
+                self._lose(index)
+        return self._settle()
+
+    def child_arrived(self, stripe: int, stage: int, attempt: int, child: int) -> None:
+        """Note that a stage's child is in its sum."""
+        if (part := self._sum(stripe)) is not None:
+            part.arrived(stage, attempt, child)
+
+    def child_failed(self, stripe: int, stage: int, attempt: int, child: int, store: str) -> Instructions:
+        """A stage cannot read what its child sends from this store: not again before `retry`."""
+        part = self._sum(stripe)
+        position = None if part is None else part.failed(stage, attempt, child, store)
+        if position is None:
+            return []
+        index = self._member_at(stripe, position)
+        member = self._members[index]
+        assert member is not None
+        self._unreadable.add((member.source, store))
+        self._lose(index)
+        return self._settle()
+
+    def retry(self) -> Instructions:
+        """Perhaps what could not be read can be now."""
+        self._unreadable.clear()
+        return self._settle()
+
+    def whole(self, stripe: int, generation: int) -> Instructions:
+        """The root has all of a stripe's sum: its stages may end."""
+        part = self._sum(stripe)
+        if part is None or part.generation != generation or part.is_whole:
+            return []
+        part.is_whole = True
+        return self.end() if self.is_whole else []
+
+    def expire(self) -> Instructions:
+        """The patience is over: make the sum of the sources that are there, if these are enough."""
+        present = [member for member in self._members if member is not None and member.store is not None]
+        taken = len(present) + (self._own is not None)
+        if (
+            self._is_closed
+            or self.request.in_order
+            or self.request.striped
+            or not self.request.least <= taken < self.count
+        ):
+            return []
+        self._is_closed = True
+        part = self.sums[0]
+        if part is not None and part.lacks_only_the_last(len(present)):
+            return self._close(part)
+        # Positions are empty in the middle, since stores were lost, or all are: it begins anew without them.
+        told = [] if part is None else part.ended()
+        if not present and self._own is not None:
+            present, self._own = [self._own], None
+        self._members = list(present)
+        self._begin(0, choose(len(present), self.meta.size_bytes, self._link))
+        return told + self._fill_all(0)
+
+    def end(self) -> Instructions:
+        """The sum is not wanted any more."""
+        return [told for part in self.sums if part is not None for told in part.ended()]
+
+    # -- who is in it --------------------------------------------------------------------------------------------
+
+    def _admit(self, source: ObjectName, store: str) -> Instructions:
+        member, part = Place(source, store), self.sums[0]
+        if (
+            not (self.request.in_order or self.request.striped)
+            and store == self.caller
+            and self._own is None
+            and self.count > 1
+            and (part is None or not part.generation)
+        ):
+            self._own = member
+            if part is not None:
+                part.own = source
+                return self._close(part) if self.is_settled else []
+            return []
+        if self.request.in_order:
+            index = self.request.sources.index(source)
+            self._members += [None] * (self.count - len(self._members))
+            self._members[index] = member
+        else:
+            index = len(self._members)
+            self._members.append(member)
+        told: Instructions = []
+        if self.request.striped and index < len(self.sums):
+            self._begin(index, ReduceTree(self.count - 1, 1), member)
+            told += self._fill_all(index)
+        elif part is None and not self.request.striped:
+            positions, size = self.count - (self._own is not None), self.meta.size_bytes
+            self._begin(0, in_order(positions, size) if self.request.in_order else choose(positions, size, self._link))
+        for stripe, known in enumerate(self.sums):
+            if known is not None and not self._is_root(stripe, index):
+                told += known.put(self._position(stripe, index), source, store)
+        part = self.sums[0]
+        # A caller's own source takes no position: one stays empty if the tree was planned before it came.
+        if part is not None and not self.request.striped and self.is_settled and len(self._members) < part.tree.n:
+            told += self._close(part)
+        return told
+
+    def _close(self, part: StripeSum) -> Instructions:
+        part.divisor = len(self.used)
+        return part.close(len(self._members))
+
+    def _begin(self, stripe: int, tree: ReduceTree, root: Place | None = None) -> None:
+        terms = SumTerms(self.request.name, self.meta, self.request.op, stripe)
+        if root is None:
+            own, store = self._own, self.caller
+        else:
+            own, store = root, root.store or ""
+        part = StripeSum(terms, tree, store, None if own is None else own.source, self._next_attempt)
+        part.divisor = len(self.used) if self._is_closed else self.count
+        self.sums[stripe] = part
+
+    def _fill_all(self, stripe: int) -> Instructions:
+        part, told = self.sums[stripe], []
+        for index, member in enumerate(self._members):
+            if part is None or member is None or member.store is None or self._is_root(stripe, index):
+                continue
+            told += part.put(self._position(stripe, index), member.source, member.store)
+        return told
+
+    # -- where a member is in a stripe's tree --------------------------------------------------------------------
+
+    def _is_root(self, stripe: int, index: int) -> bool:
+        return self.request.striped and stripe == index
+
+    def _position(self, stripe: int, index: int) -> int:
+        """Return a member's position in a stripe's tree; with stripes the one after the root is first (`turned`)."""
+        return (index - stripe - 1) % self.count if self.request.striped else index
+
+    def _member_at(self, stripe: int, position: int) -> int:
+        return (position + stripe + 1) % self.count if self.request.striped else position
+
+    def _sum(self, stripe: int) -> StripeSum | None:
+        return self.sums[stripe] if stripe < len(self.sums) else None
+
+    # -- who takes whose place -----------------------------------------------------------------------------------
+
+    def _lose(self, index: int) -> None:
+        member = self._members[index]
+        assert member is not None
+        member.store = None
+        for stripe, part in enumerate(self.sums):
+            if part is None:
+                continue
+            if self._is_root(stripe, index):
+                part.is_whole = False
+            else:
+                part.lose(self._position(stripe, index))
+
+    def _is_missed(self, index: int) -> bool:
+        """Whether something that a lost member has to send, or to make, is in no sum yet."""
+        for stripe, part in enumerate(self.sums):
+            if part is not None and (self._is_root(stripe, index) or part.needs(self._position(stripe, index))):
+                return True
+        return False
+
+    def _settle(self) -> Instructions:
+        """Have somebody in the place of each member that is missed, as far as there is somebody.
+
+        Whoever takes a place may have a stage begin anew whose other children are lost: so until nothing changes.
+        """
+        told: Instructions = []
+        while more := list(self._replacements()):
+            for index, source, store in more:
+                told += self._put(index, source, store)
+        return told
+
+    def _replacements(self) -> Iterator[tuple[int, ObjectName, str]]:
+        for index, member in enumerate(self._members):
+            if member is None or member.store is not None or not self._is_missed(index):
+                continue
+            stores = {store for store in self._holders(member.source) if (member.source, store) not in self._unreadable}
+            if stores:
+                yield index, member.source, min(stores)
+            elif self._spares and not self.request.in_order:
+                source = next(iter(self._spares))
+                yield index, source, self._spares.pop(source)
+
+    def _put(self, index: int, source: ObjectName, store: str) -> Instructions:
+        self._members[index] = Place(source, store)
+        told: Instructions = []
+        for stripe, part in enumerate(self.sums):
+            if part is None:
+                continue
+            if self._is_root(stripe, index):
+                told += part.move_root(store, source)
+            else:
+                told += part.put(self._position(stripe, index), source, store)
+        return told

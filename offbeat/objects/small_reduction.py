@@ -1,0 +1,67 @@
+"""A reduce of small objects: the directory has their bytes, and the store that asks adds them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from offbeat.protocol.objects import ReduceSmall
+
+if TYPE_CHECKING:
+    from offbeat.objects.stripe_sum import Instructions
+    from offbeat.protocol.objects import ObjectMeta, ObjectName, ReduceObjects
+
+SMALL_SUM_BYTES = 256 << 10
+"""Of all parts together; more of them are read from store to store."""
+
+
+class SmallReduction:
+    """One reduce, of sources that are small or not there yet.
+
+    Args:
+        request: what is asked.
+        caller: the store that asks.
+
+    Attributes:
+        meta: of the target; None as long as no source is there.
+    """
+
+    def __init__(self, request: ReduceObjects, caller: str) -> None:
+        self.request, self.caller = request, caller
+        self.meta: ObjectMeta | None = None
+        self._parts: dict[ObjectName, bytes] = {}
+        self._is_over = False
+
+    @property
+    def used(self) -> tuple[ObjectName, ...]:
+        """The sources that are in the sum, or are to be; in the order in which they are added."""
+        if self.request.in_order:
+            return tuple(source for source in self.request.sources if source in self._parts)
+        return tuple(self._parts)
+
+    def ready(self, source: ObjectName, data: bytes) -> Instructions:
+        """A source is there."""
+        if self._is_over or source in self._parts:
+            return []
+        self._parts[source] = data
+        return self._sum() if len(self._parts) == self.request.count else []
+
+    def lost(self, store: str) -> Instructions:
+        """A store is gone, which changes nothing: the bytes are here."""
+        return []
+
+    def expire(self) -> Instructions:
+        """The patience is over."""
+        is_enough = len(self._parts) >= self.request.least and not self.request.in_order
+        return self._sum() if is_enough and not self._is_over else []
+
+    def end(self) -> Instructions:
+        """The sum is not wanted any more."""
+        self._is_over = True
+        return []
+
+    def _sum(self) -> Instructions:
+        assert self.meta is not None
+        self._is_over = True
+        parts = tuple(self._parts[source] for source in self.used)
+        asked = self.request
+        return [(self.caller, ReduceSmall(name=asked.name, meta=self.meta, op=asked.op, used=self.used, parts=parts))]

@@ -1,0 +1,257 @@
+"""The sum of one stripe: the stages at the positions of a tree, and what becomes of them when a source is replaced.
+
+A *stage* runs at each position that has children, and at the root: it adds what the children send, in their order, to
+its own source. A position without children sends its source as it is. A stage that has to begin anew gets another
+attempt, and what belongs to an earlier attempt is thrown away.
+
+Where a source is put for the first time, its stage runs and its parent is fed. Where the same source is put at another
+store, the sums are the same bytes, so nobody above begins anew. Where another source takes its place, each stage from
+its parent to the root begins anew, fed by the sums below, which are kept. Once no source comes any more, positions that
+are empty are passed over (`close`).
+
+Without I/O. After Hoplite (Zhuang et al., SIGCOMM 2021, section 4.3 and 5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offbeat.objects.reduce_plan import CALLER
+from offbeat.protocol.objects import EndStage, FeedStage, FromDirectory, ObjectName, RunStage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from offbeat.objects.reduce_plan import ReduceTree
+    from offbeat.protocol.objects import ObjectMeta, ReduceOp
+
+Instructions = list[tuple[str, FromDirectory]]
+"""Messages to stores, by their addresses, in their order."""
+
+
+@dataclass(frozen=True)
+class SumTerms:
+    """The terms of a stripe's sum, as all of its stages are told.
+
+    Args:
+        name, meta: of the target.
+        op: how.
+        stripe: which.
+    """
+
+    name: ObjectName
+    meta: ObjectMeta
+    op: ReduceOp
+    stripe: int
+
+
+@dataclass
+class Place:
+    """A position that is taken: its source, and the store that has it; None if that is lost."""
+
+    source: ObjectName
+    store: str | None
+
+
+class StripeSum:
+    """The stages of one stripe's sum.
+
+    Args:
+        terms: what it is.
+        tree: of its positions.
+        root: the store that keeps the sum.
+        own: a source of that store, with which the sum begins there.
+        next_attempt: numbers that were never used before.
+
+    Attributes:
+        is_whole: whether the root has all of it.
+        divisor: sources of which a mean is made.
+    """
+
+    def __init__(
+        self,
+        terms: SumTerms,
+        tree: ReduceTree,
+        root: str,
+        own: ObjectName | None,
+        next_attempt: Callable[[], int],
+    ) -> None:
+        self._terms, self.tree, self.root, self.own, self._next_attempt = terms, tree, root, own, next_attempt
+        self._places: list[Place | None] = [None] * tree.n
+        self._attempts: dict[int, int] = {}
+        self._arrived: set[tuple[int, int]] = set()  # (stage, position of its child) that is in its sum
+        self._taken: int | None = None  # positions that are taken, once no more will be
+        self.is_whole = False
+        self.divisor = 1
+
+    @property
+    def generation(self) -> int:
+        """The attempt of the root; 0 if it has not begun."""
+        return self._attempts.get(CALLER, 0)
+
+    def needs(self, position: int) -> bool:
+        """Whether what a position sends is not in the sum of its parent yet."""
+        return not self.is_whole and (self._parent(position), position) not in self._arrived
+
+    def lacks_only_the_last(self, taken: int) -> bool:
+        """Whether just the first `taken` positions are taken, by sources that are there."""
+        return all(
+            (place is not None and place.store is not None) == (at < taken) for at, place in enumerate(self._places)
+        )
+
+    def put(self, position: int, source: ObjectName, store: str) -> Instructions:
+        """Have a position send this source, or its sum with it, from this store."""
+        before = self._places[position]
+        is_whole, is_same = not self.needs(position), before is not None and before.source == source
+        self._places[position] = Place(source, store)
+        if is_same and is_whole:
+            return []
+        told = self._run(position)
+        if before is None or is_same:
+            return told + self._feed(self._parent(position), position)
+        for stage in self._path(position):
+            told += self._run(stage)
+        return told
+
+    def lose(self, position: int) -> None:
+        """The store of a position is gone."""
+        if (place := self._places[position]) is not None:
+            place.store = None
+            self._attempts.pop(position, None)
+
+    def move_root(self, root: str, own: ObjectName | None) -> Instructions:
+        """Have another store keep the sum."""
+        self.root, self.own = root, own
+        return self._run(CALLER) if CALLER in self._attempts else []
+
+    def close(self, taken: int) -> Instructions:
+        """Have the sums of the first `taken` positions pass over the others, which stay empty."""
+        before = {stage: self._children(stage) for stage in self._attempts}
+        self._taken = taken
+        told: Instructions = []
+        for stage, children in before.items():
+            if (now := self._children(stage)) != children:
+                told.append(self._order(stage))
+                for old, new in zip(children, now, strict=False):
+                    if old != new:
+                        told += self._feed(stage, new)
+        if CALLER not in before:
+            for child in self._children(CALLER):
+                told += self._feed(CALLER, child)
+        return told
+
+    def arrived(self, stage: int, attempt: int, child: int) -> None:
+        """Note that a stage's child is in its sum."""
+        children = self._children(stage)
+        if self._attempts.get(stage) == attempt and child < len(children):
+            self._arrived.add((stage, children[child]))
+
+    def failed(self, stage: int, attempt: int, child: int, store: str) -> int | None:
+        """A stage cannot read from the store of its child: the child's position; None if that is out of date."""
+        children = self._children(stage)
+        if self._attempts.get(stage) != attempt or child >= len(children):
+            return None
+        place = self._place(children[child])
+        return children[child] if place.store == store else None
+
+    def ended(self) -> Instructions:
+        """No stage is needed any more."""
+        told: Instructions = []
+        for stage, attempt in self._attempts.items():
+            if (store := self._store(stage)) is not None:
+                told.append(
+                    (store, EndStage(name=self._terms.name, stripe=self._terms.stripe, slot=stage, attempt=attempt))
+                )
+        self._attempts.clear()
+        return told
+
+    def _place(self, position: int) -> Place:
+        place = self._places[position]
+        assert place is not None, f"nothing is at position {position} of {self._terms.name}"
+        return place
+
+    def _store(self, stage: int) -> str | None:
+        return self.root if stage == CALLER else self._place(stage).store
+
+    def _is_empty(self, position: int) -> bool:
+        return self._taken is not None and position >= self._taken
+
+    def _children(self, stage: int) -> list[int]:
+        """The positions whose sums a stage adds. The first `taken` ones hold, for each empty one, no more than the
+        first child's subtree of it, since positions are numbered in order."""
+        found = []
+        for child in self.tree.children[stage]:
+            position: int | None = child
+            while position is not None and self._is_empty(position):
+                position = next(iter(self.tree.children[position]), None)
+            if position is not None:
+                found.append(position)
+        return found
+
+    def _parent(self, position: int) -> int:
+        parent = self.tree.parents[position]
+        while parent != CALLER and self._is_empty(parent):
+            parent = self.tree.parents[parent]
+        return parent
+
+    def _path(self, position: int) -> list[int]:
+        path = []
+        while position != CALLER:
+            position = self._parent(position)
+            path.append(position)
+        return path
+
+    def _run(self, stage: int) -> Instructions:
+        """Have a stage begin, and feed it from those of its children that are there."""
+        if stage != CALLER:
+            place = self._places[stage]
+            if place is None or place.store is None or not self._children(stage):
+                return []
+        else:
+            self.is_whole = False
+        self._attempts[stage] = self._next_attempt()
+        self._arrived = {(at, child) for at, child in self._arrived if at != stage}
+        told = [self._order(stage)]
+        for child in self._children(stage):
+            told += self._feed(stage, child)
+        return told
+
+    def _order(self, stage: int) -> tuple[str, FromDirectory]:
+        store = self._store(stage)
+        assert store is not None
+        return store, RunStage(
+            name=self._terms.name,
+            meta=self._terms.meta,
+            stripe=self._terms.stripe,
+            slot=stage,
+            attempt=self._attempts[stage],
+            op=self._terms.op,
+            source=self.own if stage == CALLER else self._place(stage).source,
+            children=len(self._children(stage)),
+            divisor=self.divisor if stage == CALLER and self._terms.op == "mean" else 1,
+        )
+
+    def _feed(self, stage: int, child: int) -> Instructions:
+        """Have a stage read what a child sends, if both are there."""
+        place = self._places[child]
+        if place is None or place.store is None:
+            return []
+        if stage not in self._attempts:
+            return self._run(CALLER) if stage == CALLER else []
+        if (store := self._store(stage)) is None:
+            return []
+        told = self._run(child) if self._children(child) and child not in self._attempts else []
+        runs = child in self._attempts
+        feed = FeedStage(
+            name=self._terms.name,
+            stripe=self._terms.stripe,
+            slot=stage,
+            attempt=self._attempts[stage],
+            child=self._children(stage).index(child),
+            store=place.store,
+            source=None if runs else place.source,
+            child_slot=child,
+            child_attempt=self._attempts[child] if runs else 0,
+        )
+        return [*told, (store, feed)]

@@ -1,0 +1,223 @@
+"""The conversation of a client and the store of its machine. Objects are in memory that both map.
+
+client                                          store
+  | -- CreateCall(call, name, meta) -----------> |   memory for an object that the client makes
+  | <----- MemoryAnswer(call, process, ...) ---- |   whose descriptor is to be mapped
+  | -- FilledNote(name, have) -----------------> |   so much of it is there
+  | -- FinishCall(call, name) -----------------> |   all of it
+  | -- PutSmallCall(call, name, meta, data) ---> |   a small one, at once
+  | <----- DoneAnswer(call) -------------------- |
+  | -- GetCall(call, name) --------------------> |
+  | <----- ProgressNote(call, ...) ------------- |   again and again, as long as it waits
+  | <----- ObjectAnswer(call, meta, ...) ------- |
+  | -- StopCall(call) -------------------------> |   it does not wait any more
+  | -- ReleaseNote(name) ----------------------> |   it does not look at the object any more
+  | -- ReduceNote(request), DeleteNote(name) --> |
+  | -- StatusCall(call) -----------------------> |   also an onlooker
+  | <----- StatusAnswer(call, ...) ------------- |
+  | <----- CallFailed(call, kind, reason) ------ |   instead of any of these answers
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+
+from offbeat.errors import PeerError
+from offbeat.protocol.bounds import Count, Seconds, Text
+from offbeat.protocol.objects import INLINE_BYTES, MAX_SOURCES, ObjectMeta, ObjectName, ReduceObjects
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_Call = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+_Process = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+_Descriptor = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Data = Annotated[bytes, msgspec.Meta(max_length=INLINE_BYTES)]
+
+
+class _Numbered(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    call: _Call
+
+
+class _Named(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    name: ObjectName
+
+
+class CreateCall(_Numbered, frozen=True, tag=True, kw_only=True):
+    """A request for memory for an object."""
+
+    name: ObjectName
+    meta: ObjectMeta
+
+
+class FilledNote(_Named, frozen=True, tag=True, kw_only=True):
+    """Word of how many bytes of an object that this client makes are there."""
+
+    have_bytes: Count
+
+
+class FinishCall(_Numbered, frozen=True, tag=True, kw_only=True):
+    """All bytes of an object that this client makes are there."""
+
+    name: ObjectName
+
+
+class PutSmallCall(_Numbered, frozen=True, tag=True, kw_only=True):
+    """A small object."""
+
+    name: ObjectName
+    meta: ObjectMeta
+    data: _Data
+
+
+class GetCall(_Numbered, frozen=True, tag=True, kw_only=True):
+    """A request for an object, which is answered when it is there."""
+
+    name: ObjectName
+
+
+class StopCall(_Numbered, frozen=True, tag=True, kw_only=True):
+    """The client does not wait for the answer of this call any more."""
+
+
+class ReleaseNote(_Named, frozen=True, tag=True, kw_only=True):
+    """The client has let go of an object's memory."""
+
+
+class ReduceNote(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A request for a sum; whether it can be had, who gets it is told."""
+
+    request: ReduceObjects
+
+
+class DeleteNote(_Named, frozen=True, tag=True, kw_only=True):
+    """All stores are to let go of an object."""
+
+
+class StatusCall(_Numbered, frozen=True, tag=True, kw_only=True):
+    """A request for what is in the store."""
+
+
+class DoneAnswer(_Numbered, frozen=True, tag=True, kw_only=True):
+    """Word that a call is done."""
+
+
+class MemoryAnswer(_Numbered, frozen=True, tag=True, kw_only=True):
+    """Memory to be filled, by the process and the descriptor that it has in there."""
+
+    process: _Process
+    descriptor: _Descriptor
+
+
+class ObjectAnswer(_Numbered, frozen=True, tag=True, kw_only=True):
+    """An object that is there.
+
+    Args:
+        process, descriptor: where its memory is; 0 for a small one.
+        data: the bytes of a small one.
+        used: the sources that it was made of, if it is a sum.
+    """
+
+    meta: ObjectMeta
+    process: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
+    descriptor: _Descriptor = 0
+    data: _Data = b""
+    used: Annotated[tuple[ObjectName, ...], msgspec.Meta(max_length=MAX_SOURCES)] = ()
+
+
+class ProgressNote(_Numbered, frozen=True, tag=True, kw_only=True):
+    """Word of how far an object is that the client waits for.
+
+    Args:
+        size_bytes: 0 as long as nobody has put it.
+        feeder: the store that it comes from; "" if none just now.
+        silent_s: since anything of it has come.
+    """
+
+    have_bytes: Count
+    size_bytes: Count
+    feeder: Annotated[str, msgspec.Meta(max_length=256)]
+    silent_s: Seconds
+
+
+class StoredStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One object of a store."""
+
+    name: ObjectName
+    meta: ObjectMeta
+    have_bytes: Count
+    is_own: bool
+    readers: Count
+
+
+class StatusAnswer(_Numbered, frozen=True, tag=True, kw_only=True):
+    """The objects of the store."""
+
+    address: Annotated[str, msgspec.Meta(max_length=256)]
+    used_bytes: Count
+    most_bytes: Count
+    sent_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    objects: Annotated[tuple[StoredStatus, ...], msgspec.Meta(max_length=4096)]
+
+
+class CallFailed(_Numbered, frozen=True, tag=True, kw_only=True):
+    """A call cannot be granted.
+
+    Args:
+        kind: whose fault it is: the object's, or that others said something else of it.
+    """
+
+    reason: Text
+    kind: Literal["object", "differs"] = "object"
+
+
+FromClient = (
+    CreateCall
+    | FilledNote
+    | FinishCall
+    | PutSmallCall
+    | GetCall
+    | StopCall
+    | ReleaseNote
+    | ReduceNote
+    | DeleteNote
+    | StatusCall
+)
+ToClient = DoneAnswer | MemoryAnswer | ObjectAnswer | ProgressNote | StatusAnswer | CallFailed
+
+_encode = msgspec.msgpack.Encoder().encode
+_from_client = msgspec.msgpack.Decoder(FromClient).decode
+_to_client = msgspec.msgpack.Decoder(ToClient).decode
+
+
+def pack_call(message: FromClient | ToClient) -> bytes:
+    """The message as a frame's metadata."""
+    return _encode(message)
+
+
+def from_client_of(metadata: Buffer) -> FromClient:
+    """Read what a client says to its store.
+
+    Raises:
+        PeerError: if it is none of that.
+    """
+    try:
+        message: FromClient = _from_client(metadata)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise PeerError(f"Cannot understand this client: {error}.") from error
+    return message
+
+
+def to_client_of(metadata: Buffer) -> ToClient:
+    """Read what a store says to its client.
+
+    Raises:
+        PeerError: if it is none of that.
+    """
+    try:
+        message: ToClient = _to_client(metadata)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise PeerError(f"Cannot understand this store of objects: {error}.") from error
+    return message

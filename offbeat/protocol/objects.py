@@ -1,0 +1,420 @@
+"""The conversation between stores of objects and their directory.
+
+store                                           directory
+  | -- PutObject(name, meta, ...) ---------------> |   has it, or makes it from now on
+  | -- ObjectWhole(name, digest) ----------------> |   has made all of it
+  | <----- PutTaken(name) ------------------------ |
+  | -- WantObject(name) -------------------------> |   once for all readers on the store's machine; again to try again
+  | <----- ObjectFound(name, meta, feeders) ------ |   or ObjectInline(name, meta, data), as soon as it is put
+  | <----- ChangeFeeder(name, stripe, feeder) ---- |   whenever a reader is to read from another store
+  | <----- RestartObject(name, generation) ------- |   what came of it may be wrong: from the start
+  | -- StripeArrived(name, stripe) --------------> |   the store has all of it
+  | -- FeederFailed(name, stripe, feeder) -------> |   cannot read from it
+  | -- DropObject(name) -------------------------> |   may this copy go?
+  | <----- ObjectDropped(name, granted) ---------- |
+  | -- DeleteObject(name) -----------------------> |   anybody
+  | <----- ForgetObject(name, reason) ------------ |   all that have it, or wait for it
+  | -- ReduceObjects(target, sources, ...) ------> |   the caller's store: it keeps the sum
+  | <----- RunStage(target, ..., slot, source) --- |   the store of a source adds
+  | <----- FeedStage(target, ..., slot, child) --- |   what this child sends
+  | -- ChildArrived(target, ..., slot, child) ---> |   all of it is in the sum
+  | -- ChildFailed(target, ..., slot, child) ----> |   cannot read from its store
+  | <----- ReduceSmall(target, sources, parts) --- |   instead of stages: the caller's store adds
+  | <----- ReduceSettled(target, used) ----------- |   which sources are in the sum
+  | <----- ObjectRefused(name, reason) ----------- |   instead of any of these
+
+A store is named by the address at which it serves others. A name stands for bytes that never change; a *generation* of
+it is one attempt at making them, and everything that belongs to an earlier one is thrown away.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+
+from offbeat.errors import PeerError
+from offbeat.protocol.bounds import Count, Dtype, Seconds, Text
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+INLINE_BYTES = 64 << 10
+"""Objects of at most so many bytes travel in messages, and the directory keeps a copy of them."""
+MAX_SOURCES = 4096
+MAX_STRIPES = 256
+
+Address = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+ObjectId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Stripe = Annotated[int, msgspec.Meta(ge=0, lt=MAX_STRIPES)]
+Slot = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_SOURCES)]
+_Sources = Annotated[int, msgspec.Meta(ge=1, le=MAX_SOURCES)]
+_Inline = Annotated[bytes, msgspec.Meta(max_length=INLINE_BYTES)]
+_ContentDigest = Annotated[str, msgspec.Meta(max_length=32)]
+_Dimension = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+ReduceOp = Literal["sum", "mean", "min", "max", "prod"]
+
+
+class ObjectName(msgspec.Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
+    """The name of bytes that never change.
+
+    Args:
+        id: as its user calls it.
+        version: of several under one id.
+    """
+
+    id: ObjectId
+    version: Count = 0
+
+    def __str__(self) -> str:
+        return f"{self.id!r}" if not self.version else f"{self.id!r} version {self.version}"
+
+
+class ObjectMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A description of an object.
+
+    Args:
+        dtype: of its elements, as torch calls it without "torch.".
+        shape: of the tensor.
+        size_bytes: of all of it.
+        stripes: into which it is cut.
+    """
+
+    dtype: Dtype
+    shape: Annotated[tuple[_Dimension, ...], msgspec.Meta(max_length=16)]
+    size_bytes: Count
+    stripes: Annotated[int, msgspec.Meta(ge=1, le=MAX_STRIPES)] = 1
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+    @property
+    def numel(self) -> int:
+        """Return the number of its elements."""
+        return math.prod(self.shape)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an element; 1 if it has none."""
+        return self.size_bytes // self.numel if self.numel else 1
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    name: ObjectName
+
+
+class StoreHello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A store's first word to a directory: the address at which it serves others."""
+
+    address: Address
+
+
+class PutObject(_Message, frozen=True, tag=True, kw_only=True):
+    """A store has an object, or makes it from now on.
+
+    Args:
+        meta: what it is.
+        whole: whether the store has all of it.
+        digest: of all of its bytes; "" as long as they are not all there.
+        inline: the bytes of a small one.
+    """
+
+    meta: ObjectMeta
+    whole: bool = False
+    digest: _ContentDigest = ""
+    inline: _Inline | None = None
+
+
+class PutTaken(_Message, frozen=True, tag=True):
+    """The store's put holds: it is the first of its name, or like the first."""
+
+
+class ObjectWhole(_Message, frozen=True, tag=True, kw_only=True):
+    """The store that makes an object has all of it; with the digest of its bytes."""
+
+    digest: _ContentDigest
+
+
+class WantObject(_Message, frozen=True, tag=True):
+    """A store wants an object, or asks again for what nobody feeds it."""
+
+
+class StopWanting(_Message, frozen=True, tag=True):
+    """Word that no client of the store waits for the object any more."""
+
+
+class StripeFeeder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The feeder of a stripe.
+
+    Args:
+        generation: of the stripe.
+        store: that has it; "" if there is none just now.
+    """
+
+    generation: Count
+    store: Annotated[str, msgspec.Meta(max_length=256)]
+
+
+class ObjectFound(_Message, frozen=True, tag=True, kw_only=True):
+    """An object is there, or is being made.
+
+    Args:
+        stripes: where to read each from.
+    """
+
+    meta: ObjectMeta
+    stripes: Annotated[tuple[StripeFeeder, ...], msgspec.Meta(min_length=1, max_length=MAX_STRIPES)]
+
+
+class ObjectInline(_Message, frozen=True, tag=True, kw_only=True):
+    """An object is there, and these are its bytes."""
+
+    meta: ObjectMeta
+    data: _Inline
+
+
+class ChangeFeeder(_Message, frozen=True, tag=True, kw_only=True):
+    """Read a stripe from another store, from where this one is; "" if there is none just now."""
+
+    generation: Count
+    stripe: Stripe
+    feeder: Annotated[str, msgspec.Meta(max_length=256)]
+
+
+class RestartObject(_Message, frozen=True, tag=True, kw_only=True):
+    """An order to read a stripe from the start, since the bytes that have come may be wrong.
+
+    Args:
+        stripe: of which that is true.
+    """
+
+    generation: Count
+    stripe: Stripe
+
+
+class StripeArrived(_Message, frozen=True, tag=True, kw_only=True):
+    """The store has all of a stripe.
+
+    Args:
+        bytes_per_s: with which it came, while there was enough to read; 0 if that is not known.
+    """
+
+    generation: Count
+    stripe: Stripe
+    bytes_per_s: Annotated[float, msgspec.Meta(ge=0, lt=1e15)] = 0.0
+
+
+class FeederFailed(_Message, frozen=True, tag=True, kw_only=True):
+    """The store cannot read a stripe from its feeder.
+
+    Args:
+        bytes_per_s: with which it can, though the feeder has enough: everybody after it waits; 0 if it cannot.
+    """
+
+    generation: Count
+    stripe: Stripe
+    feeder: Address
+    bytes_per_s: Annotated[float, msgspec.Meta(ge=0, lt=1e15)] = 0.0
+
+
+class DropObject(_Message, frozen=True, tag=True):
+    """The store needs the memory: may it let go of its copy?"""
+
+
+class ObjectDropped(_Message, frozen=True, tag=True, kw_only=True):
+    """The answer; no if it is the only copy."""
+
+    granted: bool
+
+
+class DeleteObject(_Message, frozen=True, tag=True):
+    """All copies of an object are to go."""
+
+
+class ForgetObject(_Message, frozen=True, tag=True, kw_only=True):
+    """An object is gone, for this reason: let go of it, and tell those who wait for it."""
+
+    reason: Text
+
+
+class ReduceObjects(_Message, frozen=True, tag=True, kw_only=True):
+    """Make a target, which is `name`, of the sources that are there first. The sum is made at the store that asks.
+
+    Args:
+        sources: of which it may be made.
+        op: how.
+        count: of how many it is made.
+        least: with so many it is made after `patience_s`, if there are not `count` then.
+        patience_s: for `count` sources; None for as long as it takes.
+        in_order: add in the order of `sources`, so that the sum has the same bits each time; needs all of them.
+        striped: whether each of the first `count` sources' stores makes the sum of one stripe, for all to read; else
+            the store that asks makes all of it.
+    """
+
+    sources: Annotated[tuple[ObjectName, ...], msgspec.Meta(min_length=1, max_length=MAX_SOURCES)]
+    op: ReduceOp
+    count: _Sources
+    least: _Sources
+    patience_s: Seconds | None = None
+    in_order: bool = False
+    striped: bool = False
+
+
+class RunStage(_Message, frozen=True, tag=True, kw_only=True):
+    """Be a position of a reduce: add what children send to an own source.
+
+    Args:
+        slot: the position; -1 is the root, which keeps the sum.
+        attempt: at this stage; of the root it is the target's generation.
+        source: the object to begin with, which this store has; None at the caller of others' sources.
+        children: that there will be; for an attempt that is under way, fewer than before.
+        divisor: of the sum, at the root of a mean.
+    """
+
+    meta: ObjectMeta
+    stripe: Stripe
+    slot: Slot
+    attempt: Count
+    op: ReduceOp
+    source: ObjectName | None
+    children: Annotated[int, msgspec.Meta(ge=0, le=MAX_SOURCES)]
+    divisor: _Sources = 1
+
+
+class FeedStage(_Message, frozen=True, tag=True, kw_only=True):
+    """A child of a stage is there, or another one in its place.
+
+    Args:
+        child: its number among the stage's children, in whose order they are added.
+        store: that has what it sends.
+        source: the object itself, if the child has no children; None for the sum of stage `child_slot`.
+        child_attempt: of that stage.
+    """
+
+    stripe: Stripe
+    slot: Slot
+    attempt: Count
+    child: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SOURCES)]
+    store: Address
+    source: ObjectName | None
+    child_slot: Slot
+    child_attempt: Count
+
+
+class EndStage(_Message, frozen=True, tag=True, kw_only=True):
+    """A stage, of any attempt before this one, is not needed any more."""
+
+    stripe: Stripe
+    slot: Slot
+    attempt: Count
+
+
+class ChildArrived(_Message, frozen=True, tag=True, kw_only=True):
+    """Word that all bytes of a child are in the stage's sum."""
+
+    stripe: Stripe
+    slot: Slot
+    attempt: Count
+    child: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SOURCES)]
+
+
+class ChildFailed(_Message, frozen=True, tag=True, kw_only=True):
+    """A stage cannot read what its child at this store sends."""
+
+    stripe: Stripe
+    slot: Slot
+    attempt: Count
+    child: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SOURCES)]
+    store: Address
+
+
+class ReduceSmall(_Message, frozen=True, tag=True, kw_only=True):
+    """The parts of a small sum, in the order in which they are added."""
+
+    meta: ObjectMeta
+    op: ReduceOp
+    used: Annotated[tuple[ObjectName, ...], msgspec.Meta(min_length=1, max_length=MAX_SOURCES)]
+    parts: Annotated[tuple[_Inline, ...], msgspec.Meta(min_length=1, max_length=MAX_SOURCES)]
+
+
+class ReduceSettled(_Message, frozen=True, tag=True, kw_only=True):
+    """The sources that are in the sum."""
+
+    used: Annotated[tuple[ObjectName, ...], msgspec.Meta(min_length=1, max_length=MAX_SOURCES)]
+
+
+class ObjectRefused(_Message, frozen=True, tag=True, kw_only=True):
+    """The refusal of something that a store has said of this object.
+
+    Args:
+        differs: whether it is because others said something else of it.
+    """
+
+    reason: Text
+    differs: bool = False
+
+
+FromStore = (
+    PutObject
+    | ObjectWhole
+    | WantObject
+    | StopWanting
+    | StripeArrived
+    | FeederFailed
+    | DropObject
+    | DeleteObject
+    | ReduceObjects
+    | ChildArrived
+    | ChildFailed
+)
+FromDirectory = (
+    PutTaken
+    | ObjectFound
+    | ObjectInline
+    | ChangeFeeder
+    | RestartObject
+    | ObjectDropped
+    | ForgetObject
+    | RunStage
+    | FeedStage
+    | EndStage
+    | ReduceSmall
+    | ReduceSettled
+    | ObjectRefused
+)
+
+_encode = msgspec.msgpack.Encoder().encode
+_from_store = msgspec.msgpack.Decoder(StoreHello | FromStore).decode
+_from_directory = msgspec.msgpack.Decoder(FromDirectory).decode
+
+
+def pack(message: StoreHello | FromStore | FromDirectory) -> bytes:
+    """The message as a frame's metadata."""
+    return _encode(message)
+
+
+def from_store_of(metadata: Buffer) -> StoreHello | FromStore:
+    """Read what a store says to its directory.
+
+    Raises:
+        PeerError: if it is none of that.
+    """
+    try:
+        message: StoreHello | FromStore = _from_store(metadata)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise PeerError(f"Cannot understand this store of objects: {error}.") from error
+    return message
+
+
+def from_directory_of(metadata: Buffer) -> FromDirectory:
+    """Read what a directory says.
+
+    Raises:
+        PeerError: if it is none of that.
+    """
+    try:
+        message: FromDirectory = _from_directory(metadata)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise PeerError(f"Cannot understand this directory of objects: {error}.") from error
+    return message

@@ -1,0 +1,426 @@
+"""The directory among stores that do everything in a random order: who gets what, from whom, after which losses."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from offbeat.objects.directory import MAX_PARKED, Directory
+from offbeat.protocol import objects as say
+from offbeat.protocol.objects import ObjectMeta, ObjectName
+from offbeat.testing.object_stores import BLOCKS, LINKS, META, SMALL, ObjectWorld
+
+W = ObjectName("w")
+
+
+def told(directory: Directory, store: str, message: say.FromStore) -> list[tuple[str, str]]:
+    return [(to, type(what).__name__) for to, what in directory.handle(store, message)]
+
+
+class TestBroadcast:
+    @pytest.mark.parametrize("whole", [True, False])
+    @pytest.mark.parametrize("small", [True, False])
+    def test_all_readers_get_it_once(self, small: bool, whole: bool) -> None:
+        for seed in range(20):
+            world = ObjectWorld(seed)
+            for reader in "bcd":
+                world.want(reader, W)
+            world.put("a", W, 7, small=small, whole=whole)
+            world.want("e", W)
+            world.run()
+            for reader in "bcde":
+                assert world.stores[reader].values(W) == [7] * BLOCKS
+                assert world.stores[reader].taken_in == (0 if small else BLOCKS)
+
+    @pytest.mark.parametrize("seed", range(60))
+    def test_a_reader_that_dies_costs_nobody_a_block(self, seed: int) -> None:
+        world = ObjectWorld(seed)
+        world.put("a", W, 7)
+        for reader in "bcde":
+            world.want(reader, W)
+        for _ in range(world.random.randrange(60)):
+            world.step()
+        world.kill(world.random.choice("bcd"))
+        world.run()
+        for store in world.stores.values():
+            assert store.values(W) == [7] * BLOCKS
+            assert store.taken_in <= BLOCKS
+
+    @pytest.mark.parametrize("seed", range(60))
+    def test_what_one_of_them_has_whole_outlives_its_maker(self, seed: int) -> None:
+        world = ObjectWorld(seed)
+        world.put("a", W, 7)
+        for reader in "bcde":
+            world.want(reader, W)
+        while not any(world.stores[reader].values(W) for reader in "bcde"):
+            world.step()
+        world.kill("a")
+        world.run()
+        assert all(store.values(W) == [7] * BLOCKS and store.taken_in <= BLOCKS for store in world.stores.values())
+
+    @pytest.mark.parametrize("seed", range(60))
+    def test_made_again_by_another_store(self, seed: int) -> None:
+        """Nobody knows whether an object that never was whole anywhere is made of the same bytes: from the start."""
+        world = ObjectWorld(seed)
+        world.put("a", W, 7, whole=False)
+        for reader in "bcd":
+            world.want(reader, W)
+        for _ in range(world.random.randrange(40)):
+            world.step()
+        was_whole = any(entry.digest for entry in world.directory.entries())
+        world.kill("a")
+        world.run()
+        world.put("e", W, 7 if was_whole else 8)
+        world.run()
+        expected = {tuple(world.stores[reader].values(W)) for reader in "bcd"}
+        assert expected in ({(7,) * BLOCKS}, {(8,) * BLOCKS})
+        assert was_whole or expected == {(8,) * BLOCKS}
+
+    @pytest.mark.parametrize("seed", range(60))
+    def test_cut_links_are_gone_around(self, seed: int) -> None:
+        world = ObjectWorld(seed)
+        world.put("a", W, 7)
+        for reader in "bcde":
+            world.want(reader, W)
+        for _ in range(world.random.randrange(30)):
+            world.step()
+        world.cut(*world.random.sample("bcde", 2))
+        world.run()
+        assert all(store.values(W) == [7] * BLOCKS and store.taken_in <= BLOCKS for store in world.stores.values())
+
+    def test_who_cannot_reach_the_only_holder_tries_again(self) -> None:
+        world = ObjectWorld(1)
+        world.put("a", W, 7)
+        world.cut("a", "b")
+        world.want("b", W)
+        world.run()
+        assert not world.stores["b"].values(W)
+        world.mend()
+        world.want("b", W)
+        world.run()
+        assert world.stores["b"].values(W) == [7] * BLOCKS
+
+
+class TestPuts:
+    def test_the_same_bytes_twice_are_two_copies(self) -> None:
+        for seed in range(20):
+            world = ObjectWorld(seed)
+            world.put("a", W, 7, whole=bool(seed % 2))
+            world.put("b", W, 7, whole=bool(seed % 3))
+            world.run()
+            assert not world.stores["a"].refused
+            assert not world.stores["b"].refused
+            world.kill("a")
+            world.want("c", W)
+            world.run()
+            assert world.stores["c"].values(W) == [7] * BLOCKS
+
+    def test_other_bytes_are_refused(self) -> None:
+        for seed in range(20):
+            world = ObjectWorld(seed)
+            world.put("a", W, 7, whole=bool(seed % 2))
+            world.put("b", W, 8, whole=bool(seed % 3))
+            world.want("c", W)
+            world.run()
+            refused = world.stores["a"].refused | world.stores["b"].refused
+            assert list(refused) == [W]
+            assert "its bytes differ" in refused[W]
+            assert world.stores["c"].values(W) in ([7] * BLOCKS, [8] * BLOCKS)
+
+    def test_a_second_one_takes_the_place_of_a_first_one_that_is_lost(self) -> None:
+        for seed in range(30):
+            world = ObjectWorld(seed)
+            world.put("a", W, 7, whole=False)
+            world.want("c", W)
+            for _ in range(world.random.randrange(12)):
+                world.step()
+            world.put("b", W, 8, whole=bool(seed % 2))
+            for _ in range(world.random.randrange(6)):
+                world.step()
+            world.kill("a")
+            world.run()
+            got = world.stores["c"].values(W)
+            assert got == [8] * BLOCKS or (W in world.stores["b"].refused and got in ([], [7] * BLOCKS))
+
+    def test_another_shape_is_refused(self) -> None:
+        directory = Directory(LINKS["chain"])
+        directory.handle("a", say.PutObject(name=W, meta=META))
+        other = ObjectMeta("float32", (3,), 12)
+        ((store, refused),) = directory.handle("b", say.PutObject(name=W, meta=other))
+        assert isinstance(refused, say.ObjectRefused)
+        assert refused.differs
+        assert store == "b"
+        assert "Cannot put 'w' as float32[3]: it is float32[" in refused.reason
+
+    def test_a_deleted_object_is_forgotten_by_all_and_may_be_put_again(self) -> None:
+        world = ObjectWorld(3)
+        world.put("a", W, 7)
+        for reader in "bc":
+            world.want(reader, W)
+        world.run()
+        world.stores["d"].outbox.append(say.DeleteObject(name=W))
+        world.run()
+        assert all(not world.stores[store].copies for store in "abc")
+        assert not list(world.directory.entries())
+        world.put("a", W, 9)
+        world.want("b", W)
+        world.run()
+        assert world.stores["b"].values(W) == [9] * BLOCKS
+
+    def test_the_only_copy_may_not_be_dropped(self) -> None:
+        world = ObjectWorld(3)
+        world.put("a", W, 7)
+        world.stores["a"].outbox.append(say.DropObject(name=W))
+        world.run()
+        assert world.stores["a"].values(W)
+        world.want("b", W)
+        world.run()
+        world.stores["a"].outbox.append(say.DropObject(name=W))
+        world.stores["b"].outbox.append(say.DropObject(name=W))
+        world.run()
+        assert bool(world.stores["a"].values(W)) != bool(world.stores["b"].values(W))
+
+
+def test_look_ups_of_what_nobody_puts_are_bounded() -> None:
+    directory = Directory(LINKS["chain"])
+    for number in range(MAX_PARKED):
+        assert not directory.handle("a", say.WantObject(name=ObjectName(f"{number}")))
+    assert told(directory, "a", say.WantObject(name=W)) == [("a", "ObjectRefused")]
+    assert not directory.handle("b", say.WantObject(name=W)), "of one store alone"
+    directory.handle("a", say.StopWanting(name=ObjectName("3")))
+    assert not directory.handle("a", say.WantObject(name=W))
+    directory.lost("a")
+    directory.lost("b")
+    assert not list(directory.entries())
+
+
+SOURCES = [ObjectName(f"g{number}") for number in range(12)]
+
+
+def used_in(values: list[int]) -> set[ObjectName]:
+    assert len(set(values)) == 1, f"the same sources in each block: {values}"
+    return {source for number, source in enumerate(SOURCES) if values[0] >> number & 1}
+
+
+class TestReduce:
+    @pytest.mark.parametrize("seed", range(30))
+    @pytest.mark.parametrize("links", LINKS)
+    @pytest.mark.parametrize(
+        "more", [{}, {"striped": True}, {"in_order": True}, {"striped": True, "in_order": True}], ids=str
+    )
+    def test_all_of_them(self, seed: int, links: str, more: dict[str, bool]) -> None:
+        world = ObjectWorld(seed, stores=6, links=links)
+        sources = SOURCES[:5]
+        for number, (home, source) in enumerate(zip("abcde", sources, strict=True)):
+            if seed % 3 or number % 2:
+                world.put(home, source, 1 << number)
+        world.reduce(world.random.choice("abcdef"), W, sources, **more)
+        for reader in "bf":
+            world.want(reader, W)
+        for _ in range(world.random.randrange(40)):
+            world.step()
+        for number, (home, source) in enumerate(zip("abcde", sources, strict=True)):
+            if not (seed % 3 or number % 2):
+                world.put(home, source, 1 << number)
+        world.run()
+        for store in world.stores.values():
+            if W in store.wants:
+                assert used_in(store.values(W)) == set(sources)
+                assert set(store.used[W]) == set(sources)
+                if more.get("in_order") and not more.get("striped"):
+                    assert store.used[W] == tuple(sources)
+            assert not store.stages, "they end with the sum"
+
+    @pytest.mark.parametrize("seed", range(60))
+    @pytest.mark.parametrize("links", LINKS)
+    def test_the_first_of_them(self, seed: int, links: str) -> None:
+        world = ObjectWorld(seed, stores=6, links=links)
+        world.reduce("a", W, SOURCES[:6], count=4)
+        for number, store in enumerate(world.random.sample("abcdef", 6)):
+            world.put(store, SOURCES[number], 1 << number)
+            for _ in range(world.random.randrange(10)):
+                world.step()
+        world.run()
+        used = used_in(world.stores["a"].values(W))
+        assert len(used) == 4
+        assert used == set(world.stores["a"].used[W])
+
+    @pytest.mark.parametrize("seed", range(20))
+    @pytest.mark.parametrize("count", [1, 3])
+    def test_small_ones(self, seed: int, count: int) -> None:
+        world = ObjectWorld(seed)
+        world.reduce("a", W, SOURCES[:5], count=count)
+        for number, store in enumerate("abcde"):
+            world.put(store, SOURCES[number], 1 << number, small=True)
+        world.want("b", W)
+        world.run()
+        assert len(used_in(world.stores["a"].values(W))) == count
+        assert world.stores["b"].values(W) == world.stores["a"].values(W)
+        assert all(store.taken_in == 0 for store in world.stores.values())
+
+    @pytest.mark.parametrize("seed", range(30))
+    @pytest.mark.parametrize("links", LINKS)
+    def test_of_those_that_came_in_time(self, seed: int, links: str) -> None:
+        world = ObjectWorld(seed, stores=6, links=links)
+        world.reduce("a", W, SOURCES[:6], least=2, patience_s=1.0)
+        came = world.random.randrange(2, 6)
+        for number, store in enumerate(world.random.sample("abcdef", came)):
+            world.put(store, SOURCES[number], 1 << number)
+        world.run()
+        assert not world.stores["a"].values(W)
+        world._tell(world.directory.expire(W))
+        world.run()
+        assert used_in(world.stores["a"].values(W)) == set(SOURCES[:came])
+
+    @pytest.mark.parametrize("seed", range(200))
+    def test_whoever_dies(self, seed: int) -> None:
+        check_losses(seed)
+
+
+def check_losses(seed: int) -> None:
+    """Sources die, links are cut, others come: the sum is of exactly as many as were asked, and of those it names."""
+    dice = random.Random(seed)
+    world = ObjectWorld(seed, stores=9, links=dice.choice(sorted(LINKS)))
+    more = dice.choice(({}, {}, {"striped": True}, {"in_order": True}))
+    n = dice.randrange(2, 7)
+    count = n if more.get("in_order") else dice.randrange(1, n + 1)
+    homes = dict(zip(SOURCES[:n], dice.sample("abcdefg", n), strict=True))
+    value = {source: 1 << number for number, source in enumerate(SOURCES)}
+    caller = dice.choice("abcdefgh")
+    world.reduce(caller, W, SOURCES[:n], count=count, **more)
+    for source, home in homes.items():
+        world.put(home, source, value[source])
+    readers = dice.sample("abcdefghi", 3)
+    for reader in readers:
+        world.want(reader, W)
+    if dice.random() < 0.3:  # a source has a second holder
+        world.want("i", dice.choice(SOURCES[:n]))
+    for _ in range(dice.randrange(1, 4)):
+        for _ in range(dice.randrange(40)):
+            world.step()
+        alive = sorted(set(world.stores) - {caller, "i", "h"})
+        if dice.random() < 0.7 and len(alive) > 2:
+            world.kill(dice.choice(alive))
+        else:
+            world.cut(*dice.sample(sorted(world.stores), 2))
+    world.run()
+    # What was lost is made again, elsewhere, and what could not be read is tried again.
+    world.mend()
+    for _ in range(3):
+        for source, home in homes.items():
+            if home not in world.stores:
+                homes[source] = dice.choice(sorted(world.stores))
+                world.put(homes[source], source, value[source])
+        if any(
+            entry.name == W and entry.is_orphaned and entry.reduction is None for entry in world.directory.entries()
+        ):
+            world.reduce(
+                caller, W, SOURCES[:n], count=count, **more
+            )  # a store was lost that alone had what it had made
+        for store in world.stores.values():
+            for name in store.wants:
+                if not store.values(name):
+                    world.want(store.address, name)
+        world.run()
+    done = {}
+    for store in world.stores.values():
+        for name in store.wants - {*SOURCES}:
+            done[store.address] = used_in(store.values(name))
+    assert len(done[caller]) == count, done
+    assert all(used == done[caller] for used in done.values())
+    assert set(world.stores[caller].used[W]) == done[caller]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_thousand_interleavings() -> None:
+    for seed in range(1000, 11_000):
+        check_losses(seed)
+
+
+def test_members_of_an_all_reduce_may_ask_when_it_is_over() -> None:
+    for seed in range(20):
+        world = ObjectWorld(seed, stores=3)
+        for number, home in enumerate("abc"):
+            world.put(home, SOURCES[number], 1 << number, small=bool(seed % 2))
+        for member in "abc":
+            world.reduce(member, W, SOURCES[:3], striped=True)
+            if seed % 3:
+                world.run()
+        world.run()
+        for store in world.stores.values():
+            assert not store.refused
+            assert used_in(store.values(W)) == set(SOURCES[:3])
+
+
+class TestBadRequests:
+    def refusal(self, message: say.ReduceObjects) -> str:
+        directory = Directory(LINKS["chain"])
+        directory.handle("a", say.PutObject(name=ObjectName("there"), meta=META, whole=True, digest="1"))
+        directory.handle(
+            "a", say.ReduceObjects(name=ObjectName("sum"), sources=(ObjectName("x"), W), op="sum", count=2, least=2)
+        )
+        ((store, refused),) = directory.handle("b", message)
+        assert store == "b"
+        assert isinstance(refused, say.ObjectRefused)
+        return refused.reason
+
+    def test_they_are_refused_in_a_sentence(self) -> None:
+        def ask(name: str, *sources: str, count: int = 1, **more: bool) -> str:
+            names = tuple(ObjectName(source) for source in sources)
+            return self.refusal(
+                say.ReduceObjects(name=ObjectName(name), sources=names, op="sum", count=count, least=count, **more)
+            )
+
+        assert (
+            ask("there", "x")
+            == "Cannot reduce into 'there': it is there already, and the bytes of a name never change."
+        )
+        assert (
+            ask("sum", "x") == "Cannot reduce into 'sum': another reduce makes it, of other sources or in another way."
+        )
+        assert "a source is named twice" in ask("y", "x", "x")
+        assert "Cannot reduce 3 (at least 3) of 2 sources" in ask("y", "x", "z", count=3)
+        assert "in a fixed order: it takes all" in ask("y", "x", "z", in_order=True)
+        assert ask("y", "y", "x") == "Cannot reduce into 'y': it would be a source of itself."
+        assert ask("w", "sum") == "Cannot reduce into 'w': it would be a source of itself."
+
+    def test_sources_that_differ_end_it(self) -> None:
+        world = ObjectWorld(1)
+        world.put("b", SOURCES[0], 1)
+        world.reduce("a", W, SOURCES[:2])
+        world.run()
+        world.put("c", SOURCES[1], 2, small=True)
+        world.run()
+        assert "Cannot reduce into 'w': 'g1' is float32[4], another source float32[" in world.stores["a"].refused[W]
+        assert all(not store.stages for store in world.stores.values())
+
+    def test_what_is_out_of_date_or_made_up_changes_nothing(self) -> None:
+        directory = Directory(LINKS["chain"])
+        directory.handle("a", say.PutObject(name=W, meta=META, whole=True, digest="1"))
+        directory.handle("b", say.WantObject(name=W))
+        before = [(chains.feeders, chains.whole) for entry in directory.entries() for chains in entry.chains]
+        for store in ("b", "stranger"):
+            for name in (W, ObjectName("other")):
+                for message in (
+                    say.StripeArrived(name=name, generation=99, stripe=0),
+                    say.StripeArrived(name=name, generation=1, stripe=7),
+                    say.FeederFailed(name=name, generation=1, stripe=0, feeder="nobody"),
+                    say.FeederFailed(name=name, generation=1, stripe=9, feeder="a"),
+                    say.ObjectWhole(name=name, digest="2"),
+                    say.ChildArrived(name=name, stripe=0, slot=0, attempt=1, child=0),
+                    say.ChildFailed(name=name, stripe=0, slot=0, attempt=1, child=0, store="a"),
+                ):
+                    assert not directory.handle(store, message)
+        assert before == [(chains.feeders, chains.whole) for entry in directory.entries() for chains in entry.chains]
+
+
+def test_small_objects_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.objects.directory._INLINE_CACHE_BYTES", 3 * SMALL.size_bytes)
+    directory = Directory(LINKS["chain"])
+    for number in range(5):
+        put = say.PutObject(name=ObjectName(f"{number}"), meta=SMALL, whole=True, digest="1", inline=bytes(16))
+        directory.handle("a", put)
+    assert told(directory, "b", say.WantObject(name=ObjectName("0"))) == [("b", "ObjectFound")], "from its store"
+    assert told(directory, "b", say.WantObject(name=ObjectName("4"))) == [("b", "ObjectInline")]

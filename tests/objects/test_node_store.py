@@ -1,0 +1,303 @@
+"""Stores with real links on one event loop: objects, sums and losses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from offbeat.errors import DisagreementError, ObjectError, OffbeatError, PeerError
+from offbeat.objects.adding import TorchArithmetic
+from offbeat.objects.client import tensor_of
+from offbeat.objects.directory_server import DirectoryServer
+from offbeat.objects.node_store import DIRECTORY_LIMITS, NodeStore
+from offbeat.objects.reduce_plan import LinkEstimate
+from offbeat.objects.store_access import FoundObject
+from offbeat.protocol.objects import ObjectMeta, ObjectName, ReduceObjects
+from offbeat.tensors import bytes_of, dtype_name
+from offbeat.wire import tcp
+from offbeat.wire.session import Limits
+from tests.patience import stretched
+from tests.wire.meshes import in_loop
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from torch import Tensor
+
+    from offbeat.objects.stored_object import Outcome, StoredObject
+    from offbeat.protocol.objects import ReduceOp
+
+JOB = "test/objects"
+LIMITS = Limits(timeout=timedelta(seconds=1), max_body_bytes=1 << 20)
+LARGE = 3_000_001
+WAYS: list[dict[str, bool]] = [{}, {"striped": True}, {"in_order": True}, {"striped": True, "in_order": True}]
+LINKS = {"chain": LinkEstimate(0.0, 1e9, 1 << 16), "star": LinkEstimate(10.0, 1e9, 1 << 16)}
+
+
+class Cluster:
+    """A directory and some stores."""
+
+    def __init__(self, stores: list[NodeStore], directory: DirectoryServer, address: str) -> None:
+        self.stores, self.directory, self.address = stores, directory, address
+
+    async def put(self, store: int, name: str, tensor: Tensor, *, version: int = 0) -> None:
+        node, data = self.stores[store], bytes_of(tensor)
+        called = ObjectName(name, version)
+        meta = ObjectMeta(dtype_name(tensor.dtype), tuple(tensor.shape), len(data))
+        over, told = outcome()
+        if meta.size_bytes <= 64 << 10:
+            node.put_small(called, meta, bytes(data), told)
+        else:
+            stored = node.create(called, meta)
+            stored.memory[:] = data
+            node.finish(stored, told)
+        await over
+
+    async def get(self, store: int, name: str) -> Tensor:
+        over, told = outcome()
+        self.stores[store].want(ObjectName(name), told)
+        stored = await asyncio.wait_for(over, 30)
+        return tensor_of(FoundObject(stored.meta, stored.memory, ()))
+
+    def reduce(
+        self,
+        store: int,
+        target: str,
+        sources: list[str],
+        *,
+        op: ReduceOp = "sum",
+        count: int = 0,
+        striped: bool = False,
+        in_order: bool = False,
+    ) -> None:
+        number = count or len(sources)
+        names = tuple(ObjectName(source) for source in sources)
+        self.stores[store].reduce(
+            ReduceObjects(
+                name=ObjectName(target),
+                sources=names,
+                op=op,
+                count=number,
+                least=number,
+                striped=striped,
+                in_order=in_order,
+            )
+        )
+
+    def sent_bytes(self) -> int:
+        return sum(store.status(0).sent_bytes for store in self.stores)
+
+
+def outcome() -> tuple[asyncio.Future[StoredObject], Callable[[Outcome], None]]:
+    over: asyncio.Future[StoredObject] = asyncio.get_running_loop().create_future()
+
+    def told(what: Outcome) -> None:
+        if isinstance(what, OffbeatError):
+            over.set_exception(what)
+        else:
+            over.set_result(what)
+
+    return over, told
+
+
+@contextlib.asynccontextmanager
+async def cluster(count: int, memory: int = 1 << 30, link: LinkEstimate | None = None) -> AsyncIterator[Cluster]:
+    directory = DirectoryServer(link or LinkEstimate(0.0001, 1e9, 512 << 10))
+    address = await directory.open("127.0.0.1", 0, job=JOB, credentials=None, limits=DIRECTORY_LIMITS)
+    stores = []
+    for _ in range(count):
+        store = NodeStore(job=JOB, credentials=None, most_bytes=memory, arithmetic=TorchArithmetic, limits=LIMITS)
+        await store.open("127.0.0.1", 0, [address], timedelta(seconds=5))
+        stores.append(store)
+    try:
+        yield Cluster(stores, directory, address)
+    finally:
+        await asyncio.gather(*(store.close() for store in stores))
+        await directory.close()
+
+
+def tensor(value: float, numel: int = LARGE, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.arange(numel) % 7).to(dtype) * value
+
+
+@pytest.mark.parametrize("numel", [0, 3, LARGE])
+@in_loop
+async def test_all_get_the_same_bytes(numel: int) -> None:
+    async with cluster(5) as made:
+        readers = [asyncio.create_task(made.get(store, "w")) for store in (1, 2)]
+        await made.put(0, "w", tensor(3, numel))
+        readers += [asyncio.create_task(made.get(store, "w")) for store in (3, 4, 0)]
+        for got in await asyncio.gather(*readers):
+            assert torch.equal(got, tensor(3, numel))
+        small = numel * 4 <= 64 << 10
+        assert made.sent_bytes() == (0 if small else 4 * numel * 4), "to each reader once"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64])
+@pytest.mark.parametrize(
+    "more", [{}, {"striped": True}, {"in_order": True}, {"striped": True, "in_order": True}], ids=str
+)
+@in_loop
+async def test_a_sum(dtype: torch.dtype, more: dict[str, bool]) -> None:
+    async with cluster(4) as made:
+        names = [f"g{number}" for number in range(4)]
+        for number, name in enumerate(names):
+            await made.put(number, name, tensor(2**number, dtype=dtype))
+        made.reduce(1, "sum", names, **more)  # type: ignore[arg-type]
+        for got in await asyncio.gather(*(made.get(store, "sum") for store in range(4))):
+            assert torch.equal(got, tensor(15, dtype=dtype))
+
+
+@pytest.mark.parametrize(("op", "value"), [("sum", 7.0), ("mean", 7 / 3), ("min", 1.0), ("max", 4.0), ("prod", 8.0)])
+@pytest.mark.parametrize("numel", [5, 200_000, LARGE])
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("caller", [0, 3])
+@in_loop
+async def test_every_op_along_every_tree(op: ReduceOp, value: float, numel: int, link: str, caller: int) -> None:
+    async with cluster(4, link=LINKS[link]) as made:
+        for number in range(3):
+            await made.put(number, f"g{number}", torch.full((numel,), 2.0**number))
+        made.reduce(caller, "out", ["g0", "g1", "g2"], op=op)
+        torch.testing.assert_close(await made.get(2, "out"), torch.full((numel,), value))
+
+
+@in_loop
+async def test_the_first_two_of_three() -> None:
+    async with cluster(3) as made:
+        made.reduce(0, "sum", ["g0", "g1", "g2"], count=2)
+        waiting = asyncio.create_task(made.get(0, "sum"))
+        await made.put(2, "g2", tensor(4))
+        await made.put(1, "g1", tensor(2))
+        assert torch.equal(await waiting, tensor(6))
+        assert {source.id for source in made.stores[0].used[ObjectName("sum")]} == {"g1", "g2"}
+
+
+@in_loop
+async def test_two_sums_in_the_same_order_have_the_same_bits() -> None:
+    sums = []
+    for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
+        async with cluster(4) as made:
+            torch.manual_seed(1)
+            parts = [torch.randn(LARGE) for _ in range(4)]
+            made.reduce(2, "sum", [f"g{number}" for number in range(4)], in_order=True)
+            for number in order:
+                await made.put(number, f"g{number}", parts[number])
+            sums.append((await made.get(2, "sum")).clone())
+    assert torch.equal(sums[0], sums[1])
+    assert torch.equal(sums[0], ((parts[0] + parts[1]) + parts[2]) + parts[3])
+
+
+class TestLosses:
+    """A store is gone in the middle: the others go on, and what is sent twice is what was lost."""
+
+    @pytest.mark.parametrize("victim", [1, 2, 3])
+    @in_loop
+    async def test_a_reader_in_the_middle_of_a_chain(self, victim: int) -> None:
+        size = 64 << 20
+        async with cluster(5) as made:
+            await made.put(0, "w", tensor(3, size // 4))
+            others = [store for store in range(1, 5) if store != victim]
+            readers = {store: asyncio.create_task(made.get(store, "w")) for store in range(1, 5)}
+            while made.sent_bytes() < size:
+                await asyncio.sleep(0.001)
+            began_s = asyncio.get_running_loop().time()
+            made.stores[victim].abort()
+            for store in others:
+                assert torch.equal(await readers[store], tensor(3, size // 4))
+            assert asyncio.get_running_loop().time() - began_s < stretched(1.5)
+            readers[victim].cancel()
+            again = made.sent_bytes() - 4 * size
+            assert again < 4 << 20, "what was on its way to the lost one, or from it"
+
+    @in_loop
+    async def test_a_source_is_lost_and_a_spare_takes_its_place(self) -> None:
+        size = 32 << 20
+        async with cluster(5) as made:
+            made.reduce(0, "sum", [f"g{number}" for number in range(1, 5)], count=3)
+            waiting = asyncio.create_task(made.get(0, "sum"))
+            for number in (1, 2, 3):
+                await made.put(number, f"g{number}", tensor(2**number, size // 4))
+            await asyncio.sleep(0.01)
+            made.stores[2].abort()
+            await made.put(4, "g4", tensor(16, size // 4))
+            got = await waiting
+            value = int(got[1].item())
+            assert value in (2 + 4 + 8, 2 + 8 + 16)
+            assert torch.equal(got, tensor(value, size // 4)), "of the same sources in each block"
+            used = {source.id for source in made.stores[0].used[ObjectName("sum")]}
+            assert sum(2 ** int(name[1:]) for name in used) == value
+
+    @in_loop
+    async def test_the_maker_is_lost_and_another_one_makes_it_again(self) -> None:
+        async with cluster(3) as made:
+            store = made.stores[0]
+            stored = store.create(ObjectName("w"), ObjectMeta("float32", (LARGE,), LARGE * 4))
+            data = bytes_of(tensor(3))
+            stored.memory[: LARGE * 2] = data[: LARGE * 2]
+            store.filled(stored, LARGE * 2)
+            waiting = asyncio.create_task(made.get(1, "w"))
+            while (there := made.stores[1].objects.get(ObjectName("w"))) is None or not there.have_bytes:
+                await asyncio.sleep(0.001)
+            store.abort()
+            await asyncio.sleep(0.5)
+            assert not waiting.done()
+            await made.put(2, "w", tensor(5))
+            assert torch.equal(await waiting, tensor(5))
+
+
+class TestRefused:
+    @in_loop
+    async def test_other_bytes_of_the_same_name(self) -> None:
+        async with cluster(2) as made:
+            await made.put(0, "w", tensor(3))
+            with pytest.raises(DisagreementError, match="its bytes differ"):
+                await made.put(1, "w", tensor(4))
+            with pytest.raises(ObjectError, match="this store has it already"):
+                await made.put(0, "w", tensor(3))
+
+    @in_loop
+    async def test_the_same_bytes_are_a_second_copy(self) -> None:
+        async with cluster(3) as made:
+            await made.put(0, "w", tensor(3))
+            await made.put(1, "w", tensor(3))
+            made.stores[0].abort()
+            assert torch.equal(await made.get(2, "w"), tensor(3))
+
+    @in_loop
+    async def test_memory_that_is_full(self) -> None:
+        async with cluster(2, memory=20 << 20) as made:
+            await made.put(0, "a", tensor(3))
+            with pytest.raises(ObjectError, match=r"Cannot keep 'b' of 12,000,004 bytes: this store holds 12,000,004"):
+                await made.put(0, "b", tensor(4))
+            await made.get(1, "a")
+            with pytest.raises(ObjectError):  # now another store has it, too: it may go, which takes a moment
+                await made.put(0, "b", tensor(4))
+            await asyncio.sleep(0.2)
+            await made.put(0, "b", tensor(4))
+            assert set(made.stores[0].objects) == {ObjectName("b")}
+            assert torch.equal(await made.get(1, "a"), tensor(3))
+
+    @in_loop
+    async def test_what_was_deleted(self) -> None:
+        async with cluster(2) as made:
+            await made.put(0, "w", tensor(3))
+            await made.get(1, "w")
+            made.stores[1].delete(ObjectName("w"))
+            await asyncio.sleep(0.2)
+            assert not made.stores[0].objects
+            assert made.stores[0].used_bytes == made.stores[1].used_bytes == 0
+
+    @pytest.mark.parametrize(
+        ("role", "says"), [("shard", "a shard has nothing to say"), ("worker", "a worker has nothing")]
+    )
+    @in_loop
+    async def test_who_has_nothing_to_do_here(self, role: str, says: str) -> None:
+        async with cluster(1) as made:
+            for address in (made.address, made.stores[0].address):
+                with pytest.raises(PeerError, match=says):
+                    await tcp.connect(address, accept=lambda _: made.stores[0], job=JOB, rank=0, role=role)  # type: ignore[arg-type,return-value]
