@@ -16,6 +16,7 @@ from offbeat.cli.collective import app as collective_app
 from offbeat.cli.doctor import doctor
 from offbeat.cli.help_group import HelpGroup
 from offbeat.cli.lab import app as lab_app
+from offbeat.cli.objects import app as objects_app
 from offbeat.cli.plan import app as plan_app
 from offbeat.cli.privacy import privacy
 from offbeat.cli.report import report
@@ -58,6 +59,7 @@ app.add_typer(lab_app, name="lab")
 app.add_typer(bench_app, name="bench")
 app.add_typer(collective_app, name="collective")
 app.add_typer(switch_app, name="switch")
+app.add_typer(objects_app, name="objects")
 
 
 def _show_version(wanted: bool) -> None:

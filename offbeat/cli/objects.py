@@ -1,0 +1,152 @@
+"""`offbeat objects`: stores of tensors that tasks hand to each other."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from datetime import timedelta
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from offbeat.cli import serve as servers
+from offbeat.cli.help_group import HelpGroup
+from offbeat.cli.job_address import Authority, Certificate, Key, TokenFile, credentials_given
+from offbeat.errors import NetworkError
+
+app = typer.Typer(cls=HelpGroup, help="Hand tensors from task to task.", no_args_is_help=True)
+
+_Job = Annotated[str, typer.Option(help="Name of the job; stores and clients of another one are refused.")]
+
+
+@app.callback()
+def objects() -> None:
+    """Hand tensors from task to task."""
+
+
+@app.command()
+def serve(
+    bind: Annotated[
+        str, typer.Option(help="Address that other machines' stores reach; others than loopback need credentials.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="For other stores; 0: the kernel chooses.")] = 0,
+    client_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="For tasks on this machine; 0: the kernel chooses.")
+    ] = 0,
+    directory: Annotated[
+        bool, typer.Option("--directory", help="Keep the directory here, too: on one machine, or on a few.")
+    ] = False,
+    directory_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Of the directory; 0 for one of the kernel's choice.")
+    ] = 0,
+    directories: Annotated[
+        str, typer.Option(metavar="HOST:PORT,...", help="The directories, in the same order on all machines.")
+    ] = "",
+    memory_mib: Annotated[int, typer.Option(min=1, help="MiB for objects.")] = 1024,
+    job: _Job = "default",
+    token_file: servers.TokenFile = None,
+    certificate: servers.Certificate = None,
+    key: servers.Key = None,
+    authority: servers.Authority = None,
+) -> None:
+    """Keep the objects of this machine, until Ctrl-C.
+
+    Tasks on this machine use it with `offbeat.objects.client.connect("host:port")`, or OFFBEAT_OBJECTS=host:port, and
+    the same OFFBEAT_TOKEN.
+    """
+    from offbeat.objects.client import job_name
+    from offbeat.objects.serve import ObjectServer, open_store
+    from offbeat.objects.serve import serve as serve_objects
+    from offbeat.server.launch import ShardSettings
+    from offbeat.wire import busy_poll
+
+    logging.basicConfig(format="offbeat: %(message)s", level=logging.WARNING)
+    known = [address.strip() for address in directories.split(",") if address.strip()]
+    if not (directory or known):
+        raise NetworkError(
+            "Cannot serve objects without a directory: say --directory on one machine, and --directories HOST:PORT, "
+            "as that one prints it, on the others."
+        )
+    settings = ShardSettings(
+        job="",
+        token=servers.secret_of(token_file),
+        certificate=str(certificate or ""),
+        key=str(key or ""),
+        authority=str(authority or ""),
+    )
+
+    def say(server: ObjectServer) -> None:
+        where = ",".join(server.directories)
+        sys.stdout.write(
+            f"keeping objects at {server.store.address}: OFFBEAT_OBJECTS={server.client_address}; on other machines: "
+            f"offbeat objects serve --directories {where}; it ends with Ctrl-C\n"
+        )
+        sys.stdout.flush()
+
+    busy_poll.run(
+        serve_objects(
+            functools.partial(
+                open_store,
+                bind,
+                port,
+                client_port,
+                job=job_name(job),
+                credentials=settings.credentials(),
+                memory_bytes=memory_mib << 20,
+                directories=known,
+                directory_port=directory_port if directory else None,
+                patience=timedelta(seconds=20),
+            ),
+            say,
+        )
+    )
+
+
+@app.command()
+def ls(
+    address: Annotated[str, typer.Argument(help="host:port of a store.")],
+    job: _Job = "default",
+    token_file: TokenFile = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    authority: Authority = None,
+) -> None:
+    """Show the objects of a store."""
+    from offbeat.objects.client import job_name
+    from offbeat.objects.store_access import RemoteStore
+
+    store = RemoteStore(
+        address,
+        job=job_name(job),
+        credentials=credentials_given(token_file, certificate, key, authority),
+        patience=timedelta(seconds=3),
+        role="onlooker",
+    )
+    try:
+        status = store.status()
+    finally:
+        store.close()
+    title = (
+        f"{status.used_bytes / 2**20:,.1f} of {status.most_bytes / 2**20:,.0f} MiB are used at {status.address}, which "
+        f"has sent {status.sent_bytes / 2**20:,.1f} MiB to other stores"
+    )
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left")
+    for column in ("object", "version", "tensor", "MiB", "here", "made here", "mapped by"):
+        table.add_column(column, justify="left" if column in ("object", "tensor") else "right")
+    for one in status.objects:
+        size = one.meta.size_bytes
+        here = 1.0 if not size else one.have_bytes / size
+        table.add_row(
+            one.name.id,
+            str(one.name.version),
+            str(one.meta),
+            f"{size / 2**20:,.2f}",
+            f"{here:.0%}",
+            "yes" if one.is_own else "",
+            str(one.readers) if one.readers else "",
+        )
+    Console().print(table)

@@ -1,0 +1,187 @@
+"""A store's side of the link with one client on its machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import TYPE_CHECKING
+
+from offbeat.errors import DisagreementError, OffbeatError, PeerError
+from offbeat.protocol.object_calls import (
+    CallFailed,
+    CreateCall,
+    DeleteNote,
+    DoneAnswer,
+    FilledNote,
+    FinishCall,
+    GetCall,
+    MemoryAnswer,
+    ObjectAnswer,
+    ProgressNote,
+    PutSmallCall,
+    ReduceNote,
+    ReleaseNote,
+    StatusCall,
+    StopCall,
+    from_client_of,
+    pack_call,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from offbeat.objects.node_store import NodeStore
+    from offbeat.objects.stored_object import Outcome, StoredObject
+    from offbeat.protocol.object_calls import FromClient, ToClient
+    from offbeat.protocol.objects import ObjectName
+    from offbeat.wire.link import PeerLink
+
+_TOLD_S = 0.25
+_MAX_CALLS = 1024
+
+
+class ClientLink:
+    """The link with one client; a `Receiver`. What the client makes and has not finished goes with it."""
+
+    def __init__(self, store: NodeStore, link: PeerLink) -> None:
+        self._store, self._link = store, link
+        self._making: dict[ObjectName, StoredObject] = {}
+        self._gets: dict[int, tuple[ObjectName, Callable[[Outcome], None]]] = {}
+        self._pins: list[StoredObject] = []
+
+    def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
+        """Objects are in memory that both map."""
+        raise PeerError("Cannot take in a body from a client.")
+
+    def received(self, metadata: bytes, body: memoryview) -> None:
+        """Do what the client says."""
+        message = from_client_of(metadata)
+        if self._link.role == "onlooker" and not isinstance(message, StatusCall):
+            raise PeerError("an onlooker may ask for the status alone")
+        try:
+            self._do(message)
+        except OffbeatError as error:
+            if isinstance(error, PeerError) and not isinstance(error, DisagreementError):
+                raise
+            self._fail(getattr(message, "call", 0), error)
+
+    def lost(self, error: OffbeatError | None) -> None:
+        """The link has ended."""
+        for call in list(self._gets):
+            self._stop(call)
+        for stored in self._making.values():
+            self._store.abandon(stored)
+        for stored in self._pins:
+            stored.pins -= 1
+        self._pins.clear()
+
+    def _do(self, message: FromClient) -> None:
+        store = self._store
+        match message:
+            case CreateCall():
+                stored = self._making[message.name] = store.create(message.name, message.meta)
+                assert stored.segment is not None
+                self._say(MemoryAnswer(call=message.call, process=os.getpid(), descriptor=stored.segment.descriptor))
+            case FilledNote():
+                made = self._made(message.name)
+                store.filled(made, min(message.have_bytes, made.meta.size_bytes))
+            case FinishCall():
+                store.finish(self._made(message.name), self._done(message.call))
+                del self._making[message.name]
+            case PutSmallCall():
+                if len(message.data) != message.meta.size_bytes:
+                    raise PeerError(f"Cannot put {len(message.data)} bytes as {message.meta}.")
+                store.put_small(message.name, message.meta, message.data, self._done(message.call))
+            case GetCall():
+                self._get(message)
+            case StopCall():
+                self._stop(message.call)
+            case ReleaseNote():
+                pinned = next((stored for stored in self._pins if stored.name == message.name), None)
+                if pinned is not None:
+                    self._pins.remove(pinned)
+                    pinned.pins -= 1
+            case ReduceNote():
+                store.reduce(message.request)
+            case DeleteNote():
+                store.delete(message.name)
+            case StatusCall():
+                self._say(store.status(message.call))
+
+    def _made(self, name: ObjectName) -> StoredObject:
+        if (made := self._making.get(name)) is None:
+            raise PeerError(f"Cannot go on with {name}: this client does not make it.")
+        return made
+
+    def _get(self, message: GetCall) -> None:
+        call = message.call
+        if len(self._gets) >= _MAX_CALLS or call in self._gets:
+            raise PeerError(f"Cannot wait for more than {_MAX_CALLS} objects of one client, or twice by one number.")
+
+        def told(what: Outcome) -> None:
+            self._gets.pop(call, None)
+            if isinstance(what, OffbeatError):
+                self._fail(call, what)
+                return
+            used = self._store.used.get(what.name, ())
+            if what.segment is None:
+                self._say(ObjectAnswer(call=call, meta=what.meta, data=bytes(what.memory), used=used))
+                return
+            what.pins += 1
+            self._pins.append(what)
+            self._say(
+                ObjectAnswer(
+                    call=call,
+                    meta=what.meta,
+                    process=os.getpid(),
+                    descriptor=what.segment.descriptor,
+                    used=used,
+                )
+            )
+
+        self._gets[call] = message.name, told
+        self._store.want(message.name, told)
+        if call in self._gets:
+            asyncio.get_running_loop().call_later(_TOLD_S, self._tell_progress, call)
+
+    def _tell_progress(self, call: int) -> None:
+        if call not in self._gets or not self._link.is_open:
+            return
+        stored = self._store.objects.get(self._gets[call][0])
+        if stored is None:
+            self._say(ProgressNote(call=call, have_bytes=0, size_bytes=0, feeder="", silent_s=0.0))
+        else:
+            feeder = next((stored.feeders[stripe] for stripe in stored.readings), "")
+            silent_s = max(0.0, time.monotonic() - stored.came_s) if stored.came_s else 0.0
+            self._say(
+                ProgressNote(
+                    call=call,
+                    have_bytes=stored.have_bytes,
+                    size_bytes=stored.meta.size_bytes,
+                    feeder=feeder,
+                    silent_s=silent_s,
+                )
+            )
+        asyncio.get_running_loop().call_later(_TOLD_S, self._tell_progress, call)
+
+    def _stop(self, call: int) -> None:
+        if (found := self._gets.pop(call, None)) is not None:
+            self._store.stop_wanting(*found)
+
+    def _done(self, call: int) -> Callable[[Outcome], None]:
+        def told(what: Outcome) -> None:
+            if isinstance(what, OffbeatError):
+                self._fail(call, what)
+            else:
+                self._say(DoneAnswer(call=call))
+
+        return told
+
+    def _fail(self, call: int, error: OffbeatError) -> None:
+        kind = "differs" if isinstance(error, DisagreementError) else "object"
+        self._say(CallFailed(call=call, reason=str(error), kind=kind))  # type: ignore[arg-type]
+
+    def _say(self, message: ToClient) -> None:
+        if self._link.is_open:
+            self._link.send(pack_call(message))

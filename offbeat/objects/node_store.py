@@ -1,0 +1,599 @@
+"""A store: the objects of one machine, what it reads from other stores and feeds them, and the stages that it runs.
+
+It does what the directory tells it, and reports what has arrived and what cannot be read; it decides nothing about
+other stores. Its users - clients on its machine, or the process that it is embedded in - call `create`, `want` and
+`reduce` on its event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from offbeat.errors import DisagreementError, ObjectError, OffbeatError, PeerError
+from offbeat.objects.data_links import FeederLink, ReaderLink
+from offbeat.objects.memory import Segment
+from offbeat.objects.stage_runner import StageRunner
+from offbeat.objects.stored_object import LaneReading, Outcome, StoredObject
+from offbeat.objects.stripes import cut
+from offbeat.protocol import objects as say
+from offbeat.protocol.object_calls import StatusAnswer, StoredStatus
+from offbeat.protocol.object_lanes import ALL_BYTES, ReadObject, ReadStage
+from offbeat.protocol.objects import INLINE_BYTES, ObjectMeta, ObjectName
+from offbeat.wire import tcp
+from offbeat.wire.lane import CopyingSink, GrowingBuffer
+from offbeat.wire.session import Limits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from offbeat.objects.stage import Arithmetic
+    from offbeat.protocol.objects import FromDirectory, FromStore, ReduceOp
+    from offbeat.wire.credentials import Credentials
+    from offbeat.wire.lane import Sink
+    from offbeat.wire.link import PeerLink
+    from offbeat.wire.listener import Listener
+    from offbeat.wire.session import Receiver
+
+_log = logging.getLogger("offbeat.objects")
+LIMITS = Limits(timeout=timedelta(seconds=1), max_body_bytes=1 << 20)
+"""Of links between stores, which are processes of their own: after a second of silence another feeder is better."""
+DIRECTORY_LIMITS = Limits(timeout=timedelta(seconds=5))
+"""Of links with directories: a store that has no processor for some seconds still has its objects."""
+_RETRY_S = 1.0  # after which what nobody feeds is asked for again
+_MOST_TOLD = 4096
+
+
+class NodeStore:
+    """The objects of one machine; on one event loop.
+
+    Args:
+        job: to which all stores of a cluster belong.
+        credentials: what stores prove to each other.
+        most_bytes: of all objects.
+        arithmetic: (op, dtype) -> what adds objects.
+        limits: of the links between stores.
+
+    Attributes:
+        accept_onlooker: takes in those who ask for the status; None if nobody may.
+    """
+
+    def __init__(
+        self,
+        *,
+        job: str,
+        credentials: Credentials | None,
+        most_bytes: int,
+        arithmetic: Callable[[ReduceOp, str], Arithmetic],
+        limits: Limits = LIMITS,
+    ) -> None:
+        self._job, self._credentials, self._limits = job, credentials, limits
+        self.most_bytes, self.used_bytes = most_bytes, 0
+        self._arithmetic, self._stages = arithmetic, StageRunner(self, arithmetic)
+        self.objects: OrderedDict[ObjectName, StoredObject] = OrderedDict()
+        self._waiting: dict[ObjectName, list[Callable[[Outcome], None]]] = {}
+        self._putting: dict[ObjectName, Callable[[Outcome], None]] = {}
+        self.used: dict[ObjectName, tuple[ObjectName, ...]] = {}
+        self._feeders: dict[str, FeederLink] = {}
+        self._readers: set[ReaderLink] = set()
+        self._listener: Listener | None = None
+        self._directories: list[DirectoryLink] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.address = ""
+        self.accept_onlooker: Callable[[PeerLink], Receiver] | None = None
+
+    async def open(self, bind: str, port: int, directories: list[str], patience: timedelta) -> str:
+        """Listen for stores that read, and join the directory; returns the address by which this store is known.
+
+        Raises:
+            NetworkError: if the address cannot be used, or a directory cannot be reached.
+            PeerError: if a directory refuses.
+        """
+        self._listener = await tcp.listen(
+            bind, port, accept=self._accept, job=self._job, credentials=self._credentials, limits=self._limits
+        )
+        self.address = self._listener.address
+        for address in directories:
+            link = DirectoryLink(self, address)
+            await link.dial(self._job, self._credentials, patience)
+            self._directories.append(link)
+        return self.address
+
+    async def close(self) -> None:
+        """Say good-bye to all."""
+        for task in self._tasks:
+            task.cancel()
+        links = [link.link for link in self._directories if link.link is not None]
+        await asyncio.gather(
+            *(feeder.close() for feeder in list(self._feeders.values())), *(one.close() for one in links)
+        )
+        if self._listener is not None:
+            readers = self._listener.links
+            self._listener.close()
+            await asyncio.gather(*(link.close() for link in readers))
+        for stored in list(self.objects.values()):
+            self._let_go(stored)
+
+    def abort(self) -> None:
+        """End all links at once, as when the process is killed."""
+        if self._listener is not None:
+            self._listener.close()
+        links = [reader.link for reader in self._readers]
+        links += [feeder.link for feeder in self._feeders.values() if feeder.link is not None]
+        links += [directory.link for directory in self._directories if directory.link is not None]
+        for link in links:
+            link.abort()
+
+    # -- what users do -------------------------------------------------------------------------------------------
+
+    def create(self, name: ObjectName, meta: ObjectMeta) -> StoredObject:
+        """Begin to make an object; its maker fills `memory` and calls `filled`, and at the end `finish`.
+
+        Raises:
+            ObjectError: if it is here already, or there is no room for it.
+        """
+        known = self.objects.get(name)
+        if known is not None:
+            if known.is_own or known.is_whole:
+                raise ObjectError(
+                    f"Cannot put {name}: this store has it already, and the bytes of a name never change."
+                )
+            raise ObjectError(f"Cannot put {name}: it is just being read from another store.")
+        stored = self._make(name, meta)
+        stored.is_own = True
+        self.tell_directory(say.PutObject(name=name, meta=meta))
+        return stored
+
+    def put_small(self, name: ObjectName, meta: ObjectMeta, data: bytes, told: Callable[[Outcome], None]) -> None:
+        """Put an object that travels in a message; `told` is called as by `finish`.
+
+        Raises:
+            ObjectError: as `create`.
+        """
+        if (known := self.objects.get(name)) is not None:
+            raise ObjectError(_is_here(known))
+        stored = self._make(name, meta)
+        stored.is_own = True
+        stored.memory[:] = data
+        stored.stripes[0].grow(len(data))
+        self._putting[name] = told
+        self.tell_directory(
+            say.PutObject(name=name, meta=meta, whole=True, digest=digest_of(stored.memory), inline=data)
+        )
+        self._tell_waiting(stored)
+
+    def filled(self, stored: StoredObject, have_bytes: int) -> None:
+        """Note how many bytes of an object that is made here are there."""
+        for stripe, buffer in enumerate(stored.stripes):
+            begin, end = stored.range_of(stripe)
+            buffer.grow(min(have_bytes, end) - begin)
+
+    def finish(self, stored: StoredObject, told: Callable[[Outcome], None]) -> None:
+        """All bytes of an object that is made here are there; `told` is called once the directory has taken the put,
+        or with why it has not."""
+        self.filled(stored, stored.meta.size_bytes)
+        if stored.segment is not None:
+            stored.segment.seal()
+        stored.digest = digest_of(stored.memory)
+        self._putting[stored.name] = told
+        self.tell_directory(say.ObjectWhole(name=stored.name, digest=stored.digest))
+        self._tell_waiting(stored)
+
+    def abandon(self, stored: StoredObject) -> None:
+        """Give up an object whose maker is gone before it was whole."""
+        self._remove(stored)
+        self._fail(stored.name, ObjectError(f"{stored.name} is lost: the client that put it has ended meanwhile."))
+        self.tell_directory(say.DeleteObject(name=stored.name))
+
+    def want(self, name: ObjectName, told: Callable[[Outcome], None]) -> None:
+        """Get an object here: `told` is called with it once it is whole, or with why it will not be."""
+        stored = self.objects.get(name)
+        if stored is not None and stored.is_whole and stored.is_settled:
+            self.objects.move_to_end(name)
+            told(stored)
+            return
+        waiting = self._waiting.setdefault(name, [])
+        waiting.append(told)
+        if len(waiting) == 1 and (stored is None or not stored.is_own):
+            self.tell_directory(say.WantObject(name=name))
+            self._later(_RETRY_S, lambda: self._want_again(name))
+
+    def stop_wanting(self, name: ObjectName, told: Callable[[Outcome], None]) -> None:
+        """Withdraw a `want`."""
+        waiting = self._waiting.get(name, [])
+        if told in waiting:
+            waiting.remove(told)
+        if not waiting:
+            self._waiting.pop(name, None)
+            stored = self.objects.get(name)
+            if stored is None or not (stored.is_own or stored.is_whole):
+                self.tell_directory(say.StopWanting(name=name))
+                if stored is not None:
+                    self._remove(stored)
+
+    def reduce(self, request: say.ReduceObjects) -> None:
+        """Have a sum made, which this store keeps; `want` it to hear of it."""
+        self.tell_directory(request)
+
+    def delete(self, name: ObjectName) -> None:
+        """Have all stores let go of an object."""
+        self.tell_directory(say.DeleteObject(name=name))
+
+    def status(self, call: int) -> StatusAnswer:
+        """Return the status of this store, as the answer to a call."""
+        return StatusAnswer(
+            call=call,
+            address=self.address,
+            used_bytes=self.used_bytes,
+            most_bytes=self.most_bytes,
+            sent_bytes=sum(reader.sent_bytes for reader in self._readers),
+            objects=tuple(
+                StoredStatus(stored.name, stored.meta, stored.have_bytes, stored.is_own, stored.pins)
+                for stored in list(self.objects.values())[-_MOST_TOLD:]
+            ),
+        )
+
+    # -- what the directory says ---------------------------------------------------------------------------------
+
+    def hear(self, message: FromDirectory) -> None:
+        """Do what the directory says."""
+        name = message.name
+        stored = self.objects.get(name)
+        match message:
+            case say.PutTaken():
+                if stored is not None and (told := self._putting.pop(name, None)) is not None:
+                    told(stored)
+            case say.ObjectFound():
+                self._found(message)
+            case say.ObjectInline():
+                if stored is None:
+                    stored = self._make(name, message.meta)
+                    stored.memory[:] = message.data
+                    stored.stripes[0].grow(len(message.data))
+                self._tell_waiting(stored)
+            case say.ChangeFeeder():
+                if stored is not None:
+                    self._read_from(stored, message.stripe, message.generation, message.feeder)
+            case say.RestartObject():
+                if stored is not None and not stored.is_own:
+                    self._restart(stored, message.stripe, message.generation)
+            case say.ForgetObject():
+                if stored is not None:
+                    self._remove(stored)
+                self._fail(name, ObjectError(message.reason))
+            case say.ObjectDropped():
+                if message.granted and stored is not None:
+                    self._remove(stored)
+            case say.RunStage():
+                self._stages.run(message)
+            case say.FeedStage():
+                self._stages.feed(message)
+            case say.EndStage():
+                self._stages.end(message)
+            case say.ReduceSmall():
+                self._add_small(message)
+            case say.ReduceSettled():
+                self.used[name] = message.used
+                if stored is not None:
+                    stored.is_settled = True
+                    self._tell_waiting(stored)
+            case say.ObjectRefused():
+                if stored is not None and stored.is_own:
+                    self._remove(stored)
+                self._fail(name, (DisagreementError if message.differs else ObjectError)(message.reason))
+
+    def directory_lost(self, link: DirectoryLink, error: OffbeatError | None) -> None:
+        """A directory is gone: nobody gets what it does not have a way to already."""
+        why = error or ObjectError(f"The directory at {link.address} has said good-bye.")
+        for name in {*self._waiting, *self._putting}:
+            if self._directory_of(name) is link:
+                self._fail(name, ObjectError(f"Cannot get or put {name}: the directory is lost. {why}"))
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def _found(self, message: say.ObjectFound) -> None:
+        stored = self.objects.get(message.name)
+        if stored is None:
+            try:
+                stored = self._make(message.name, message.meta)
+            except ObjectError as error:
+                self.tell_directory(say.StopWanting(name=message.name))
+                self._fail(message.name, error)
+                return
+        if stored.is_own:
+            return
+        for stripe, feeder in enumerate(message.stripes):
+            if not stored.stripes[stripe].is_whole or stored.stripes[stripe].generation != feeder.generation:
+                self._read_from(stored, stripe, feeder.generation, feeder.store)
+        self.retry_readers()
+
+    def _read_from(self, stored: StoredObject, stripe: int, generation: int, feeder: str) -> None:
+        """Read a stripe from a feeder, from where it is; "" for none just now."""
+        if stored.is_own:
+            return
+        if generation != stored.stripes[stripe].generation:
+            self._restart(stored, stripe, generation)
+        if stored.feeders.get(stripe) == feeder and stripe in stored.readings:
+            return
+        self._stop_reading(stored, stripe)
+        stored.feeders[stripe] = feeder
+        buffer = stored.stripes[stripe]
+        if not feeder or buffer.is_whole:
+            return
+        begin, end = stored.range_of(stripe)
+
+        def arrived() -> None:
+            stored.readings.pop(stripe, None)
+            stored.came_s = time.monotonic()
+            self.tell_directory(say.StripeArrived(name=stored.name, stripe=stripe, generation=generation))
+            self._tell_waiting(stored)
+
+        def failed(why: str) -> None:
+            _log.info("Cannot read %s from the store at %s: %s", stored.name, feeder, why)
+            stored.readings.pop(stripe, None)
+            self.tell_directory(say.FeederFailed(name=stored.name, stripe=stripe, generation=generation, feeder=feeder))
+
+        sink = CopyingSink(buffer, arrived, start=buffer.progress)
+        stored.readings[stripe] = self.read(
+            feeder,
+            lambda lane: ReadObject(
+                lane=lane,
+                name=stored.name,
+                stripe=stripe,
+                generation=generation,
+                begin=begin,
+                end=end,
+                start=buffer.progress,
+                until=ALL_BYTES,
+            ),
+            sink,
+            failed,
+        )
+
+    def _restart(self, stored: StoredObject, stripe: int, generation: int) -> None:
+        """Begin a stripe anew."""
+        self._stop_reading(stored, stripe)
+        begin, end = stored.range_of(stripe)
+        self._replace_buffer(stored, stripe, GrowingBuffer(stored.memory[begin:end], 0, generation))
+
+    def _replace_buffer(self, stored: StoredObject, stripe: int, buffer: GrowingBuffer) -> None:
+        before, stored.stripes[stripe] = stored.stripes[stripe], buffer
+        self.end_lanes_of(before, f"{stored.name} is made anew")
+        self.retry_readers()
+
+    def memory_for(self, order: say.RunStage) -> memoryview:
+        target = self.objects.get(order.name) or self._make(order.name, order.meta)
+        target.is_settled = False
+        begin, end = target.range_of(order.stripe)
+        return target.memory[begin:end]
+
+    def publish(self, order: say.RunStage, buffer: GrowingBuffer) -> None:
+        target = self.objects[order.name]
+        self._stop_reading(target, order.stripe)
+        self._replace_buffer(target, order.stripe, buffer)
+
+    def _stop_reading(self, stored: StoredObject, stripe: int) -> None:
+        if (reading := stored.readings.pop(stripe, None)) is not None:
+            reading.stop()
+
+    def read(
+        self,
+        feeder: str,
+        ask: Callable[[int], ReadObject | ReadStage],
+        sink: Sink,
+        failed: Callable[[str], None],
+    ) -> LaneReading:
+        link = self._feeders.get(feeder)
+        if link is None:
+            link = self._feeders[feeder] = FeederLink(feeder, lambda: self._forget_feeder(feeder))
+            dial = link.dial(
+                job=self._job, credentials=self._credentials, limits=self._limits, patience=self._limits.timeout
+            )
+            self._spawn(dial)
+        return LaneReading(link, link.read(ask, sink, failed))
+
+    # -- feeding -------------------------------------------------------------------------------------------------
+
+    def _accept(self, link: PeerLink) -> Receiver:
+        if link.role == "onlooker" and self.accept_onlooker is not None:
+            return self.accept_onlooker(link)
+        if link.role != "peer":
+            raise PeerError(f"a {link.role} has nothing to say to a store of objects")
+        reader = ReaderLink(self, link)
+        self._readers.add(reader)
+        return reader
+
+    def reader_left(self, link: ReaderLink) -> None:
+        self._readers.discard(link)
+
+    def end_lanes_of(self, buffer: GrowingBuffer, reason: str) -> bool:
+        ended = [reader.end_lanes_of(buffer, reason) for reader in self._readers]  # each of them
+        return any(ended)
+
+    def retry_readers(self) -> None:
+        for reader in list(self._readers):
+            reader.retry()
+
+    def source_of(self, message: ReadObject | ReadStage) -> GrowingBuffer | str | None:
+        if isinstance(message, ReadStage):
+            return self._stages.source_of(message)
+        stored = self.objects.get(message.name)
+        if stored is None:
+            return None
+        begin, end, generation = message.begin, message.end, message.generation
+        if not 0 <= begin <= end <= stored.meta.size_bytes:
+            raise PeerError(f"Cannot send bytes {begin} to {end} of {message.name}: it has {stored.meta.size_bytes}.")
+        if stored.is_whole and (stored.is_own or not generation):
+            return GrowingBuffer(stored.memory[begin:end], None, generation)
+        if message.stripe >= stored.meta.stripes or (begin, end) != stored.range_of(message.stripe):
+            return None
+        buffer = stored.stripes[message.stripe]
+        if stored.is_own and generation:  # what is made here has no generation of its own
+            return following(buffer, generation)
+        if buffer.generation > generation:
+            return f"{message.name} is made anew"
+        return buffer if buffer.generation == generation else None
+
+    def _add_small(self, message: say.ReduceSmall) -> None:
+        name, meta = message.name, message.meta
+        arithmetic = self._arithmetic(message.op, meta.dtype)
+        total = memoryview(bytearray(message.parts[0]))
+        for part in message.parts[1:] if total else ():
+            arithmetic.add(total, total, bytearray(part))
+        if message.op == "mean" and total:
+            arithmetic.divide(total, len(message.parts))
+        self.used[name] = message.used
+        self.put_small(name, meta, bytes(total), lambda _: None)
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def _make(self, name: ObjectName, meta: ObjectMeta) -> StoredObject:
+        self._make_room(name, meta.size_bytes)
+        segment = Segment(meta.size_bytes) if meta.size_bytes > INLINE_BYTES else None
+        memory = memoryview(bytearray(meta.size_bytes)) if segment is None else segment.memory
+        stripes = [
+            GrowingBuffer(memory[begin:end], 0) for begin, end in cut(meta.size_bytes, meta.stripes, meta.item_bytes)
+        ]
+        stored = self.objects[name] = StoredObject(name, meta, memory, segment, stripes)
+        self.used_bytes += meta.size_bytes
+        return stored
+
+    def _make_room(self, name: ObjectName, size_bytes: int) -> None:
+        """Ask to drop what was used least lately and others have; refuse what does not fit meanwhile."""
+        lacking = self.used_bytes + size_bytes - self.most_bytes
+        if lacking <= 0:
+            return
+        for stored in list(self.objects.values()):
+            if stored.is_whole and not stored.pins and not stored.readings:
+                self.tell_directory(say.DropObject(name=stored.name))
+        raise ObjectError(
+            f"Cannot keep {name} of {size_bytes:,} bytes: this store holds {self.used_bytes:,} of its "
+            f"{self.most_bytes:,} bytes. Delete some, or give it more memory (offbeat objects serve --memory-mib)."
+        )
+
+    def _remove(self, stored: StoredObject) -> None:
+        for stripe in list(stored.readings):
+            self._stop_reading(stored, stripe)
+        for buffer in stored.stripes:
+            self.end_lanes_of(buffer, f"{stored.name} is not here any more")
+        self._let_go(stored)
+
+    def _let_go(self, stored: StoredObject) -> None:
+        if self.objects.pop(stored.name, None) is not None:
+            self.used_bytes -= stored.meta.size_bytes
+            if stored.segment is not None:
+                stored.segment.close()
+
+    # -- small things --------------------------------------------------------------------------------------------
+
+    def _tell_waiting(self, stored: StoredObject) -> None:
+        if not (stored.is_whole and stored.is_settled):
+            return
+        for told in self._waiting.pop(stored.name, []):
+            told(stored)
+
+    def _fail(self, name: ObjectName, error: OffbeatError) -> None:
+        if (putting := self._putting.pop(name, None)) is not None:
+            putting(error)
+        for told in self._waiting.pop(name, []):
+            told(error)
+
+    def _want_again(self, name: ObjectName) -> None:
+        """Ask again for an object that is waited for and that no store feeds."""
+        if name not in self._waiting:
+            return
+        stored = self.objects.get(name)
+        idle = stored is not None and any(
+            not buffer.is_whole and stripe not in stored.readings for stripe, buffer in enumerate(stored.stripes)
+        )
+        if idle and stored is not None and not stored.is_own:
+            self.tell_directory(say.WantObject(name=name))
+        self._later(_RETRY_S, lambda: self._want_again(name))
+
+    def tell_directory(self, message: FromStore) -> None:
+        self._directory_of(message.name).send(message)
+
+    def _directory_of(self, name: ObjectName) -> DirectoryLink:
+        return self._directories[shard_of(name, len(self._directories))]
+
+    def _later(self, seconds: float, what: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_later(seconds, what)
+
+    def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _forget_feeder(self, address: str) -> None:
+        self._feeders.pop(address, None)
+
+
+class DirectoryLink:
+    """The link with the directory of some names; a `Receiver`."""
+
+    def __init__(self, store: NodeStore, address: str) -> None:
+        self._store, self.address = store, address
+        self.link: PeerLink | None = None
+
+    async def dial(self, job: str, credentials: Credentials | None, patience: timedelta) -> None:
+        """Reach it, and say by which address this store is known."""
+        self.link = await tcp.connect(
+            self.address,
+            accept=lambda _: self,
+            job=job,
+            rank=0,
+            credentials=credentials,
+            limits=DIRECTORY_LIMITS,
+            patience=patience,
+            role="peer",
+        )
+        self.link.send(say.pack(say.StoreHello(self._store.address)))
+
+    def send(self, message: FromStore) -> None:
+        """Say something."""
+        if self.link is not None:
+            self.link.send(say.pack(message))
+
+    def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
+        """Refuse bodies: a directory sends none."""
+        raise PeerError("Cannot take in a body from a directory.")
+
+    def received(self, metadata: bytes, body: memoryview) -> None:
+        """Do what the directory says."""
+        self._store.hear(say.from_directory_of(metadata))
+
+    def lost(self, error: OffbeatError | None) -> None:
+        """The link has ended."""
+        self.link = None
+        self._store.directory_lost(self, error)
+
+
+def _is_here(stored: StoredObject) -> str:
+    if stored.is_whole:
+        return f"Cannot put {stored.name}: this store has it already, and the bytes of a name never change."
+    return f"Cannot put {stored.name}: it is on its way to this store."
+
+
+def following(buffer: GrowingBuffer, generation: int) -> GrowingBuffer:
+    """The same bytes, as they grow, under another generation."""
+    if buffer.generation == generation:
+        return buffer
+    other = GrowingBuffer(buffer.memory, buffer.progress, generation)
+    buffer.follow(lambda: other.grow(buffer.progress))
+    return other
+
+
+def shard_of(name: ObjectName, shards: int) -> int:
+    """Return the number of the directory that has a name; all versions of an id have the same."""
+    return xxhash.xxh3_64_intdigest(name.id.encode()) % shards
+
+
+def digest_of(memory: memoryview) -> str:
+    """The digest of an object's bytes."""
+    return xxhash.xxh3_64_hexdigest(memory)

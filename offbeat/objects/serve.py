@@ -1,0 +1,128 @@
+"""A store as a process, with or without a directory of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import TYPE_CHECKING
+
+from offbeat.errors import PeerError
+from offbeat.objects.adding import TorchArithmetic
+from offbeat.objects.client_link import ClientLink
+from offbeat.objects.directory_server import DirectoryServer
+from offbeat.objects.node_store import DIRECTORY_LIMITS, NodeStore
+from offbeat.objects.reduce_plan import LinkEstimate
+from offbeat.objects.store_access import CLIENT_LIMITS
+from offbeat.wire import tcp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from datetime import timedelta
+
+    from offbeat.wire.credentials import Credentials
+    from offbeat.wire.link import PeerLink
+    from offbeat.wire.listener import Listener
+
+LINK = LinkEstimate(latency_s=0.0005, bytes_per_s=118e6, block_bytes=512 << 10)
+"""What a directory reckons with: hosts at 1 Gbit/s."""
+
+
+class ObjectServer:
+    """A store, and perhaps a directory, on this event loop; made by `open_store`.
+
+    Args:
+        store: the store, which other stores find at its address.
+        clients: listens for clients on this machine.
+        directory: that is kept here; None for none.
+        directories: the addresses of all.
+    """
+
+    def __init__(
+        self, store: NodeStore, clients: Listener, directory: DirectoryServer | None, directories: list[str]
+    ) -> None:
+        self.store, self._clients, self._directory, self.directories = store, clients, directory, directories
+
+    @property
+    def client_address(self) -> str:
+        """Return the address at which clients on this machine find the store."""
+        return self._clients.address
+
+    async def close(self) -> None:
+        """Say good-bye to all."""
+        links = self._clients.links
+        self._clients.close()
+        await asyncio.gather(*(link.close() for link in links))
+        await self.store.close()
+        if self._directory is not None:
+            await self._directory.close()
+
+
+async def open_store(
+    bind: str,
+    port: int,
+    client_port: int,
+    *,
+    job: str,
+    credentials: Credentials | None,
+    memory_bytes: int,
+    directories: Sequence[str],
+    directory_port: int | None,
+    patience: timedelta,
+) -> ObjectServer:
+    """Open a store on this event loop.
+
+    Args:
+        bind, port: where it listens for other stores; an address that they can reach.
+        client_port: where it listens for clients, on this machine's loopback.
+        job: by which links know each other.
+        credentials: what all prove.
+        memory_bytes: for objects.
+        directories: "host:port" of each; none if this is the only one.
+        directory_port: where a directory of its own listens; None for none.
+        patience: for how long a directory is dialled.
+
+    Raises:
+        NetworkError: if an address cannot be used, or a directory cannot be reached.
+        PeerError: if a directory refuses.
+    """
+    directory, known = None, list(directories)
+    if directory_port is not None:
+        directory = DirectoryServer(LINK)
+        own = await directory.open(bind, directory_port, job=job, credentials=credentials, limits=DIRECTORY_LIMITS)
+        if own not in known:
+            known.append(own)
+    store = NodeStore(job=job, credentials=credentials, most_bytes=memory_bytes, arithmetic=TorchArithmetic)
+
+    def accept(link: PeerLink) -> ClientLink:
+        if link.role not in ("worker", "onlooker"):
+            raise PeerError(f"a {link.role} is no client of a store of objects")
+        return ClientLink(store, link)
+
+    store.accept_onlooker = accept
+    try:
+        await store.open(bind, port, known, patience)
+        clients = await tcp.listen(
+            "127.0.0.1", client_port, accept=accept, job=job, credentials=credentials, limits=CLIENT_LIMITS
+        )
+    except BaseException:
+        await store.close()
+        if directory is not None:
+            await directory.close()
+        raise
+    return ObjectServer(store, clients, directory, known)
+
+
+async def serve(open_it: Callable[[], object], say: Callable[[ObjectServer], None]) -> None:
+    """Serve until SIGTERM or SIGINT comes.
+
+    Args:
+        open_it: opens it, as `open_store`.
+        say: called when clients may come.
+    """
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    server: ObjectServer = await open_it()  # type: ignore[misc]
+    say(server)
+    await stop.wait()
+    await server.close()

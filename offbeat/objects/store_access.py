@@ -1,0 +1,380 @@
+"""A task's way to its store: in this process, or in another one of this machine. Both do the same."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from offbeat.errors import DisagreementError, ObjectError, OffbeatError, PeerError
+from offbeat.objects.memory import map_segment
+from offbeat.pending import Completion
+from offbeat.protocol.object_calls import (
+    CallFailed,
+    CreateCall,
+    DeleteNote,
+    DoneAnswer,
+    FilledNote,
+    FinishCall,
+    GetCall,
+    MemoryAnswer,
+    ObjectAnswer,
+    ProgressNote,
+    PutSmallCall,
+    ReduceNote,
+    ReleaseNote,
+    StatusAnswer,
+    StatusCall,
+    StopCall,
+    pack_call,
+    to_client_of,
+)
+from offbeat.protocol.objects import INLINE_BYTES
+from offbeat.wire.loop_thread import LoopThread
+from offbeat.wire.session import Limits
+from offbeat.wire.tcp import connect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from offbeat.objects.node_store import NodeStore
+    from offbeat.objects.stored_object import Outcome, StoredObject
+    from offbeat.protocol.object_calls import FromClient
+    from offbeat.protocol.objects import ObjectMeta, ObjectName, ReduceObjects
+    from offbeat.wire.credentials import Credentials
+    from offbeat.wire.link import PeerLink
+    from offbeat.wire.messages import Role
+
+T = TypeVar("T")
+_COPY_BYTES = 4 << 20
+_LONG = timedelta(days=1)
+CLIENT_LIMITS = Limits(timeout=timedelta(seconds=5))
+"""Of the link between a client and its store, which carries no data: a client may hold the GIL for seconds."""
+
+
+class ObjectFuture(Completion, Generic[T]):
+    """The outcome of a call to a store, once it is there; can be waited for, or awaited.
+
+    Attributes:
+        progress: the last that is known of it, for people; "" if nothing is.
+    """
+
+    value: T
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.progress = ""
+
+    def finish(self, value: T) -> None:
+        """End it with this outcome."""
+        self.value = value
+        self.end()
+
+    def outcome(self) -> T:
+        """The outcome; once it is over.
+
+        Raises:
+            OffbeatError: what ended it.
+        """
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    def __await__(self) -> Generator[Any, None, T]:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        over = asyncio.Event()
+
+        def tell() -> None:
+            loop.call_soon_threadsafe(over.set)
+
+        self.add_done_callback(tell)
+        yield from over.wait().__await__()
+        return self.outcome()
+
+
+@dataclass(frozen=True)
+class FoundObject:
+    """An object that was asked for.
+
+    Args:
+        memory: its bytes, which may be written to: nobody else sees that.
+        used: the sources that it was made of, if it is a sum.
+    """
+
+    meta: ObjectMeta
+    memory: Any
+    used: tuple[ObjectName, ...]
+
+
+class StoreAccess(Protocol):
+    """The Protocol of a way to a store; on any thread."""
+
+    def put(self, name: ObjectName, meta: ObjectMeta, data: memoryview) -> ObjectFuture[None]:
+        """Copy an object to the store, which gives it to others from the first bytes on."""
+
+    def get(self, name: ObjectName) -> ObjectFuture[FoundObject]:
+        """Wait for an object."""
+
+    def stop(self, future: ObjectFuture[FoundObject]) -> None:
+        """Withdraw a `get`."""
+
+    def reduce(self, request: ReduceObjects) -> None:
+        """Have a sum made."""
+
+    def delete(self, name: ObjectName) -> None:
+        """Have all stores let go of an object."""
+
+    def close(self) -> None:
+        """Say good-bye."""
+
+
+class EmbeddedStore:
+    """A store in this process.
+
+    Args:
+        store: it.
+        bind, directories, patience: as `NodeStore.open`.
+    """
+
+    def __init__(self, store: NodeStore, bind: str, directories: list[str], patience: timedelta) -> None:
+        self._store, self._loop = store, LoopThread("offbeat-objects")
+        self._gets: dict[ObjectFuture[FoundObject], tuple[ObjectName, Callable[[Outcome], None]]] = {}
+        try:
+            self._loop.run(store.open(bind, 0, directories, patience))
+        except BaseException:
+            self._loop.close()
+            raise
+
+    def put(self, name: ObjectName, meta: ObjectMeta, data: memoryview) -> ObjectFuture[None]:
+        future: ObjectFuture[None] = ObjectFuture()
+
+        def told(what: Outcome) -> None:
+            future.end(what if isinstance(what, OffbeatError) else None)
+
+        future.value = None
+        if meta.size_bytes <= INLINE_BYTES:
+            self._call(future, self._store.put_small, name, meta, bytes(data), told)
+            return future
+        made: ObjectFuture[StoredObject] = ObjectFuture()
+        self._call(made, lambda: made.finish(self._store.create(name, meta)))
+        made.wait(_LONG)
+        if made.error is not None:
+            future.end(made.error)
+            return future
+        stored = made.value
+        for at in range(0, len(data), _COPY_BYTES):
+            end = min(at + _COPY_BYTES, len(data))
+            stored.memory[at:end] = data[at:end]
+            self._loop.call(self._store.filled, stored, end)
+        self._call(future, self._store.finish, stored, told)
+        return future
+
+    def get(self, name: ObjectName) -> ObjectFuture[FoundObject]:
+        future: ObjectFuture[FoundObject] = ObjectFuture()
+
+        def told(what: Outcome) -> None:
+            self._gets.pop(future, None)
+            if isinstance(what, OffbeatError):
+                future.end(what)
+            else:
+                future.finish(FoundObject(what.meta, what.memory, self._store.used.get(name, ())))
+
+        self._gets[future] = name, told
+        self._call(future, self._store.want, name, told)
+        return future
+
+    def stop(self, future: ObjectFuture[FoundObject]) -> None:
+        if (found := self._gets.pop(future, None)) is not None:
+            self._loop.call(self._store.stop_wanting, *found)
+
+    def reduce(self, request: ReduceObjects) -> None:
+        self._loop.call(self._store.reduce, request)
+
+    def delete(self, name: ObjectName) -> None:
+        self._loop.call(self._store.delete, name)
+
+    def close(self) -> None:
+        self._loop.run(self._store.close())
+        self._loop.close()
+
+    def _call(self, future: ObjectFuture[Any], function: Callable[..., object], *arguments: object) -> None:
+        def run() -> None:
+            try:
+                function(*arguments)
+            except OffbeatError as error:
+                future.end(error)
+
+        self._loop.call(run)
+
+
+class RemoteStore:
+    """A store in another process of this machine; also a `Receiver`.
+
+    Args:
+        address: "host:port" of the store.
+        job: to which it belongs.
+        credentials: what both sides prove.
+        patience: for how long to dial.
+        role: "onlooker" for one that only asks for the status.
+
+    Raises:
+        NetworkError: if nobody could be reached.
+        PeerError: if it refused.
+    """
+
+    def __init__(
+        self, address: str, *, job: str, credentials: Credentials | None, patience: timedelta, role: Role = "worker"
+    ) -> None:
+        self._address = address
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, ObjectFuture[Any]] = {}
+        self._names: dict[ObjectFuture[Any], tuple[int, ObjectName]] = {}
+        self._error: OffbeatError | None = None
+        self._loop = LoopThread("offbeat-objects")
+        try:
+            self._link: PeerLink = self._loop.run(
+                connect(
+                    address,
+                    accept=lambda _: self,
+                    job=job,
+                    rank=0,
+                    credentials=credentials,
+                    limits=CLIENT_LIMITS,
+                    patience=patience,
+                    role=role,
+                )
+            )
+        except BaseException:
+            self._loop.close()
+            raise
+
+    def put(self, name: ObjectName, meta: ObjectMeta, data: memoryview) -> ObjectFuture[None]:
+        if meta.size_bytes <= INLINE_BYTES:
+            return self._ask(lambda call: PutSmallCall(call=call, name=name, meta=meta, data=bytes(data)))
+        made: ObjectFuture[MemoryAnswer] = self._ask(lambda call: CreateCall(call=call, name=name, meta=meta))
+        made.wait(_LONG)
+        if made.error is not None:
+            return made  # type: ignore[return-value]
+        where = made.value
+        with map_segment(where.process, where.descriptor, meta.size_bytes, to_fill=True) as memory:
+            for at in range(0, len(data), _COPY_BYTES):
+                end = min(at + _COPY_BYTES, len(data))
+                memory[at:end] = data[at:end]
+                self._say(FilledNote(name=name, have_bytes=end))
+        return self._ask(lambda call: FinishCall(call=call, name=name))
+
+    def get(self, name: ObjectName) -> ObjectFuture[FoundObject]:
+        future: ObjectFuture[FoundObject] = self._ask(lambda call: GetCall(call=call, name=name))
+        return future
+
+    def stop(self, future: ObjectFuture[FoundObject]) -> None:
+        for call, waiting in list(self._calls.items()):
+            if waiting is future:
+                del self._calls[call]
+                self._say(StopCall(call=call))
+
+    def reduce(self, request: ReduceObjects) -> None:
+        self._say(ReduceNote(request))
+
+    def delete(self, name: ObjectName) -> None:
+        self._say(DeleteNote(name=name))
+
+    def release(self, name: ObjectName) -> None:
+        """Let the store know that an object's memory is not looked at any more."""
+        if self._error is None:
+            self._say(ReleaseNote(name=name))
+
+    def status(self) -> StatusAnswer:
+        """Return the objects of the store.
+
+        Raises:
+            ObjectError: if it is lost.
+        """
+        future: ObjectFuture[StatusAnswer] = self._ask(lambda call: StatusCall(call=call))
+        future.wait(CLIENT_LIMITS.timeout)
+        return future.outcome()
+
+    def close(self) -> None:
+        if self._error is None:
+            self._error = ObjectError("it was closed")
+            self._loop.run(self._link.close())
+        self._loop.close()
+
+    # -- on the loop ---------------------------------------------------------------------------------------------
+
+    def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
+        """Objects are in memory that both map."""
+        raise PeerError("Cannot take in a body from a store.")
+
+    def received(self, metadata: bytes, body: memoryview) -> None:
+        """Take in an answer."""
+        message = to_client_of(metadata)
+        future = self._calls.get(message.call)
+        if future is None:
+            return
+        if isinstance(message, ProgressNote):
+            future.progress = told(message)
+            return
+        del self._calls[message.call]
+        match message:
+            case CallFailed():
+                future.end((DisagreementError if message.kind == "differs" else ObjectError)(message.reason))
+            case DoneAnswer():
+                future.finish(None)
+            case ObjectAnswer():
+                try:
+                    future.finish(self._found(message))
+                except ObjectError as error:
+                    future.end(error)
+            case _:
+                future.finish(message)
+
+    def lost(self, error: OffbeatError | None) -> None:
+        """The store is gone; objects that are mapped stay."""
+        self._error = error or ObjectError("it has said good-bye")
+        calls, self._calls = self._calls, {}
+        for future in calls.values():
+            future.end(ObjectError(f"Cannot go on: the store at {self._address} is lost. {self._error}"))
+
+    def _found(self, message: ObjectAnswer) -> FoundObject:
+        if not message.process:
+            return FoundObject(message.meta, bytearray(message.data), message.used)
+        memory = map_segment(message.process, message.descriptor, message.meta.size_bytes)
+        return FoundObject(message.meta, memory, message.used)
+
+    def _ask(self, request: Callable[[int], FromClient]) -> ObjectFuture[Any]:
+        future: ObjectFuture[Any] = ObjectFuture()
+        call = next(self._numbers)
+
+        def send() -> None:
+            if self._error is not None:
+                future.end(ObjectError(f"Cannot go on: the store at {self._address} is lost. {self._error}"))
+                return
+            self._calls[call] = future
+            self._link.send(pack_call(request(call)))
+
+        self._loop.call(send)
+        return future
+
+    def _say(self, message: FromClient) -> None:
+        def send() -> None:
+            if self._error is None:
+                self._link.send(pack_call(message))
+
+        self._loop.call(send)
+
+
+def told(note: ProgressNote) -> str:
+    """Say how far an object is, for people.
+
+    >>> told(ProgressNote(call=1, have_bytes=3, size_bytes=10, feeder="10.0.0.3:4711", silent_s=0.4))
+    '3 of 10 bytes are here, from the store at 10.0.0.3:4711, the last of them 0.4 s ago'
+    """
+    if not note.size_bytes:
+        return "nobody has put it"
+    where = f", from the store at {note.feeder}" if note.feeder else ", and no store feeds it just now"
+    when = f", the last of them {note.silent_s:.1f} s ago" if note.have_bytes and note.silent_s else ""
+    return f"{note.have_bytes:,} of {note.size_bytes:,} bytes are here{where}{when}"

@@ -1,0 +1,70 @@
+"""One object, as far as it is in a store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from offbeat.errors import OffbeatError
+from offbeat.objects.stripes import cut
+
+if TYPE_CHECKING:
+    from offbeat.objects.data_links import FeederLink
+    from offbeat.objects.memory import Segment
+    from offbeat.protocol.objects import ObjectMeta, ObjectName
+    from offbeat.wire.lane import GrowingBuffer
+
+
+@dataclass
+class LaneReading:
+    """A stripe, or a stage's child, that comes from a feeder on a lane."""
+
+    link: FeederLink
+    lane: int
+
+    def stop(self) -> None:
+        self.link.stop(self.lane)
+
+
+@dataclass
+class StoredObject:
+    """An object, as far as it is here.
+
+    Args:
+        stripes: of its memory, as they come; `is_own` ones are made here.
+        readings: by stripe, where more comes from; `feeders` are their stores.
+        is_settled: whether it is known to be what all others have: not a sum that may still begin anew.
+        waiting: those to be told when it is whole, or why it will not be.
+        pins: of those that have mapped it.
+    """
+
+    name: ObjectName
+    meta: ObjectMeta
+    memory: memoryview
+    segment: Segment | None
+    stripes: list[GrowingBuffer]
+    is_own: bool = False
+    is_settled: bool = True
+    digest: str = ""
+    readings: dict[int, LaneReading] = field(default_factory=dict)
+    feeders: dict[int, str] = field(default_factory=dict)
+    pins: int = 0
+    came_s: float = 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it is here."""
+        return all(stripe.is_whole for stripe in self.stripes)
+
+    @property
+    def have_bytes(self) -> int:
+        """Return the number of its bytes that are here."""
+        return sum(stripe.progress for stripe in self.stripes)
+
+    def range_of(self, stripe: int) -> tuple[int, int]:
+        """The bytes of a stripe."""
+        return cut(self.meta.size_bytes, self.meta.stripes, self.meta.item_bytes)[stripe]
+
+
+Outcome = StoredObject | OffbeatError
+"""What somebody waits for, or why it will not be."""

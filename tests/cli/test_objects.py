@@ -1,0 +1,222 @@
+"""`offbeat objects`: stores as processes, and clients of their machines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from offbeat.errors import DisagreementError, NetworkError, ObjectError, ObjectTimeoutError, PeerError
+from offbeat.objects.client import ObjectClient, connect, embedded
+from offbeat.wire.credentials import Token
+from tests.cli.commands import offbeat, start
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+TOKEN = "a token of more than sixteen bytes"
+LARGE = 2_000_003
+
+
+class Served:
+    """A store as a process."""
+
+    def __init__(self, process: subprocess.Popen[str], line: str) -> None:
+        self.process = process
+        found = re.fullmatch(
+            r"keeping objects at (127\.0\.0\.1:\d+): OFFBEAT_OBJECTS=(127\.0\.0\.1:\d+); on other machines: "
+            r"offbeat objects serve --directories ([\d.:,]+); it ends with Ctrl-C\n",
+            line,
+        )
+        assert found is not None, line
+        self.address, self.client_address, self.directories = found[1], found[2], found[3]
+        self.was_killed = False
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+        self.was_killed = True
+
+    def client(self) -> ObjectClient:
+        return connect(self.client_address, credentials=Token(TOKEN.encode()))
+
+
+@contextlib.contextmanager
+def served(folder: Path, *arguments: object) -> Iterator[Served]:
+    (folder / "token").write_text(TOKEN)
+    with start("objects", "serve", "--token-file", "token", *arguments, folder=folder) as process:
+        try:
+            assert process.stdout is not None
+            made = Served(process, process.stdout.readline())
+            yield made
+            if not made.was_killed:
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(10) == 0
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[tuple[Served, Served]]:
+    with served(tmp_path, "--directory") as first, served(tmp_path, "--directories", first.directories) as second:
+        yield first, second
+
+
+@pytest.mark.timeout(120)
+def test_tensors_go_from_task_to_task(two: tuple[Served, Served], tmp_path: Path) -> None:
+    first, second = two
+    wanted = torch.randn(LARGE)
+    with first.client() as here, second.client() as there:
+        here.put("w", wanted)
+        got = there.get("w", timeout=20)
+        assert torch.equal(got, wanted)
+        got.zero_()
+        assert torch.equal(there.get("w", timeout=20), wanted), "what a reader writes nobody else sees"
+        assert torch.equal(here.get("w", timeout=20), wanted)
+
+        there.put("v", wanted * 2)
+        here.reduce("sum", ["w", "v"])
+        assert torch.equal(there.get("sum", timeout=20), wanted + wanted * 2)
+        with pytest.raises(ObjectError, match="get it first"):
+            here.reduced_set("sum")
+        here.get("sum", timeout=20)
+        assert sorted(here.reduced_set("sum")) == ["v", "w"]
+        mean = here.allreduce("mean", ["w", "v"], op="mean", timeout=20)
+        torch.testing.assert_close(mean, wanted * 1.5)
+        assert torch.equal(there.allreduce("mean", ["w", "v"], op="mean", timeout=20), mean)
+
+        code, output = offbeat("objects", "ls", first.address, "--token-file", "token", folder=tmp_path)
+        assert code == 0, output
+        assert re.search(r"w +0 +float32\[2000003\] +7\.63 +100% +yes +\d", output), output
+
+        there.delete("w")
+        time.sleep(0.3)
+        with pytest.raises(ObjectTimeoutError, match=r"Cannot get 'w' within 1 s: nobody has put it\."):
+            here.get("w", timeout=1)
+
+
+@pytest.mark.timeout(120)
+def test_small_ones_and_what_is_refused(two: tuple[Served, Served]) -> None:
+    first, second = two
+    with first.client() as here, second.client() as there:
+        here.put("a", torch.tensor([1.0, 5.0]))
+        there.put("b", torch.tensor([4.0, 2.0]))
+        here.reduce("max", ["a", "b"], op="max")
+        assert here.get("max", timeout=10).tolist() == [4.0, 5.0]
+        with pytest.raises(DisagreementError, match="Cannot put 'a' again: its bytes differ"):
+            there.put("a", torch.tensor([1.0, 6.0]))
+        with pytest.raises(ObjectError, match="this store has it already"):
+            here.put("a", torch.tensor([1.0, 5.0]))
+        here.put("n", torch.tensor([1, 2]))
+        here.reduce("mean of integers", ["n"], op="mean")
+        with pytest.raises(DisagreementError, match=r"Cannot take the mean of 'n': it is int64\[2\]"):
+            here.get("mean of integers", timeout=10)
+        with pytest.raises(ObjectError, match="num_objects=3 and min_objects=3 have to be 1 to 2"):
+            here.reduce("x", ["a", "b"], num_objects=3)
+        with pytest.raises(ObjectError, match="say deadline="):
+            here.reduce("x", ["a", "b"], min_objects=1)
+        here.reduce("late", ["a", "never"], min_objects=1, deadline=0.2)
+        assert here.get("late", timeout=10).tolist() == [1.0, 5.0]
+        assert here.reduced_set("late") == ["a"]
+        with pytest.raises(ObjectError, match=r"Cannot keep 'large' of 8,000,000,000 bytes: .*--memory-mib"):
+            here.put("large", torch.empty(1, dtype=torch.int8).expand(8_000_000_000))
+
+
+@pytest.mark.timeout(120)
+def test_a_store_that_is_killed_leaves_what_is_mapped(two: tuple[Served, Served]) -> None:
+    first, second = two
+    wanted = torch.randn(LARGE)
+    with first.client() as here, second.client() as there:
+        there.put("w", wanted)
+        got = here.get("w", timeout=20)
+        mine = there.get("w", timeout=20)
+        second.kill()
+        assert torch.equal(mine, wanted)
+        assert torch.equal(got, wanted)
+        with pytest.raises(ObjectError, match="is lost"):
+            there.get("w", timeout=20)
+        assert torch.equal(here.get("w", timeout=20), wanted), "the other store has it"
+
+
+CRASH = """
+import datetime, os, sys
+from offbeat.objects.client import connect
+from offbeat.protocol.object_calls import CreateCall
+from offbeat.protocol.objects import ObjectMeta, ObjectName
+access = connect(sys.argv[1])._access
+meta = ObjectMeta("float32", (1000000,), 4000000)
+made = access._ask(lambda call: CreateCall(call=call, name=ObjectName("w"), meta=meta))
+made.wait(datetime.timedelta(seconds=10))
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_client_that_is_killed_while_it_puts(two: tuple[Served, Served]) -> None:
+    first, second = two
+    with second.client() as there:
+        waiting = there.start_get("w")
+        command = [sys.executable, "-c", CRASH, first.client_address]
+        assert subprocess.run(command, env=os.environ | {"OFFBEAT_TOKEN": TOKEN}, check=False).returncode == -9
+        with pytest.raises(ObjectError, match=r"'w' (is lost|was deleted)"):
+            there._wait(waiting, "get", 20)
+        with first.client() as here:
+            here.put("w", torch.ones(100_000))
+            assert torch.equal(there.get("w", timeout=20), torch.ones(100_000))
+
+
+def test_a_store_in_this_process(tmp_path: Path) -> None:
+    with served(tmp_path, "--directory") as first:
+        directories = first.directories.split(",")
+        with embedded(directories, credentials=Token(TOKEN.encode())) as here, first.client() as there:
+            here.put("w", torch.ones(LARGE))
+            assert torch.equal(there.get("w", timeout=20), torch.ones(LARGE))
+            there.put("v", torch.ones(3))
+            assert here.get("v", timeout=20).tolist() == [1, 1, 1]
+
+
+HOLDS = """
+import ctypes, sys, torch
+from offbeat.objects.client import connect
+client = connect(sys.argv[1])
+client.put("before", torch.ones(3))
+ctypes.PyDLL(None).sleep(3)  # with the GIL
+client.put("after", torch.ones(3))
+print(client.get("before").tolist(), client.get("after").tolist())
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_client_may_hold_the_gil_for_longer_than_a_store_may_be_silent(tmp_path: Path) -> None:
+    with served(tmp_path, "--directory") as first:
+        command = [sys.executable, "-c", HOLDS, first.client_address]
+        done = subprocess.run(
+            command, env=os.environ | {"OFFBEAT_TOKEN": TOKEN}, check=False, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "[1.0, 1.0, 1.0] [1.0, 1.0, 1.0]\n"
+
+
+class TestNotThere:
+    def test_without_an_address(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("OFFBEAT_OBJECTS", raising=False)
+        with pytest.raises(NetworkError, match=r"none is named\. Start one with `offbeat objects serve`"):
+            connect()
+
+    def test_with_another_token(self, tmp_path: Path) -> None:
+        with served(tmp_path, "--directory") as first, pytest.raises(PeerError):
+            connect(first.client_address, credentials=Token(b"another token of its own"))
+
+    def test_without_a_directory(self, tmp_path: Path) -> None:
+        code, output = offbeat("objects", "serve", folder=tmp_path)
+        assert code != 0
+        assert "Cannot serve objects without a directory: say --directory on one machine" in " ".join(output.split())
