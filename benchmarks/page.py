@@ -12,6 +12,7 @@ import msgspec
 from benchmarks import (
     frameworks,
     growth,
+    objects,
     schedule_overhead,
     schedules,
     switch_page,
@@ -88,6 +89,7 @@ def page() -> str:
             what_is_sent.attacks(_lines),
             what_is_sent.jobs(_lines),
             frameworks.section(_lines),
+            objects.section(_lines),
             shared_cores(),
             simulator(),
             slack(),
