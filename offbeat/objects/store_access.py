@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from offbeat.errors import DisagreementError, ObjectError, OffbeatError, PeerError
+from offbeat.errors import DisagreementError, NetworkError, ObjectError, OffbeatError, PeerError
 from offbeat.objects.memory import map_segment
 from offbeat.pending import Completion
 from offbeat.protocol.object_calls import (
@@ -231,7 +233,7 @@ class RemoteStore:
         self._address = address
         self._numbers = itertools.count(1)
         self._calls: dict[int, ObjectFuture[Any]] = {}
-        self._names: dict[ObjectFuture[Any], tuple[int, ObjectName]] = {}
+        self._gets: dict[int, ObjectName] = {}  # by call
         self._error: OffbeatError | None = None
         self._loop = LoopThread("offbeat-objects")
         try:
@@ -267,13 +269,17 @@ class RemoteStore:
         return self._ask(lambda call: FinishCall(call=call, name=name))
 
     def get(self, name: ObjectName) -> ObjectFuture[FoundObject]:
-        future: ObjectFuture[FoundObject] = self._ask(lambda call: GetCall(call=call, name=name))
-        return future
+        def ask(call: int) -> GetCall:
+            self._gets[call] = name
+            return GetCall(call=call, name=name)
+
+        return self._ask(ask)
 
     def stop(self, future: ObjectFuture[FoundObject]) -> None:
         for call, waiting in list(self._calls.items()):
             if waiting is future:
                 del self._calls[call]
+                self._gets.pop(call, None)
                 self._say(StopCall(call=call))
 
     def reduce(self, request: ReduceObjects) -> None:
@@ -281,11 +287,6 @@ class RemoteStore:
 
     def delete(self, name: ObjectName) -> None:
         self._say(DeleteNote(name=name))
-
-    def release(self, name: ObjectName) -> None:
-        """Let the store know that an object's memory is not looked at any more."""
-        if self._error is None:
-            self._say(ReleaseNote(name=name))
 
     def status(self) -> StatusAnswer:
         """Return the objects of the store.
@@ -319,6 +320,7 @@ class RemoteStore:
             future.progress = told(message)
             return
         del self._calls[message.call]
+        name = self._gets.pop(message.call, None)
         match message:
             case CallFailed():
                 future.end((DisagreementError if message.kind == "differs" else ObjectError)(message.reason))
@@ -326,7 +328,8 @@ class RemoteStore:
                 future.finish(None)
             case ObjectAnswer():
                 try:
-                    future.finish(self._found(message))
+                    assert name is not None
+                    future.finish(self._found(name, message))
                 except ObjectError as error:
                     future.end(error)
             case _:
@@ -339,11 +342,17 @@ class RemoteStore:
         for future in calls.values():
             future.end(ObjectError(f"Cannot go on: the store at {self._address} is lost. {self._error}"))
 
-    def _found(self, message: ObjectAnswer) -> FoundObject:
+    def _found(self, name: ObjectName, message: ObjectAnswer) -> FoundObject:
         if not message.process:
             return FoundObject(message.meta, bytearray(message.data), message.used)
         memory = map_segment(message.process, message.descriptor, message.meta.size_bytes)
+        # The store keeps what is mapped. A tensor holds the map, which ends with the last tensor over it.
+        weakref.finalize(memory, self._release, name)
         return FoundObject(message.meta, memory, message.used)
+
+    def _release(self, name: ObjectName) -> None:
+        with contextlib.suppress(NetworkError):  # it was closed meanwhile
+            self._say(ReleaseNote(name=name))
 
     def _ask(self, request: Callable[[int], FromClient]) -> ObjectFuture[Any]:
         future: ObjectFuture[Any] = ObjectFuture()
