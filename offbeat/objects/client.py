@@ -22,7 +22,7 @@ from offbeat.errors import NetworkError, ObjectError, ObjectTimeoutError
 from offbeat.objects.adding import TorchArithmetic
 from offbeat.objects.node_store import LIMITS, NodeStore
 from offbeat.objects.store_access import EmbeddedStore, FoundObject, ObjectFuture, RemoteStore
-from offbeat.protocol.objects import ObjectMeta, ObjectName, ReduceObjects
+from offbeat.protocol.objects import ITEM_BYTES, ObjectMeta, ObjectName, ReduceObjects
 from offbeat.tensors import bytes_of, dtype_name
 from offbeat.wire.credentials import Token
 
@@ -132,8 +132,11 @@ class ObjectClient:
 
     def start_put(self, name: str, tensor: Tensor, *, version: int = 0) -> ObjectFuture[None]:
         """Begin a `put`; the tensor may change once this returns."""
+        dtype = dtype_name(tensor.dtype)
+        if dtype not in ITEM_BYTES:
+            raise ObjectError(f"Cannot put {name!r}: its dtype is {dtype}, and {', '.join(ITEM_BYTES)} can be put.")
         data = bytes_of(tensor)
-        meta = ObjectMeta(dtype_name(tensor.dtype), tuple(tensor.shape), len(data))
+        meta = ObjectMeta(dtype, tuple(tensor.shape), len(data))
         return self._access.put(ObjectName(name, version), meta, data)
 
     def get(self, name: str, *, version: int = 0, timeout: float | None = None) -> Tensor:

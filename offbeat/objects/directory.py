@@ -416,6 +416,8 @@ class Directory:
         told: Instructions = []
         for source in message.sources:
             known = self._entries[source]
+            if entry.reduction is None:
+                break  # two of them are unlike each other
             for where in sorted(known.whole_at)[:1]:
                 told += self._source_ready(entry, known, where)
         return told

@@ -143,17 +143,14 @@ class StripeSum:
 
     def arrived(self, stage: int, attempt: int, child: int) -> None:
         """Note that a stage's child is in its sum."""
-        children = self._children(stage)
-        if self._attempts.get(stage) == attempt and child < len(children):
-            self._arrived.add((stage, children[child]))
+        if (at := self._child(stage, attempt, child)) is not None:
+            self._arrived.add((stage, at))
 
     def failed(self, stage: int, attempt: int, child: int, store: str) -> int | None:
         """A stage cannot read from the store of its child: the child's position; None if that is out of date."""
-        children = self._children(stage)
-        if self._attempts.get(stage) != attempt or child >= len(children):
-            return None
-        place = self._place(children[child])
-        return children[child] if place.store == store else None
+        at = self._child(stage, attempt, child)
+        place = None if at is None else self._places[at]
+        return at if place is not None and place.store == store else None
 
     def ended(self) -> Instructions:
         """No stage is needed any more."""
@@ -188,6 +185,13 @@ class StripeSum:
             if position is not None:
                 found.append(position)
         return found
+
+    def _child(self, stage: int, attempt: int, child: int) -> int | None:
+        """Return the position of a stage's child; None if this attempt is not under way, or has no such child."""
+        if self._attempts.get(stage) != attempt:
+            return None
+        children = self._children(stage)
+        return children[child] if child < len(children) else None
 
     def _parent(self, position: int) -> int:
         parent = self.tree.parents[position]

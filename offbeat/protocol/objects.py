@@ -71,11 +71,30 @@ class ObjectName(msgspec.Struct, frozen=True, order=True, array_like=True, forbi
         return f"{self.id!r}" if not self.version else f"{self.id!r} version {self.version}"
 
 
+ITEM_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "float32": 4,
+    "int64": 8,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
+"""The dtypes of objects, as torch calls them without "torch.", with the bytes of an element."""
+
+
 class ObjectMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A description of an object.
 
     Args:
-        dtype: of its elements, as torch calls it without "torch.".
+        dtype: of its elements, one of `ITEM_BYTES`.
         shape: of the tensor.
         size_bytes: of all of it.
         stripes: into which it is cut.
@@ -85,6 +104,10 @@ class ObjectMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shape: Annotated[tuple[_Dimension, ...], msgspec.Meta(max_length=16)]
     size_bytes: Count
     stripes: Annotated[int, msgspec.Meta(ge=1, le=MAX_STRIPES)] = 1
+
+    def __post_init__(self) -> None:
+        if self.size_bytes != self.numel * ITEM_BYTES.get(self.dtype, -1):
+            raise ValueError(f"{self.size_bytes} bytes are no {self}")
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
@@ -96,8 +119,8 @@ class ObjectMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of an element; 1 if it has none."""
-        return self.size_bytes // self.numel if self.numel else 1
+        """Return the bytes of an element."""
+        return ITEM_BYTES[self.dtype]
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,6 +147,10 @@ class PutObject(_Message, frozen=True, tag=True, kw_only=True):
     whole: bool = False
     digest: _ContentDigest = ""
     inline: _Inline | None = None
+
+    def __post_init__(self) -> None:
+        if self.inline is not None and len(self.inline) != self.meta.size_bytes:
+            raise ValueError(f"{len(self.inline)} bytes are no {self.meta}")
 
 
 class PutTaken(_Message, frozen=True, tag=True):
@@ -166,12 +193,20 @@ class ObjectFound(_Message, frozen=True, tag=True, kw_only=True):
     meta: ObjectMeta
     stripes: Annotated[tuple[StripeFeeder, ...], msgspec.Meta(min_length=1, max_length=MAX_STRIPES)]
 
+    def __post_init__(self) -> None:
+        if len(self.stripes) != self.meta.stripes:
+            raise ValueError(f"{len(self.stripes)} feeders are said for {self.meta.stripes} stripes")
+
 
 class ObjectInline(_Message, frozen=True, tag=True, kw_only=True):
     """An object is there, and these are its bytes."""
 
     meta: ObjectMeta
     data: _Inline
+
+    def __post_init__(self) -> None:
+        if len(self.data) != self.meta.size_bytes:
+            raise ValueError(f"{len(self.data)} bytes are no {self.meta}")
 
 
 class ChangeFeeder(_Message, frozen=True, tag=True, kw_only=True):
@@ -281,6 +316,10 @@ class RunStage(_Message, frozen=True, tag=True, kw_only=True):
     children: Annotated[int, msgspec.Meta(ge=0, le=MAX_SOURCES)]
     divisor: _Sources = 1
 
+    def __post_init__(self) -> None:
+        if self.stripe >= self.meta.stripes:
+            raise ValueError(f"stripe {self.stripe} of {self.meta.stripes} is none")
+
 
 class FeedStage(_Message, frozen=True, tag=True, kw_only=True):
     """A child of a stage is there, or another one in its place.
@@ -336,6 +375,10 @@ class ReduceSmall(_Message, frozen=True, tag=True, kw_only=True):
     op: ReduceOp
     used: Annotated[tuple[ObjectName, ...], msgspec.Meta(min_length=1, max_length=MAX_SOURCES)]
     parts: Annotated[tuple[_Inline, ...], msgspec.Meta(min_length=1, max_length=MAX_SOURCES)]
+
+    def __post_init__(self) -> None:
+        if len(self.used) != len(self.parts) or any(len(part) != self.meta.size_bytes for part in self.parts):
+            raise ValueError(f"the parts of a sum are no {self.meta}, or are not as many as their names")
 
 
 class ReduceSettled(_Message, frozen=True, tag=True, kw_only=True):
