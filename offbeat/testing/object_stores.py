@@ -124,7 +124,13 @@ class ModelStore:
                 self.used[name] = message.used
                 self.copies[name] = Copy(message.meta, [[total] * BLOCKS], [0], [""], is_own=True)
                 self.outbox.append(
-                    say.PutObject(name=name, meta=message.meta, whole=True, digest=f"{total}", inline=bytes([total]))
+                    say.PutObject(
+                        name=name,
+                        meta=message.meta,
+                        whole=True,
+                        digest=f"{total}",
+                        inline=bytes([total]) * SMALL.size_bytes,
+                    )
                 )
             case say.ReduceSettled():
                 self.used[name] = message.used
@@ -192,7 +198,7 @@ class ObjectWorld:
         whole |= small
         blocks = [value] * BLOCKS if whole else []
         self.stores[store].copies[name] = Copy(meta, [blocks], [0], [""], is_own=True, making=value)
-        inline = bytes([value]) if small else None
+        inline = bytes([value]) * SMALL.size_bytes if small else None
         digest = f"{value}" if whole else ""
         self.stores[store].outbox.append(say.PutObject(name=name, meta=meta, whole=whole, digest=digest, inline=inline))
 
