@@ -49,6 +49,7 @@ from offbeat.protocol.objects import (
     StripeArrived,
     StripeFeeder,
     WantObject,
+    WithdrawPut,
 )
 
 if TYPE_CHECKING:
@@ -97,6 +98,12 @@ class Entry:
     def whole_at(self) -> set[str]:
         """The stores that have all of it."""
         return set.intersection(*(chains.whole for chains in self.chains)) if self.chains else set()
+
+    @property
+    def makers(self) -> set[str]:
+        """Return the stores that read no stripe from others: they have all of it, or make it."""
+        first = [chains.stores - chains.feeders.keys() for chains in self.chains]
+        return set.intersection(*first) if first else set()
 
     @property
     def stores(self) -> set[str]:
@@ -171,6 +178,8 @@ class Directory:
                 return self._put(message, store)
             case ObjectWhole():
                 return self._object_whole(message, store)
+            case WithdrawPut():
+                return self._withdraw(message, store)
             case WantObject():
                 return self._want(message, store)
             case StopWanting():
@@ -222,8 +231,7 @@ class Directory:
         if store in entry.twins:
             entry.twins[store] = message.digest
             return self._compare_twins(entry)
-        is_maker = all(store in chains and store not in chains.feeders for chains in entry.chains)
-        return self._made(entry, store, message.digest) if is_maker and entry.chains else []
+        return self._made(entry, store, message.digest) if store in entry.makers else []
 
     def _made(self, entry: Entry, store: str, digest: str) -> Instructions:
         entry.digest = digest
@@ -385,21 +393,28 @@ class Directory:
                 told += self._tell_feeders(entry, stripe, chains.lose(store))
         return [(store, ObjectDropped(name=message.name, granted=granted)), *told]
 
+    def _withdraw(self, message: WithdrawPut, store: str) -> Instructions:
+        """A put was given up: a second one of others' object is forgotten, and a first one ends the object."""
+        entry = self._entries.get(message.name)
+        if entry is None or entry.twins.pop(store, None) is not None or entry.digest or store not in entry.makers:
+            return []
+        return self._forget(entry, f"{message.name} is lost: the client that put it at {store} has ended meanwhile.")
+
     def _delete(self, message: DeleteObject, store: str) -> Instructions:
         entry = self._entries.get(message.name)
-        if entry is None:
-            return []
+        return [] if entry is None else self._forget(entry, f"{message.name} was deleted by the store at {store}.")
+
+    def _forget(self, entry: Entry, reason: str) -> Instructions:
         told = self._end_reduction(entry) if entry.reduction is not None else []
-        reason = f"{message.name} was deleted by the store at {store}."
         for one in sorted(entry.stores):
-            told.append((one, ForgetObject(name=message.name, reason=reason)))
+            told.append((one, ForgetObject(name=entry.name, reason=reason)))
         for one in entry.waiting:
             self._parked[one] -= 1
         self._inline_bytes -= len(entry.inline or b"")
         if entry.watched_by:  # whoever puts it again makes it for them
-            self._entries[message.name] = Entry(message.name, watched_by=entry.watched_by)
+            self._entries[entry.name] = Entry(entry.name, watched_by=entry.watched_by)
         else:
-            del self._entries[message.name]
+            del self._entries[entry.name]
         return told
 
     # -- reduces -------------------------------------------------------------------------------------------------

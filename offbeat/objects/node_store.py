@@ -82,6 +82,7 @@ class NodeStore:
         self.used: dict[ObjectName, tuple[ObjectName, ...]] = {}
         self._feeders: dict[str, FeederLink] = {}
         self._readers: set[ReaderLink] = set()
+        self._sent_bytes = 0  # to readers that have left
         self._listener: Listener | None = None
         self._directories: list[DirectoryLink] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -140,13 +141,8 @@ class NodeStore:
         """
         known = self.objects.get(name)
         if known is not None:
-            if known.is_own or known.is_whole:
-                raise ObjectError(
-                    f"Cannot put {name}: this store has it already, and the bytes of a name never change."
-                )
-            raise ObjectError(f"Cannot put {name}: it is just being read from another store.")
-        stored = self._make(name, meta)
-        stored.is_own = True
+            raise ObjectError(_is_here(known))
+        stored = self._make(name, meta, is_own=True)
         self.tell_directory(say.PutObject(name=name, meta=meta))
         return stored
 
@@ -158,8 +154,7 @@ class NodeStore:
         """
         if (known := self.objects.get(name)) is not None:
             raise ObjectError(_is_here(known))
-        stored = self._make(name, meta)
-        stored.is_own = True
+        stored = self._make(name, meta, is_own=True)
         stored.memory[:] = data
         stored.stripes[0].grow(len(data))
         self._putting[name] = told
@@ -177,6 +172,9 @@ class NodeStore:
     def finish(self, stored: StoredObject, told: Callable[[Outcome], None]) -> None:
         """All bytes of an object that is made here are there; `told` is called once the directory has taken the put,
         or with why it has not."""
+        if stored.refused is not None:
+            told(stored.refused)
+            return
         self.filled(stored, stored.meta.size_bytes)
         if stored.segment is not None:
             stored.segment.seal()
@@ -189,7 +187,8 @@ class NodeStore:
         """Give up an object whose maker is gone before it was whole."""
         self._remove(stored)
         self._fail(stored.name, ObjectError(f"{stored.name} is lost: the client that put it has ended meanwhile."))
-        self.tell_directory(say.DeleteObject(name=stored.name))
+        if stored.refused is None:
+            self.tell_directory(say.WithdrawPut(name=stored.name))
 
     def want(self, name: ObjectName, told: Callable[[Outcome], None]) -> None:
         """Get an object here: `told` is called with it once it is whole, or with why it will not be."""
@@ -212,7 +211,7 @@ class NodeStore:
         if not waiting:
             self._waiting.pop(name, None)
             stored = self.objects.get(name)
-            if stored is None or not (stored.is_own or stored.is_whole):
+            if stored is None or not (stored.is_own or stored.is_whole or not stored.is_settled):  # a sum goes on
                 self.tell_directory(say.StopWanting(name=name))
                 if stored is not None:
                     self._remove(stored)
@@ -232,7 +231,7 @@ class NodeStore:
             address=self.address,
             used_bytes=self.used_bytes,
             most_bytes=self.most_bytes,
-            sent_bytes=sum(reader.sent_bytes for reader in self._readers),
+            sent_bytes=self._sent_bytes + sum(reader.sent_bytes for reader in self._readers),
             objects=tuple(
                 StoredStatus(stored.name, stored.meta, stored.have_bytes, stored.is_own, stored.pins)
                 for stored in list(self.objects.values())[-_MOST_TOLD:]
@@ -242,13 +241,21 @@ class NodeStore:
     # -- what the directory says ---------------------------------------------------------------------------------
 
     def hear(self, message: FromDirectory) -> None:
-        """Do what the directory says."""
+        """Do what the directory says; where there is no room for it, tell those who wait."""
+        try:
+            self._do(message)
+        except ObjectError as error:
+            self._fail(message.name, error)
+
+    def _do(self, message: FromDirectory) -> None:
         name = message.name
         stored = self.objects.get(name)
         match message:
             case say.PutTaken():
-                if stored is not None and (told := self._putting.pop(name, None)) is not None:
-                    told(stored)
+                if stored is not None:
+                    stored.is_taken = True
+                    if (told := self._putting.pop(name, None)) is not None:
+                        told(stored)
             case say.ObjectFound():
                 self._found(message)
             case say.ObjectInline():
@@ -284,9 +291,12 @@ class NodeStore:
                     stored.is_settled = True
                     self._tell_waiting(stored)
             case say.ObjectRefused():
-                if stored is not None and stored.is_own:
+                error = (DisagreementError if message.differs else ObjectError)(message.reason)
+                if stored is not None and stored.is_own and not stored.is_taken:
+                    stored.refused = error
                     self._remove(stored)
-                self._fail(name, (DisagreementError if message.differs else ObjectError)(message.reason))
+                _log.warning("%s", message.reason)
+                self._fail(name, error)
 
     def directory_lost(self, link: DirectoryLink, error: OffbeatError | None) -> None:
         """A directory is gone: nobody gets what it does not have a way to already."""
@@ -410,7 +420,9 @@ class NodeStore:
         return reader
 
     def reader_left(self, link: ReaderLink) -> None:
-        self._readers.discard(link)
+        if link in self._readers:
+            self._readers.remove(link)
+            self._sent_bytes += link.sent_bytes
 
     def end_lanes_of(self, buffer: GrowingBuffer, reason: str) -> bool:
         ended = [reader.end_lanes_of(buffer, reason) for reader in self._readers]  # each of them
@@ -453,14 +465,16 @@ class NodeStore:
 
     # -- memory --------------------------------------------------------------------------------------------------
 
-    def _make(self, name: ObjectName, meta: ObjectMeta) -> StoredObject:
+    def _make(self, name: ObjectName, meta: ObjectMeta, *, is_own: bool = False) -> StoredObject:
         self._make_room(name, meta.size_bytes)
         segment = Segment(meta.size_bytes) if meta.size_bytes > INLINE_BYTES else None
         memory = memoryview(bytearray(meta.size_bytes)) if segment is None else segment.memory
         stripes = [
             GrowingBuffer(memory[begin:end], 0) for begin, end in cut(meta.size_bytes, meta.stripes, meta.item_bytes)
         ]
-        stored = self.objects[name] = StoredObject(name, meta, memory, segment, stripes)
+        if segment is not None and not is_own:
+            segment.seal()  # this store alone writes
+        stored = self.objects[name] = StoredObject(name, meta, memory, segment, stripes, is_own)
         self.used_bytes += meta.size_bytes
         return stored
 

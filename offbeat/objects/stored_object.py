@@ -33,6 +33,8 @@ class StoredObject:
     Args:
         stripes: of its memory, as they come; `is_own` ones are made here.
         readings: by stripe, where more comes from; `feeders` are their stores.
+        refused: why the directory did not take the put of it; None if it did, or has not answered.
+        is_taken: whether it has taken it.
         is_settled: whether it is known to be what all others have: not a sum that may still begin anew.
         waiting: those to be told when it is whole, or why it will not be.
         pins: of those that have mapped it.
@@ -44,6 +46,8 @@ class StoredObject:
     segment: Segment | None
     stripes: list[GrowingBuffer]
     is_own: bool = False
+    refused: OffbeatError | None = None
+    is_taken: bool = False
     is_settled: bool = True
     digest: str = ""
     readings: dict[int, LaneReading] = field(default_factory=dict)

@@ -4,6 +4,7 @@ store                                           directory
   | -- PutObject(name, meta, ...) ---------------> |   has it, or makes it from now on
   | -- ObjectWhole(name, digest) ----------------> |   has made all of it
   | <----- PutTaken(name) ------------------------ |
+  | -- WithdrawPut(name) ------------------------> |   instead of ObjectWhole: its maker is gone
   | -- WantObject(name) -------------------------> |   once for all readers on the store's machine; again to try again
   | <----- ObjectFound(name, meta, feeders) ------ |   or ObjectInline(name, meta, data), as soon as it is put
   | <----- ChangeFeeder(name, stripe, feeder) ---- |   whenever a reader is to read from another store
@@ -161,6 +162,10 @@ class ObjectWhole(_Message, frozen=True, tag=True, kw_only=True):
     """The store that makes an object has all of it; with the digest of its bytes."""
 
     digest: _ContentDigest
+
+
+class WithdrawPut(_Message, frozen=True, tag=True):
+    """Word that the client that puts an object has ended before it was whole."""
 
 
 class WantObject(_Message, frozen=True, tag=True):
@@ -401,6 +406,7 @@ class ObjectRefused(_Message, frozen=True, tag=True, kw_only=True):
 FromStore = (
     PutObject
     | ObjectWhole
+    | WithdrawPut
     | WantObject
     | StopWanting
     | StripeArrived

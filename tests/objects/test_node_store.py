@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from offbeat.errors import DisagreementError, ObjectError, OffbeatError, PeerErr
 from offbeat.objects.adding import TorchArithmetic
 from offbeat.objects.client import tensor_of
 from offbeat.objects.directory_server import DirectoryServer
+from offbeat.objects.memory import map_segment
 from offbeat.objects.node_store import DIRECTORY_LIMITS, NodeStore
 from offbeat.objects.reduce_plan import LinkEstimate
 from offbeat.objects.store_access import FoundObject
@@ -178,6 +180,22 @@ async def test_the_first_two_of_three() -> None:
 
 
 @in_loop
+async def test_a_sum_that_was_not_waited_for_long_enough() -> None:
+    async with cluster(3) as made:
+        await made.put(1, "g1", tensor(2))
+        made.reduce(0, "sum", ["g1", "g2"])
+        over, told = outcome()
+        made.stores[0].want(ObjectName("sum"), told)
+        await made.put(2, "g2", tensor(4))
+        while ObjectName("sum") not in made.stores[0].objects:
+            await asyncio.sleep(0.001)
+        made.stores[0].stop_wanting(ObjectName("sum"), told)
+        assert torch.equal(await made.get(0, "sum"), tensor(6))
+        assert torch.equal(await made.get(1, "sum"), tensor(6))
+        over.cancel()
+
+
+@in_loop
 async def test_two_sums_in_the_same_order_have_the_same_bits() -> None:
     sums = []
     for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
@@ -259,6 +277,58 @@ class TestRefused:
                 await made.put(1, "w", tensor(4))
             with pytest.raises(ObjectError, match="this store has it already"):
                 await made.put(0, "w", tensor(3))
+
+    @pytest.mark.parametrize("numel", [3, LARGE])
+    @in_loop
+    async def test_another_shape_of_the_same_name(self, numel: int) -> None:
+        async with cluster(2) as made:
+            await made.put(0, "w", tensor(3))
+            with pytest.raises(DisagreementError, match="it is float32"):
+                await asyncio.wait_for(made.put(1, "w", tensor(3, numel, torch.float64)), 10)
+            assert torch.equal(await made.get(1, "w"), tensor(3))
+
+    @in_loop
+    async def test_a_sum_into_the_name_of_an_object(self) -> None:
+        async with cluster(2) as made:
+            await made.put(0, "w", tensor(3))
+            await made.put(0, "g", tensor(5))
+            made.reduce(0, "w", ["g"])
+            await asyncio.sleep(0.2)
+            assert torch.equal(await made.get(0, "w"), tensor(3)), "the object stays"
+            assert torch.equal(await made.get(1, "w"), tensor(3))
+
+    @in_loop
+    async def test_a_second_put_that_is_given_up(self) -> None:
+        async with cluster(3) as made:
+            await made.put(0, "w", tensor(3))
+            meta = ObjectMeta("float32", (LARGE,), LARGE * 4)
+            made.stores[1].abandon(made.stores[1].create(ObjectName("w"), meta))
+            await asyncio.sleep(0.2)
+            assert torch.equal(await made.get(2, "w"), tensor(3)), "it is not the other store's to delete"
+
+    @in_loop
+    async def test_the_memory_of_what_was_read_is_sealed(self) -> None:
+        async with cluster(2) as made:
+            await made.put(0, "w", tensor(3))
+            await made.get(1, "w")
+            for store in made.stores:
+                segment = store.objects[ObjectName("w")].segment
+                assert segment is not None
+                with pytest.raises(OSError, match="Operation not permitted"):
+                    map_segment(os.getpid(), segment.descriptor, LARGE * 4, to_fill=True)
+
+    @in_loop
+    async def test_no_room_for_what_was_asked_for(self) -> None:
+        async with cluster(2, memory=13 << 20) as made:
+            await made.put(0, "a", tensor(3))
+            await made.put(1, "b", tensor(4))
+            await made.put(0, "small", tensor(3, 10_000))
+            with pytest.raises(ObjectError, match="Cannot keep 'a'"):
+                await made.get(1, "a")
+            made.stores[1].most_bytes = made.stores[1].used_bytes
+            with pytest.raises(ObjectError, match="Cannot keep 'small'"):
+                await made.get(1, "small")
+            assert torch.equal(await made.get(1, "b"), tensor(4)), "and the store lives on"
 
     @in_loop
     async def test_the_same_bytes_are_a_second_copy(self) -> None:
