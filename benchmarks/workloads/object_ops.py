@@ -33,7 +33,7 @@ OPS = ("broadcast", "reduce", "allreduce")
 
 
 class Carrier(Protocol):
-    """What carries the tensors of one system."""
+    """The Protocol of one system's way to carry tensors."""
 
     def prepare(self, number: int, op: str, mine: torch.Tensor) -> None:
         """Have what this worker gives where it begins."""

@@ -42,7 +42,7 @@ _MAX_CALLS = 1024
 
 
 class ClientLink:
-    """The link with one client; a `Receiver`. What the client makes and has not finished goes with it."""
+    """The link with one client; a `Receiver`. When it ends, the objects that the client has not finished end, too."""
 
     def __init__(self, store: NodeStore, link: PeerLink) -> None:
         self._store, self._link = store, link

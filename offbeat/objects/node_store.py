@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offbeat.objects")
 LIMITS = Limits(timeout=timedelta(seconds=1), max_body_bytes=1 << 20)
-"""Of links between stores, which are processes of their own: after a second of silence another feeder is better."""
+"""The limits of links between stores: a reader leaves a feeder that is silent for a second."""
 DIRECTORY_LIMITS = Limits(timeout=timedelta(seconds=5))
-"""Of links with directories: a store that has no processor for some seconds still has its objects."""
+"""The limits of links with directories: a store without a processor for some seconds still has its objects."""
 _RETRY_S = 1.0  # after which what nobody feeds is asked for again
 _MOST_TOLD = 4096
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from offbeat.wire.listener import Listener
 
 LINK = LinkEstimate(latency_s=0.0005, bytes_per_s=118e6, block_bytes=512 << 10)
-"""What a directory reckons with: hosts at 1 Gbit/s."""
+"""The links that a directory assumes: hosts at 1 Gbit/s."""
 
 
 class ObjectServer:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from offbeat.protocol.objects import ObjectMeta, ObjectName, ReduceObjects
 
 SMALL_SUM_BYTES = 256 << 10
-"""Of all parts together; more of them are read from store to store."""
+"""The most bytes that the parts of a small sum have together; stores read larger sums from each other."""
 
 
 class SmallReduction:

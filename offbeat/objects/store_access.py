@@ -52,7 +52,7 @@ T = TypeVar("T")
 _COPY_BYTES = 4 << 20
 _LONG = timedelta(days=1)
 CLIENT_LIMITS = Limits(timeout=timedelta(seconds=5))
-"""Of the link between a client and its store, which carries no data: a client may hold the GIL for seconds."""
+"""The limits of the link between a client and its store: a client may hold the GIL for seconds."""
 
 
 class ObjectFuture(Completion, Generic[T]):

@@ -71,4 +71,4 @@ class StoredObject:
 
 
 Outcome = StoredObject | OffbeatError
-"""What somebody waits for, or why it will not be."""
+"""The object that a caller waits for, or the reason why it does not come."""

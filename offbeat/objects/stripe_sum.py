@@ -32,7 +32,7 @@ Instructions = list[tuple[str, FromDirectory]]
 
 @dataclass(frozen=True)
 class SumTerms:
-    """The terms of a stripe's sum, as all of its stages are told.
+    """The terms of a stripe's sum, which all of its stages share.
 
     Args:
         name, meta: of the target.
