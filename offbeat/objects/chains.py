@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterator
 
 
 class Chains:
@@ -187,11 +187,3 @@ class Chains:
 
     def _changed(self, before: dict[str, str | None]) -> set[str]:
         return {store for store, feeder in self.feeders.items() if before.get(store, store) != feeder}
-
-
-def descendants(store: str, feeders: dict[str, str | None]) -> Iterable[str]:
-    """The stores that get what they read from `store`, directly or through others."""
-    found = {store}
-    while more := {reader for reader, feeder in feeders.items() if feeder in found} - found:
-        found |= more
-    return found - {store}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from offbeat.errors import NetworkError, OffbeatError, PeerError
+from offbeat.protocol.decoding import read_message
 from offbeat.protocol.object_lanes import (
     AllowBytes,
     CannotRead,
@@ -115,11 +116,7 @@ class FeederLink:
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
         """The memory of a block."""
-        try:
-            block = _block(metadata)
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise PeerError(f"Cannot understand this feeder of objects: {error}.") from error
-        return self._inbox.destination(block, size_bytes)
+        return self._inbox.destination(read_message(_block, metadata, "this feeder of objects"), size_bytes)
 
     def received(self, metadata: bytes, body: memoryview) -> None:
         """A block, or word that something is not there."""

@@ -14,7 +14,7 @@
   store and a client on its machine
 * `group_progress` - how far a worker is in exchanges, told behind a loss
 * `optimizer_spec` - an optimizer as data
-* `bounds` - types of fields with their bounds
+* `bounds` - types of fields with their bounds; `decoding` - a message is read, or refused
 
 Everything is a declared structure with a bound on every field, and is checked when it is decoded.
 """

@@ -36,7 +36,7 @@ How another plan comes to hold is said in `plan_swap`. A worker that comes back 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import msgspec
 
@@ -51,6 +51,7 @@ from offbeat.protocol.checkpoints import (
     TransferDone,
 )
 from offbeat.protocol.data_leases import FromData, ToData
+from offbeat.protocol.decoding import read_message
 from offbeat.protocol.loss_scores import (
     ContributionsScored,
     FetchContribution,
@@ -106,8 +107,6 @@ from offbeat.protocol.training import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from typing_extensions import Buffer
 
 FromValidator = FetchContribution | ContributionsScored  # and from no worker
@@ -210,7 +209,7 @@ def details_of(body: bytes | bytearray) -> ModelInfo:
     Raises:
         PeerError: if it is not that.
     """
-    details: ModelInfo = _read(_details, body, "this worker's model")
+    details: ModelInfo = read_message(_details, body, "this worker's model")
     if any(piece.name >= len(details.names) for block in details.blocks for piece in block.pieces):
         raise PeerError("Cannot understand this worker's model: a piece belongs to no parameter.")
     return details
@@ -222,7 +221,7 @@ def statuses_of(body: bytes | bytearray | memoryview) -> tuple[ModelStatus, ...]
     Raises:
         PeerError: if it is not that.
     """
-    statuses: tuple[ModelStatus, ...] = _read(_statuses, body, "what this server sees")
+    statuses: tuple[ModelStatus, ...] = read_message(_statuses, body, "what this server sees")
     return statuses
 
 
@@ -232,7 +231,7 @@ def status_reply_of(metadata: bytes, body: Buffer) -> tuple[int, tuple[ModelStat
     Raises:
         PeerError: if it is no such answer.
     """
-    reply: StatusReply = _read(_status_reply, metadata, "what this server sees")
+    reply: StatusReply = read_message(_status_reply, metadata, "what this server sees")
     return reply.number, statuses_of(memoryview(body))
 
 
@@ -242,7 +241,7 @@ def from_peer(metadata: bytes) -> FromWorker | FromShard | ReserveRanks:
     Raises:
         PeerError: if it is none of the declared messages.
     """
-    message: FromWorker | FromShard | ReserveRanks = _read(_from_peer, metadata, "this peer")
+    message: FromWorker | FromShard | ReserveRanks = read_message(_from_peer, metadata, "this peer")
     return message
 
 
@@ -252,7 +251,7 @@ def from_coordinator(metadata: bytes) -> FromCoordinator:
     Raises:
         PeerError: if it is none of the declared messages.
     """
-    message: FromCoordinator = _read(_from_coordinator, metadata, "the coordinator")
+    message: FromCoordinator = read_message(_from_coordinator, metadata, "the coordinator")
     return message
 
 
@@ -262,12 +261,5 @@ def to_worker(metadata: bytes) -> ToWorker:
     Raises:
         PeerError: if it is none of the declared messages.
     """
-    message: ToWorker = _read(_to_worker, metadata, "this server")
+    message: ToWorker = read_message(_to_worker, metadata, "this server")
     return message
-
-
-def _read(decode: Callable[[Any], Any], data: bytes | bytearray | memoryview, what: str) -> Any:
-    try:
-        return decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # a ValueError: text that is not UTF-8
-        raise PeerError(f"Cannot understand {what}: {error}.") from error

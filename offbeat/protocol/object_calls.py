@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
-from offbeat.errors import PeerError
 from offbeat.protocol.bounds import Count, Seconds, Text
+from offbeat.protocol.decoding import read_message
 from offbeat.protocol.objects import INLINE_BYTES, MAX_SOURCES, ObjectMeta, ObjectName, ReduceObjects
 
 if TYPE_CHECKING:
@@ -203,10 +203,7 @@ def from_client_of(metadata: Buffer) -> FromClient:
     Raises:
         PeerError: if it is none of that.
     """
-    try:
-        message: FromClient = _from_client(metadata)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise PeerError(f"Cannot understand this client: {error}.") from error
+    message: FromClient = read_message(_from_client, metadata, "this client")
     return message
 
 
@@ -216,8 +213,5 @@ def to_client_of(metadata: Buffer) -> ToClient:
     Raises:
         PeerError: if it is none of that.
     """
-    try:
-        message: ToClient = _to_client(metadata)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise PeerError(f"Cannot understand this store of objects: {error}.") from error
+    message: ToClient = read_message(_to_client, metadata, "this store of objects")
     return message

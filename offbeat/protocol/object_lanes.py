@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from offbeat.errors import PeerError
 from offbeat.protocol.bounds import Count, Text
+from offbeat.protocol.decoding import read_message
 from offbeat.protocol.objects import ObjectName, Slot, Stripe
 
 if TYPE_CHECKING:
@@ -96,10 +96,7 @@ def from_reader_of(metadata: Buffer) -> FromReader:
     Raises:
         PeerError: if it is none of that.
     """
-    try:
-        message: FromReader = _from_reader(metadata)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise PeerError(f"Cannot understand this reader of objects: {error}.") from error
+    message: FromReader = read_message(_from_reader, metadata, "this reader of objects")
     return message
 
 
@@ -109,8 +106,5 @@ def from_feeder_of(metadata: Buffer) -> CannotRead:
     Raises:
         PeerError: if it is none of that.
     """
-    try:
-        message: CannotRead = _from_feeder(metadata)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise PeerError(f"Cannot understand this feeder of objects: {error}.") from error
+    message: CannotRead = read_message(_from_feeder, metadata, "this feeder of objects")
     return message

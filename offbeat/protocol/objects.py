@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
-from offbeat.errors import PeerError
 from offbeat.protocol.bounds import Count, Dtype, Seconds, Text
+from offbeat.protocol.decoding import read_message
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -449,10 +449,7 @@ def from_store_of(metadata: Buffer) -> StoreHello | FromStore:
     Raises:
         PeerError: if it is none of that.
     """
-    try:
-        message: StoreHello | FromStore = _from_store(metadata)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise PeerError(f"Cannot understand this store of objects: {error}.") from error
+    message: StoreHello | FromStore = read_message(_from_store, metadata, "this store of objects")
     return message
 
 
@@ -462,8 +459,5 @@ def from_directory_of(metadata: Buffer) -> FromDirectory:
     Raises:
         PeerError: if it is none of that.
     """
-    try:
-        message: FromDirectory = _from_directory(metadata)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise PeerError(f"Cannot understand this directory of objects: {error}.") from error
+    message: FromDirectory = read_message(_from_directory, metadata, "this directory of objects")
     return message

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
-from offbeat.errors import PeerError
 from offbeat.protocol.bounds import Count, Seconds, Secret, Text
+from offbeat.protocol.decoding import read_message
 from offbeat.protocol.group_progress import GroupProgress
 
 if TYPE_CHECKING:
@@ -329,10 +329,7 @@ def to_switch_of(metadata: Buffer) -> ToSwitch:
     Raises:
         PeerError: if it is none of that.
     """
-    try:
-        message: ToSwitch = _to_switch(metadata)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise PeerError(f"Cannot understand this peer of a switch: {error}.") from error
+    message: ToSwitch = read_message(_to_switch, metadata, "this peer of a switch")
     return message
 
 
@@ -342,8 +339,5 @@ def from_switch_of(metadata: Buffer) -> FromSwitch:
     Raises:
         PeerError: if it is none of that.
     """
-    try:
-        message: FromSwitch = _from_switch(metadata)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise PeerError(f"Cannot understand this switch: {error}.") from error
+    message: FromSwitch = read_message(_from_switch, metadata, "this switch")
     return message

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from offbeat.objects.chains import descendants
 from offbeat.objects.directory import Directory
 from offbeat.objects.reduce_plan import LinkEstimate
 from offbeat.objects.stripes import LEAST_STRIPE_BYTES
@@ -28,7 +27,7 @@ from offbeat.protocol import objects as say
 from offbeat.protocol.objects import ObjectMeta, ObjectName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from offbeat.protocol.objects import FromDirectory, FromStore, ReduceOp
 
@@ -389,3 +388,11 @@ class ObjectWorld:
         mine.append(stage.rows[order.children][len(mine)])
         if len(mine) == BLOCKS:
             store.outbox.append(say.StripeArrived(name=order.name, stripe=order.stripe, generation=order.attempt))
+
+
+def descendants(store: str, feeders: dict[str, str | None]) -> Iterable[str]:
+    """The stores that get what they read from `store`, directly or through others."""
+    found = {store}
+    while more := {reader for reader, feeder in feeders.items() if feeder in found} - found:
+        found |= more
+    return found - {store}

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from offbeat.errors import DisagreementError, NetworkError, OffbeatError, PeerError
+from offbeat.protocol.decoding import read_message
 from offbeat.wire import tcp
 from offbeat.wire.lane import BusyTime, ChannelNumber, LaneBlock, LaneScheduler
 from offbeat.wire.lane_inbox import LaneInbox
@@ -497,8 +498,5 @@ def _unlike(number: int, mine: str, rank: int, theirs: str) -> DisagreementError
 
 
 def _decode(metadata: bytes) -> ExchangeBegun | LaneBlock:
-    try:
-        message: ExchangeBegun | LaneBlock = _decoder.decode(metadata)
-        return message
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise PeerError(f"Cannot understand this peer: {error}.") from error
+    message: ExchangeBegun | LaneBlock = read_message(_decoder.decode, metadata, "this peer")
+    return message

@@ -26,7 +26,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from offbeat.errors import PeerError
+from offbeat.protocol.decoding import read_message
 from offbeat.protocol.worker_status import TrainingStatus
 from offbeat.wire.frame import Frame, encode
 
@@ -241,8 +241,5 @@ def unpack(frame: Frame) -> Message:
     Raises:
         PeerError: if it is none of the declared messages.
     """
-    try:
-        message: Message = _decoder.decode(frame.metadata)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # a ValueError: text that is not UTF-8
-        raise PeerError(f"Cannot understand this peer: {error}.") from error
+    message: Message = read_message(_decoder.decode, frame.metadata, "this peer")
     return message

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from offbeat.objects.chains import Chains, descendants
+from offbeat.objects.chains import Chains
+from offbeat.testing.object_stores import descendants
 
 
 def test_readers_that_ask_together_are_one_pipeline() -> None:

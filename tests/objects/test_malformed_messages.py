@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import PeerError
-from offbeat.objects.chains import descendants
 from offbeat.objects.directory import Directory
 from offbeat.protocol import object_calls, object_lanes, objects
 from offbeat.protocol.objects import ObjectMeta, ObjectName
-from offbeat.testing.object_stores import LINKS
+from offbeat.testing.object_stores import LINKS, descendants
 
 if TYPE_CHECKING:
     from collections.abc import Callable
