@@ -387,7 +387,7 @@ class Directory:
     def _drop(self, message: DropObject, store: str) -> Instructions:
         entry = self._entries.get(message.name)
         told: Instructions = []
-        granted = entry is not None and bool(entry.whole_at - {store}) and entry.reduction is None
+        granted = entry is not None and bool(entry.whole_at - {store}) and not (entry.reduction or entry.watched_by)
         if entry is not None and granted:
             for stripe, chains in enumerate(entry.chains):
                 told += self._tell_feeders(entry, stripe, chains.lose(store))

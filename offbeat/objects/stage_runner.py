@@ -151,9 +151,7 @@ class StageRunner:
 
         key = feed.name, feed.stripe, feed.slot, feed.child
         sink, start = stage.sink(feed.child, arrived)
-        begin, end = cut(stage.order.meta.size_bytes, stage.order.meta.stripes, stage.order.meta.item_bytes)[
-            feed.stripe
-        ]
+        begin, end = _range_of(stage.order)
         before = stage.before(feed.child)
         until = ALL_BYTES if before is None else before.progress + CREDIT_BYTES
 

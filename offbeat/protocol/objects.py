@@ -263,7 +263,7 @@ class DropObject(_Message, frozen=True, tag=True):
 
 
 class ObjectDropped(_Message, frozen=True, tag=True, kw_only=True):
-    """The answer; no if it is the only copy."""
+    """The answer; no if it is the only copy, or a sum is made of it."""
 
     granted: bool
 

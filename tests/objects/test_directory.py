@@ -168,6 +168,24 @@ class TestPuts:
         world.run()
         assert world.stores["b"].values(W) == [9] * BLOCKS
 
+    def test_the_source_of_a_sum_may_not_be_dropped(self) -> None:
+        """Whoever adds it was told that it is there."""
+        world = ObjectWorld(3)
+        world.put("a", SOURCES[0], 1)
+        world.want("b", SOURCES[0])
+        world.run()
+        world.reduce("c", W, SOURCES[:2])
+        world.run()
+        world.stores["a"].outbox.append(say.DropObject(name=SOURCES[0]))
+        world.run()
+        assert world.stores["a"].values(SOURCES[0])
+        world.put("d", SOURCES[1], 2)
+        world.run()
+        assert world.stores["c"].values(W) == [3] * BLOCKS
+        world.stores["a"].outbox.append(say.DropObject(name=SOURCES[0]))
+        world.run()
+        assert not world.stores["a"].values(SOURCES[0]), "when the sum is there it may go"
+
     def test_the_only_copy_may_not_be_dropped(self) -> None:
         world = ObjectWorld(3)
         world.put("a", W, 7)
