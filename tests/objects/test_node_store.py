@@ -223,11 +223,17 @@ class TestLosses:
             readers = {store: asyncio.create_task(made.get(store, "w")) for store in range(1, 5)}
             while made.sent_bytes() < size:
                 await asyncio.sleep(0.001)
+            name, lost = ObjectName("w"), made.stores[victim].address
+            behind = [made.stores[store].objects[name] for store in others]
+            behind = [stored for stored in behind if stored.feeders[0] == lost and not stored.is_whole]
+            had = [stored.have_bytes for stored in behind]
             began_s = asyncio.get_running_loop().time()
             made.stores[victim].abort()
+            while any(stored.have_bytes == before for stored, before in zip(behind, had, strict=True)):
+                await asyncio.sleep(0.001)
+            assert asyncio.get_running_loop().time() - began_s < stretched(1.5), "until the next block comes"
             for store in others:
                 assert torch.equal(await readers[store], tensor(3, size // 4))
-            assert asyncio.get_running_loop().time() - began_s < stretched(1.5)
             readers[victim].cancel()
             again = made.sent_bytes() - 4 * size
             assert again < 4 << 20, "what was on its way to the lost one, or from it"
