@@ -2,13 +2,14 @@
 
 * `client` - what a task does; `store_access` - its way to the store of its machine, or to one in its own process
 * `node_store` - the objects of one machine; `stored_object` - one of them; `memory` - that clients map; `client_link` -
-  a client; `data_links` - other stores that read here, or feed this one
+  a client; `data_links` - other stores that read here, or feed this one; `directory_link` - the way to a directory
 * `stage_runner` - what a store adds for reduces; `stage` - one position of one; `adding` - by torch
 * `serve` - a store as a process; `directory_server` - a directory over links
 * `directory` - who has what, who reads from whom, and which reduces are under way
 * `chains` - who feeds whom while many read one object; `goodput` - which stores are slow
 * `reduction` - which sources are in a sum, and who takes whose place; `stripe_sum` - the stages that add one stripe of
-  it; `small_reduction` - a sum of objects that travel in messages
+  it; `small_reduction` - a sum of objects that travel in messages; `running_stages` - what a new
+  directory hears of them
 * `reduce_plan` - the tree along which the sources of a reduce are summed
 * `stripes` - how an object is cut into ranges that each have a way of their own
 

@@ -148,21 +148,20 @@ class ClientLink:
     def _tell_progress(self, call: int) -> None:
         if call not in self._gets or not self._link.is_open:
             return
-        stored = self._store.objects.get(self._gets[call][0])
-        if stored is None:
-            self._say(ProgressNote(call=call, have_bytes=0, size_bytes=0, feeder="", silent_s=0.0))
-        else:
+        name = self._gets[call][0]
+        stored, feeder, silent_s = self._store.objects.get(name), "", 0.0
+        if stored is not None:
             feeder = next((stored.feeders[stripe] for stripe in stored.readings), "")
             silent_s = max(0.0, time.monotonic() - stored.came_s) if stored.came_s else 0.0
-            self._say(
-                ProgressNote(
-                    call=call,
-                    have_bytes=stored.have_bytes,
-                    size_bytes=stored.meta.size_bytes,
-                    feeder=feeder,
-                    silent_s=silent_s,
-                )
-            )
+        note = ProgressNote(
+            call=call,
+            have_bytes=0 if stored is None else stored.have_bytes,
+            size_bytes=0 if stored is None else stored.meta.size_bytes,
+            feeder=feeder,
+            silent_s=silent_s,
+            away_s=self._store.directory_away_s(name),
+        )
+        self._say(note)
         asyncio.get_running_loop().call_later(_TOLD_S, self._tell_progress, call)
 
     def _stop(self, call: int) -> None:

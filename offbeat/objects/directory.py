@@ -22,6 +22,7 @@ import msgspec
 from offbeat.objects.chains import Chains
 from offbeat.objects.goodput import Goodput
 from offbeat.objects.reduction import Reduction
+from offbeat.objects.running_stages import collect
 from offbeat.objects.small_reduction import SMALL_SUM_BYTES, SmallReduction
 from offbeat.objects.stripes import stripes_for
 from offbeat.protocol.objects import (
@@ -31,6 +32,7 @@ from offbeat.protocol.objects import (
     ChildFailed,
     DeleteObject,
     DropObject,
+    EndStage,
     FeederFailed,
     ForgetObject,
     ObjectDropped,
@@ -45,6 +47,8 @@ from offbeat.protocol.objects import (
     ReduceObjects,
     ReduceSettled,
     RestartObject,
+    StageFed,
+    StageRuns,
     StopWanting,
     StripeArrived,
     StripeFeeder,
@@ -56,6 +60,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from offbeat.objects.reduce_plan import LinkEstimate
+    from offbeat.objects.running_stages import RunningStage
     from offbeat.objects.stripe_sum import Instructions
     from offbeat.protocol.objects import FromStore
 
@@ -75,7 +80,7 @@ class Entry:
         inline: the bytes of a small one, as long as there is room for them.
         chains, generations: of each stripe.
         waiting: the stores that asked before it was put.
-        twins: by store, the digest of a second put that cannot be compared yet.
+        twins: by store, a second put that cannot be compared yet.
         reduction: that makes it; `made_by` is what was asked for, also when it is over.
         used: the sources that it was made of.
         watched_by: the reduces that it is a source of.
@@ -88,7 +93,7 @@ class Entry:
     chains: list[Chains] = field(default_factory=list)
     generations: list[int] = field(default_factory=list)
     waiting: dict[str, None] = field(default_factory=dict)
-    twins: dict[str, str] = field(default_factory=dict)
+    twins: dict[str, PutObject] = field(default_factory=dict)
     reduction: Reduction | SmallReduction | None = None
     made_by: ReduceObjects | None = None
     used: tuple[ObjectName, ...] = ()
@@ -121,14 +126,15 @@ class Directory:
 
     Args:
         link: what is known of the links between stores, for the plans of reduces.
+        first_attempt: larger than all attempts of an earlier directory with the same names.
     """
 
-    def __init__(self, link: LinkEstimate) -> None:
+    def __init__(self, link: LinkEstimate, first_attempt: int = 1) -> None:
         self.link = link
         self.goodput = Goodput()
         self._entries: dict[ObjectName, Entry] = {}
         self._parked: dict[str, int] = {}  # by store, objects that it waits for and nobody has put
-        self._attempts = itertools.count(1)
+        self._attempts = itertools.count(first_attempt)
         self._inline_bytes = 0
 
     def handle(self, store: str, message: FromStore) -> Instructions:
@@ -136,6 +142,26 @@ class Directory:
         told = self._handle(message, store)
         if (entry := self._entries.get(message.name)) is not None:
             self._forget_if_unknown(entry)
+        return told
+
+    def rebuild(self, reports: list[tuple[str, FromStore]]) -> Instructions:
+        """Take in what stores have and do: all that is known at the beginning of a life.
+
+        Whole copies come first, so that the bytes that a name stands for win over later ones, and readers that have
+        more come before those that have less, so that they are in this order in the chains.
+        """
+        told: Instructions = []
+        running, present = collect(reports), {store for store, _ in reports}
+        for store, message in sorted(reports, key=lambda report: _rebuild_order(report[1])):
+            match message:
+                case StageRuns() | StageFed():
+                    continue
+                case ReduceObjects() if stages := running.pop(message.name, []):
+                    told += self._resume(message, store, stages, present)
+                case _:
+                    told += self.handle(store, message)
+        for stage in (stage for stages in running.values() for stage in stages):  # their caller is gone
+            told.append((stage.store, stage.end()))
         return told
 
     def lost(self, store: str) -> Instructions:
@@ -198,6 +224,10 @@ class Directory:
                 return self._child_arrived(message)
             case ChildFailed():
                 return self._child_failed(message)
+            case StageRuns():
+                return self._stage_runs(message, store)
+            case StageFed():
+                return []
 
     # -- puts ----------------------------------------------------------------------------------------------------
 
@@ -205,31 +235,42 @@ class Directory:
         entry = self._entry(message.name)
         if why := self._why_not_put(entry, message, store):
             return [(store, ObjectRefused(name=message.name, reason=why, differs=True))]
-        if entry.meta is not None and (entry.digest or not entry.is_orphaned):
-            entry.twins[store] = message.digest if message.whole else ""
+        is_same = entry.meta is not None and list(message.generations) == entry.generations
+        if is_same and message.whole:  # a copy of the same bytes, which its store reports
+            entry.digest = message.digest
+            return self._taken(entry, store)
+        if entry.meta is not None and not is_same and (entry.digest or not entry.is_orphaned):
+            entry.twins[store] = message
             return self._compare_twins(entry)
-        again = entry.meta is not None
-        self._describe(entry, message.meta)
-        told: Instructions = []
-        for stripe, chains in enumerate(entry.chains):
-            if again:  # whoever read it before has bytes of an attempt that never became whole
-                told += self._restart(entry, stripe, store, next(self._attempts))
-            else:
-                told += self._tell_feeders(entry, stripe, chains.put(store, is_whole=False))
+        told = self._published(entry, message, store)
         if message.inline is not None:
             self._keep_inline(entry, message.inline)
         if entry.reduction is not None:  # of small parts, which this store has added
             told += self._settled(entry, entry.reduction.used)
+        elif message.used:
+            entry.used = message.used
         if message.whole:
             told += self._made(entry, store, message.digest)
         return told + self._answer_waiting(entry)
+
+    def _published(self, entry: Entry, message: PutObject, store: str) -> Instructions:
+        """A store makes an object, or has it: those who have a part of the same making continue, others begin anew."""
+        again = entry.meta is not None
+        self._describe(entry, message.meta, message.generations)
+        told: Instructions = []
+        for stripe, chains in enumerate(entry.chains):
+            if again and entry.generations[stripe] != message.generations[stripe]:
+                told += self._restart(entry, stripe, store, message.generations[stripe])
+            else:
+                told += self._tell_feeders(entry, stripe, chains.put(store, is_whole=False))
+        return told
 
     def _object_whole(self, message: ObjectWhole, store: str) -> Instructions:
         entry = self._entries.get(message.name)
         if entry is None:
             return []
         if store in entry.twins:
-            entry.twins[store] = message.digest
+            entry.twins[store] = msgspec.structs.replace(entry.twins[store], whole=True, digest=message.digest)
             return self._compare_twins(entry)
         return self._made(entry, store, message.digest) if store in entry.makers else []
 
@@ -256,17 +297,15 @@ class Directory:
     def _compare_twins(self, entry: Entry) -> Instructions:
         """Take in the second puts that are like the first, and refuse the others, as soon as both are whole."""
         told: Instructions = []
-        whole = [store for store, digest in entry.twins.items() if digest]
+        whole = [store for store, twin in entry.twins.items() if twin.whole]
         if whole and not entry.digest and entry.is_orphaned:  # the first one was lost before it was whole
-            store, digest = whole[0], entry.twins.pop(whole[0])
-            for stripe in range(len(entry.chains)):
-                told += self._restart(entry, stripe, store, next(self._attempts))
-            return told + self._made(entry, store, digest)
-        for store, digest in list(entry.twins.items()) if entry.digest else ():
-            if not digest:
+            twin = entry.twins.pop(whole[0])
+            return self._published(entry, twin, whole[0]) + self._made(entry, whole[0], twin.digest)
+        for store, twin in list(entry.twins.items()) if entry.digest else ():
+            if not twin.whole:
                 continue
             del entry.twins[store]
-            if digest != entry.digest:
+            if twin.digest != entry.digest:
                 reason = (
                     f"Cannot put {entry.name} again: its bytes differ from those that it stands for. Use a new version."
                 )
@@ -359,7 +398,11 @@ class Directory:
                 StripeFeeder(generation, chains.feeders.get(store) or "")
                 for generation, chains in zip(entry.generations, entry.chains, strict=True)
             )
-            told += [(store, ObjectFound(name=entry.name, meta=entry.meta, stripes=feeders)), *others]
+            settled = entry.reduction is None
+            told += [
+                (store, ObjectFound(name=entry.name, meta=entry.meta, stripes=feeders, settled=settled)),
+                *others,
+            ]
         if entry.used:
             told.append((store, ReduceSettled(name=entry.name, used=entry.used)))
         return told
@@ -421,11 +464,37 @@ class Directory:
 
     def _reduce(self, message: ReduceObjects, store: str) -> Instructions:
         entry = self._entry(message.name)
-        if entry.made_by == message and (entry.reduction is not None or not entry.is_orphaned):
-            return []  # another member of the same all-reduce asks
+        is_made = entry.reduction is not None or not entry.is_orphaned
+        if entry.made_by is not None and _is_same_sum(entry.made_by, message) and is_made:
+            return []  # another member of the same all-reduce asks, or its caller again
+        if entry.made_by is None and entry.used and not entry.is_orphaned and set(entry.used) <= set(message.sources):
+            entry.made_by = message  # for an earlier directory, which had no time to tell
+            return [(store, ReduceSettled(name=message.name, used=entry.used))]
         if why := self._why_not_reduce(entry, message):
             return [(store, ObjectRefused(name=message.name, reason=why, differs=entry.reduction is not None))]
-        entry.reduction, entry.made_by = SmallReduction(message, store), message
+        return self._begin_reduction(entry, SmallReduction(message, store))
+
+    def _resume(
+        self, message: ReduceObjects, store: str, stages: list[RunningStage], present: set[str]
+    ) -> Instructions:
+        """Continue with a reduce that an earlier directory planned; begin it anew where too little of it is left."""
+        entry = self._entry(message.name)
+        reduction = None
+        if not self._why_not_reduce(entry, message):
+            reduction = Reduction.resumed(
+                message, store, stages, self.link, lambda: next(self._attempts), self._holders
+            )
+        if reduction is None:
+            return [(stage.store, stage.end()) for stage in stages] + self._reduce(message, store)
+        self._describe(entry, reduction.meta)
+        reduction.forget_absent(present)
+        told = reduction.repeat_orders(stages) + self._begin_reduction(entry, reduction)
+        entry.made_by = message
+        return told + self._sync_target(entry) + self._answer_waiting(entry)
+
+    def _begin_reduction(self, entry: Entry, reduction: Reduction | SmallReduction) -> Instructions:
+        message, store = reduction.request, reduction.caller
+        entry.reduction, entry.made_by = reduction, message
         for source in message.sources:
             self._entry(source).watched_by.append(message.name)
         told: Instructions = []
@@ -433,8 +502,9 @@ class Directory:
             known = self._entries[source]
             if entry.reduction is None:
                 break  # two of them are unlike each other
-            for where in sorted(known.whole_at)[:1]:
-                told += self._source_ready(entry, known, where)
+            holders = known.whole_at
+            if holders:
+                told += self._source_ready(entry, known, store if store in holders else min(holders))
         return told
 
     def _why_not_reduce(self, entry: Entry, message: ReduceObjects) -> str:
@@ -543,9 +613,8 @@ class Directory:
         readers = chains.stores - {root}
         chains.restart(root)
         entry.generations[stripe] = generation
-        restarts = [
-            (store, RestartObject(name=entry.name, stripe=stripe, generation=generation)) for store in sorted(readers)
-        ]
+        restart = RestartObject(name=entry.name, stripe=stripe, generation=generation, settled=entry.reduction is None)
+        restarts = [(store, restart) for store in sorted(readers)]
         return [*restarts, *self._tell_feeders(entry, stripe, readers)]
 
     def _child_arrived(self, message: ChildArrived) -> Instructions:
@@ -560,6 +629,16 @@ class Directory:
             return []
         told = entry.reduction.child_failed(message.stripe, message.slot, message.attempt, message.child, message.store)
         return told + self._sync_target(entry)
+
+    def _stage_runs(self, message: StageRuns, store: str) -> Instructions:
+        """A store that was away runs a stage: it may end, unless it belongs to a reduce that continues."""
+        entry, order = self._entries.get(message.name), message.order
+        reduction = None if entry is None else entry.reduction
+        if isinstance(reduction, Reduction) and reduction.has_stage(order.stripe, order.slot, order.attempt, store):
+            return []
+        return [
+            (store, EndStage(name=message.name, stripe=order.stripe, slot=order.slot, attempt=order.attempt)),
+        ]
 
     def _settled(self, entry: Entry, used: tuple[ObjectName, ...]) -> Instructions:
         told: Instructions = [(store, ReduceSettled(name=entry.name, used=used)) for store in self._involved(entry)]
@@ -592,11 +671,11 @@ class Directory:
         if entry.meta is None and not (entry.stores or entry.reduction or entry.watched_by):
             self._entries.pop(entry.name, None)
 
-    def _describe(self, entry: Entry, meta: ObjectMeta) -> None:
+    def _describe(self, entry: Entry, meta: ObjectMeta, generations: tuple[int, ...] = ()) -> None:
         if entry.meta is None:
             entry.meta = meta
             entry.chains = [Chains() for _ in range(meta.stripes)]
-            entry.generations = [next(self._attempts)] * meta.stripes
+            entry.generations = list(generations) or [next(self._attempts)] * meta.stripes
 
     def _keep_inline(self, entry: Entry, data: bytes) -> None:
         """Keep the bytes of a small object, which its store has as well; of all of them the oldest go first."""
@@ -608,3 +687,20 @@ class Directory:
             if known.inline is not None and known is not entry and not known.watched_by:
                 self._inline_bytes -= len(known.inline)
                 known.inline = None
+
+
+def _is_same_sum(one: ReduceObjects, other: ReduceObjects) -> bool:
+    """Whether two ask for the same sum, each with its own patience."""
+    return msgspec.structs.replace(one, patience_s=other.patience_s) == other
+
+
+def _rebuild_order(message: FromStore) -> tuple[int, int]:
+    match message:
+        case PutObject():
+            return (0 if message.whole else 1), 0
+        case ReduceObjects():
+            return 2, 0
+        case WantObject():
+            return 3, -message.have_bytes
+        case _:
+            return 4, 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from offbeat.errors import OffbeatError, PeerError
@@ -14,12 +15,15 @@ from offbeat.wire import tcp
 if TYPE_CHECKING:
     from offbeat.objects.reduce_plan import LinkEstimate
     from offbeat.objects.stripe_sum import Instructions
+    from offbeat.protocol.objects import FromStore
     from offbeat.wire.credentials import Credentials
     from offbeat.wire.link import PeerLink
     from offbeat.wire.listener import Listener
     from offbeat.wire.session import Limits
 
 _log = logging.getLogger("offbeat.objects")
+_REPORTS_S = 1.0
+"""For so long a directory that takes the place of a lost one collects what stores have; they dial every 0.1 s."""
 
 
 class DirectoryServer:
@@ -30,8 +34,10 @@ class DirectoryServer:
     """
 
     def __init__(self, link: LinkEstimate) -> None:
-        self.directory = Directory(link)
+        self.directory = Directory(link, first_attempt=time.time_ns())
         self._stores: dict[str, StoreLink] = {}
+        self._reports: list[tuple[str, FromStore]] | None = None  # as long as they are collected
+        self._is_rebuilt = False
         self._listener: Listener | None = None
 
     async def open(self, bind: str, port: int, *, job: str, credentials: Credentials | None, limits: Limits) -> str:
@@ -52,35 +58,64 @@ class DirectoryServer:
             self._listener.close()
             await asyncio.gather(*(link.close() for link in links))
 
+    def abort(self) -> None:
+        """End all links at once, as when the process is killed."""
+        if self._listener is not None:
+            links = self._listener.links
+            self._listener.close()
+            for link in links:
+                link.abort()
+
     def _accept(self, link: PeerLink) -> StoreLink:
         if link.role != "peer":
             raise PeerError(f"a {link.role} has nothing to say to a directory of objects: connect to a store")
         return StoreLink(self, link)
 
-    def take(self, address: str, link: StoreLink) -> None:
-        """A store says who it is.
+    def take(self, address: str, link: StoreLink, *, again: bool) -> None:
+        """A store says who it is, and whether it has known a directory here before.
 
-        Raises:
-            PeerError: if another link of that address is open.
+        The first one of those shows that this directory takes the place of a lost one: the others are waited for, too,
+        for `_REPORTS_S`. Whoever comes later puts again what it has, and is compared with what is known then.
         """
-        if address in self._stores:
-            raise PeerError(f"a store with the address {address} is here already")
+        if (known := self._stores.get(address)) is not None:  # it has lost that link, and this end has not noticed yet
+            self.lost(address, known, None)
+            known.link.abort()
         self._stores[address] = link
+        if again and not self._is_rebuilt:
+            _log.info("Collecting what stores have: the directory before this one is lost.")
+            self._is_rebuilt, self._reports = True, []
+            asyncio.get_running_loop().call_later(_REPORTS_S, self._rebuild)
 
-    def handle(self, address: str, message: object) -> None:
+    def handle(self, address: str, message: FromStore) -> None:
         """A store has said something."""
-        self._tell(self.directory.handle(address, message))  # type: ignore[arg-type]
+        if self._reports is not None:
+            self._reports.append((address, message))
+        else:
+            self._tell(self.directory.handle(address, message))
+            self._mind_patience(message)
+
+    def lost(self, address: str, link: StoreLink, error: OffbeatError | None) -> None:
+        """The link with a store has ended."""
+        if self._stores.get(address) is not link:  # it has another one already
+            return
+        del self._stores[address]
+        if error is not None:
+            _log.warning("The store at %s is lost: %s", address, error)
+        if self._reports is not None:
+            self._reports = [report for report in self._reports if report[0] != address]
+        self._tell(self.directory.lost(address))
+
+    def _rebuild(self) -> None:
+        reports, self._reports = self._reports or [], None
+        self._tell(self.directory.rebuild(reports))
+        for _, message in reports:
+            self._mind_patience(message)
+
+    def _mind_patience(self, message: FromStore) -> None:
         if isinstance(message, ReduceObjects) and message.patience_s is not None:
             asyncio.get_running_loop().call_later(
                 message.patience_s, lambda: self._tell(self.directory.expire(message.name))
             )
-
-    def lost(self, address: str, error: OffbeatError | None) -> None:
-        """A store is gone."""
-        if self._stores.pop(address, None) is not None:
-            if error is not None:
-                _log.warning("The store at %s is lost: %s", address, error)
-            self._tell(self.directory.lost(address))
 
     def _tell(self, told: Instructions) -> None:
         for address, message in told:
@@ -105,7 +140,7 @@ class StoreLink:
         if isinstance(message, StoreHello):
             if self._address:
                 raise PeerError(f"Cannot be known as {message.address}: this store is {self._address} already.")
-            self._server.take(message.address, self)
+            self._server.take(message.address, self, again=message.again)
             self._address = message.address
         elif not self._address:
             raise PeerError("Cannot listen to a store before it has said its address.")
@@ -114,5 +149,4 @@ class StoreLink:
 
     def lost(self, error: OffbeatError | None) -> None:
         """The link has ended."""
-        if self._address:
-            self._server.lost(self._address, error)
+        self._server.lost(self._address, self, error)

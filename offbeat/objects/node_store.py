@@ -14,10 +14,12 @@ from collections import OrderedDict
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import msgspec
 import xxhash
 
 from offbeat.errors import DisagreementError, ObjectError, OffbeatError, PeerError
 from offbeat.objects.data_links import FeederLink, ReaderLink
+from offbeat.objects.directory_link import DirectoryLink
 from offbeat.objects.memory import Segment
 from offbeat.objects.stage_runner import StageRunner
 from offbeat.objects.stored_object import LaneReading, Outcome, StoredObject
@@ -31,7 +33,7 @@ from offbeat.wire.lane import CopyingSink, GrowingBuffer
 from offbeat.wire.session import Limits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterator
 
     from offbeat.objects.stage import Arithmetic
     from offbeat.protocol.objects import FromDirectory, FromStore, ReduceOp
@@ -44,8 +46,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("offbeat.objects")
 LIMITS = Limits(timeout=timedelta(seconds=1), max_body_bytes=1 << 20)
 """The limits of links between stores: a reader leaves a feeder that is silent for a second."""
-DIRECTORY_LIMITS = Limits(timeout=timedelta(seconds=5))
-"""The limits of links with directories: a store without a processor for some seconds still has its objects."""
+DIRECTORY_PATIENCE = timedelta(seconds=30)
+"""Those who wait for an object wait for so long while its directory is lost."""
 _RETRY_S = 1.0  # after which what nobody feeds is asked for again
 _MOST_TOLD = 4096
 
@@ -59,6 +61,7 @@ class NodeStore:
         most_bytes: of all objects.
         arithmetic: (op, dtype) -> what adds objects.
         limits: of the links between stores.
+        directory_patience: for how long those who wait do without a directory.
 
     Attributes:
         accept_onlooker: takes in those who ask for the status; None if nobody may.
@@ -72,13 +75,16 @@ class NodeStore:
         most_bytes: int,
         arithmetic: Callable[[ReduceOp, str], Arithmetic],
         limits: Limits = LIMITS,
+        directory_patience: timedelta = DIRECTORY_PATIENCE,
     ) -> None:
+        self._directory_patience = directory_patience
         self._job, self._credentials, self._limits = job, credentials, limits
         self.most_bytes, self.used_bytes = most_bytes, 0
         self._arithmetic, self._stages = arithmetic, StageRunner(self, arithmetic)
         self.objects: OrderedDict[ObjectName, StoredObject] = OrderedDict()
         self._waiting: dict[ObjectName, list[Callable[[Outcome], None]]] = {}
         self._putting: dict[ObjectName, Callable[[Outcome], None]] = {}
+        self._asked: dict[ObjectName, tuple[say.ReduceObjects, float]] = {}  # sums, and when their patience is over
         self.used: dict[ObjectName, tuple[ObjectName, ...]] = {}
         self._feeders: dict[str, FeederLink] = {}
         self._readers: set[ReaderLink] = set()
@@ -101,8 +107,14 @@ class NodeStore:
         )
         self.address = self._listener.address
         for address in directories:
-            link = DirectoryLink(self, address)
-            await link.dial(self._job, self._credentials, patience)
+            link = DirectoryLink(
+                self,
+                address,
+                job=self._job,
+                credentials=self._credentials,
+                patience=self._directory_patience,
+            )
+            await link.open(patience)
             self._directories.append(link)
         return self.address
 
@@ -110,9 +122,9 @@ class NodeStore:
         """Say good-bye to all."""
         for task in self._tasks:
             task.cancel()
-        links = [link.link for link in self._directories if link.link is not None]
         await asyncio.gather(
-            *(feeder.close() for feeder in list(self._feeders.values())), *(one.close() for one in links)
+            *(feeder.close() for feeder in list(self._feeders.values())),
+            *(directory.close() for directory in self._directories),
         )
         if self._listener is not None:
             readers = self._listener.links
@@ -127,9 +139,10 @@ class NodeStore:
             self._listener.close()
         links = [reader.link for reader in self._readers]
         links += [feeder.link for feeder in self._feeders.values() if feeder.link is not None]
-        links += [directory.link for directory in self._directories if directory.link is not None]
         for link in links:
             link.abort()
+        for directory in self._directories:
+            directory.abort()
 
     # -- what users do -------------------------------------------------------------------------------------------
 
@@ -143,7 +156,7 @@ class NodeStore:
         if known is not None:
             raise ObjectError(_is_here(known))
         stored = self._make(name, meta, is_own=True)
-        self.tell_directory(say.PutObject(name=name, meta=meta))
+        self.tell_directory(put_of(stored))
         return stored
 
     def put_small(self, name: ObjectName, meta: ObjectMeta, data: bytes, told: Callable[[Outcome], None]) -> None:
@@ -157,10 +170,9 @@ class NodeStore:
         stored = self._make(name, meta, is_own=True)
         stored.memory[:] = data
         stored.stripes[0].grow(len(data))
+        stored.digest = digest_of(stored.memory)
         self._putting[name] = told
-        self.tell_directory(
-            say.PutObject(name=name, meta=meta, whole=True, digest=digest_of(stored.memory), inline=data)
-        )
+        self.tell_directory(put_of(stored))
         self._tell_waiting(stored)
 
     def filled(self, stored: StoredObject, have_bytes: int) -> None:
@@ -211,13 +223,14 @@ class NodeStore:
         if not waiting:
             self._waiting.pop(name, None)
             stored = self.objects.get(name)
-            if stored is None or not (stored.is_own or stored.is_whole or not stored.is_settled):  # a sum goes on
+            if stored is None or not (stored.is_own or stored.is_whole or stored.is_root):
                 self.tell_directory(say.StopWanting(name=name))
                 if stored is not None:
                     self._remove(stored)
 
     def reduce(self, request: say.ReduceObjects) -> None:
         """Have a sum made, which this store keeps; `want` it to hear of it."""
+        self._asked[request.name] = request, time.monotonic() + (request.patience_s or 0)
         self.tell_directory(request)
 
     def delete(self, name: ObjectName) -> None:
@@ -269,8 +282,10 @@ class NodeStore:
                     self._read_from(stored, message.stripe, message.generation, message.feeder)
             case say.RestartObject():
                 if stored is not None and not stored.is_own:
+                    stored.is_settled = message.settled
                     self._restart(stored, message.stripe, message.generation)
             case say.ForgetObject():
+                self._asked.pop(name, None)
                 if stored is not None:
                     self._remove(stored)
                 self._fail(name, ObjectError(message.reason))
@@ -286,11 +301,13 @@ class NodeStore:
             case say.ReduceSmall():
                 self._add_small(message)
             case say.ReduceSettled():
+                self._asked.pop(name, None)
                 self.used[name] = message.used
                 if stored is not None:
                     stored.is_settled = True
                     self._tell_waiting(stored)
             case say.ObjectRefused():
+                self._asked.pop(name, None)
                 error = (DisagreementError if message.differs else ObjectError)(message.reason)
                 if stored is not None and stored.is_own and not stored.is_taken:
                     stored.refused = error
@@ -298,12 +315,48 @@ class NodeStore:
                 _log.warning("%s", message.reason)
                 self._fail(name, error)
 
-    def directory_lost(self, link: DirectoryLink, error: OffbeatError | None) -> None:
-        """A directory is gone: nobody gets what it does not have a way to already."""
-        why = error or ObjectError(f"The directory at {link.address} has said good-bye.")
+    # -- a directory that begins anew ----------------------------------------------------------------------------
+
+    async def prepare_reports(self, link: DirectoryLink) -> None:
+        """Compute the digests that it will ask for."""
+        for stored in self._objects_of(link):
+            if stored.is_whole and stored.is_settled and not stored.digest:
+                stored.digest = await asyncio.to_thread(digest_of, stored.memory)
+
+    def reports(self, link: DirectoryLink) -> Iterator[FromStore]:
+        """Say what is here and made here, which stages run, and what is waited for."""
+        parts = []
+        for stored in self._objects_of(link):
+            if stored.digest or stored.is_own:
+                yield put_of(stored, self.used.get(stored.name, ()))
+            else:
+                parts.append(stored)
+        yield from self._stages.reports(lambda name: self._directory_of(name) is link)
+        for request, until_s in self._asked.values():
+            if self._directory_of(request.name) is link:
+                left_s = None if request.patience_s is None else max(0.0, until_s - time.monotonic())
+                yield msgspec.structs.replace(request, patience_s=left_s)
+        for name in self._waiting:
+            known = self.objects.get(name)
+            if self._directory_of(name) is link and (known is None or not (known.is_own or known.digest)):
+                yield say.WantObject(name=name, have_bytes=0 if known is None else known.have_bytes)
+        for stored in parts:
+            for stripe, buffer in enumerate(stored.stripes):
+                if buffer.is_whole:
+                    yield say.StripeArrived(name=stored.name, stripe=stripe, generation=buffer.generation)
+
+    def directory_away(self, link: DirectoryLink, error: ObjectError) -> None:
+        """A directory has been lost for long: nobody gets what it does not have a way to already."""
         for name in {*self._waiting, *self._putting}:
             if self._directory_of(name) is link:
-                self._fail(name, ObjectError(f"Cannot get or put {name}: the directory is lost. {why}"))
+                self._fail(name, ObjectError(f"Cannot get or put {name}: {error}"))
+
+    def directory_away_s(self, name: ObjectName) -> float:
+        """Return for how many seconds the directory of an object has been lost; 0 if it is there."""
+        return self._directory_of(name).away_s
+
+    def _objects_of(self, link: DirectoryLink) -> list[StoredObject]:
+        return [stored for stored in self.objects.values() if self._directory_of(stored.name) is link]
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -318,6 +371,7 @@ class NodeStore:
                 return
         if stored.is_own:
             return
+        stored.is_settled = message.settled
         for stripe, feeder in enumerate(message.stripes):
             if not stored.stripes[stripe].is_whole or stored.stripes[stripe].generation != feeder.generation:
                 self._read_from(stored, stripe, feeder.generation, feeder.store)
@@ -379,7 +433,7 @@ class NodeStore:
 
     def memory_for(self, order: say.RunStage) -> memoryview:
         target = self.objects.get(order.name) or self._make(order.name, order.meta)
-        target.is_settled = False
+        target.is_root, target.is_settled = True, False
         begin, end = target.range_of(order.stripe)
         return target.memory[begin:end]
 
@@ -446,10 +500,6 @@ class NodeStore:
         if message.stripe >= stored.meta.stripes or (begin, end) != stored.range_of(message.stripe):
             return None
         buffer = stored.stripes[message.stripe]
-        if stored.is_own and generation:  # what is made here has no generation of its own
-            return following(buffer, generation)
-        if buffer.generation > generation:
-            return f"{message.name} is made anew"
         return buffer if buffer.generation == generation else None
 
     def _add_small(self, message: say.ReduceSmall) -> None:
@@ -460,6 +510,7 @@ class NodeStore:
             arithmetic.add(total, total, bytearray(part))
         if message.op == "mean" and total:
             arithmetic.divide(total, len(message.parts))
+        self._asked.pop(name, None)
         self.used[name] = message.used
         self.put_small(name, meta, bytes(total), lambda _: None)
 
@@ -469,9 +520,9 @@ class NodeStore:
         self._make_room(name, meta.size_bytes)
         segment = Segment(meta.size_bytes) if meta.size_bytes > INLINE_BYTES else None
         memory = memoryview(bytearray(meta.size_bytes)) if segment is None else segment.memory
-        stripes = [
-            GrowingBuffer(memory[begin:end], 0) for begin, end in cut(meta.size_bytes, meta.stripes, meta.item_bytes)
-        ]
+        ranges = cut(meta.size_bytes, meta.stripes, meta.item_bytes)
+        generation = time.time_ns() if is_own else 0  # which no other maker, nor a directory, has for this name
+        stripes = [GrowingBuffer(memory[begin:end], 0, generation) for begin, end in ranges]
         if segment is not None and not is_own:
             segment.seal()  # this store alone writes
         stored = self.objects[name] = StoredObject(name, meta, memory, segment, stripes, is_own)
@@ -548,59 +599,23 @@ class NodeStore:
         self._feeders.pop(address, None)
 
 
-class DirectoryLink:
-    """The link with the directory of some names; a `Receiver`."""
-
-    def __init__(self, store: NodeStore, address: str) -> None:
-        self._store, self.address = store, address
-        self.link: PeerLink | None = None
-
-    async def dial(self, job: str, credentials: Credentials | None, patience: timedelta) -> None:
-        """Reach it, and say by which address this store is known."""
-        self.link = await tcp.connect(
-            self.address,
-            accept=lambda _: self,
-            job=job,
-            rank=0,
-            credentials=credentials,
-            limits=DIRECTORY_LIMITS,
-            patience=patience,
-            role="peer",
-        )
-        self.link.send(say.pack(say.StoreHello(self._store.address)))
-
-    def send(self, message: FromStore) -> None:
-        """Say something."""
-        if self.link is not None:
-            self.link.send(say.pack(message))
-
-    def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
-        """Refuse bodies: a directory sends none."""
-        raise PeerError("Cannot take in a body from a directory.")
-
-    def received(self, metadata: bytes, body: memoryview) -> None:
-        """Do what the directory says."""
-        self._store.hear(say.from_directory_of(metadata))
-
-    def lost(self, error: OffbeatError | None) -> None:
-        """The link has ended."""
-        self.link = None
-        self._store.directory_lost(self, error)
+def put_of(stored: StoredObject, used: tuple[ObjectName, ...] = ()) -> say.PutObject:
+    """Describe an object that a store has, or makes, to its directory."""
+    return say.PutObject(
+        name=stored.name,
+        meta=stored.meta,
+        generations=tuple(buffer.generation for buffer in stored.stripes),
+        whole=bool(stored.digest),
+        digest=stored.digest,
+        inline=bytes(stored.memory) if stored.digest and stored.segment is None else None,
+        used=used,
+    )
 
 
 def _is_here(stored: StoredObject) -> str:
     if stored.is_whole:
         return f"Cannot put {stored.name}: this store has it already, and the bytes of a name never change."
     return f"Cannot put {stored.name}: it is on its way to this store."
-
-
-def following(buffer: GrowingBuffer, generation: int) -> GrowingBuffer:
-    """The same bytes, as they grow, under another generation."""
-    if buffer.generation == generation:
-        return buffer
-    other = GrowingBuffer(buffer.memory, buffer.progress, generation)
-    buffer.follow(lambda: other.grow(buffer.progress))
-    return other
 
 
 def shard_of(name: ObjectName, shards: int) -> int:

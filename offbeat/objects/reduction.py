@@ -15,13 +15,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from offbeat.objects.reduce_plan import ReduceTree, choose, in_order
 from offbeat.objects.stripe_sum import Place, StripeSum, SumTerms
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from offbeat.objects.reduce_plan import LinkEstimate
+    from offbeat.objects.running_stages import RunningStage
     from offbeat.objects.stripe_sum import Instructions
     from offbeat.protocol.objects import ObjectMeta, ObjectName, ReduceObjects
 
@@ -55,6 +58,115 @@ class Reduction:
         self.sums: list[StripeSum | None] = [None] * meta.stripes
         self._unreadable: set[tuple[ObjectName, str]] = set()  # sources, and the stores they could not be read from
         self._is_closed = False
+
+    @classmethod
+    def resumed(
+        cls,
+        request: ReduceObjects,
+        caller: str,
+        stages: list[RunningStage],
+        link: LinkEstimate,
+        next_attempt: Callable[[], int],
+        holders: Callable[[ObjectName], set[str]],
+    ) -> Reduction | None:
+        """Make the reduce whose stages run already, as an earlier directory planned them.
+
+        Returns:
+            None if it cannot be told from the stages which sources are in it: one of them is lost, say.
+        """
+        meta = stages[0].order.meta
+        striped = request.striped and meta.stripes > 1
+        made = cls(msgspec.structs.replace(request, striped=striped), caller, meta, link, next_attempt, holders)
+        if any(stage.order.meta != meta or stage.order.op != request.op for stage in stages):
+            return None
+        for stripe in range(meta.stripes):
+            terms = SumTerms(request.name, meta, request.op, stripe)
+            running = [stage for stage in stages if stage.order.stripe == stripe]
+            part = StripeSum.resumed(terms, caller, running, next_attempt) if running else None
+            if running and part is None:
+                return None
+            made.sums[stripe] = part
+        return made if made._learn_members(stages) else None
+
+    def _learn_members(self, stages: list[RunningStage]) -> bool:
+        """Find the members in the places of the sums; False if they do not fit each other."""
+        found: dict[int, Place] = {}
+        for stripe, part in enumerate(self.sums):
+            if part is None:
+                continue
+            places = {self._member_at(stripe, position): place for position, place in part.places.items()}
+            for stage in stages:
+                if stage.order.slot < 0 and stage.order.stripe == stripe:
+                    part.root, own = stage.store, stage.order.source
+                    if own is not None and self.request.striped:
+                        places[stripe] = Place(own, stage.store)
+                    elif own is not None:
+                        self._own = Place(own, stage.store)
+            if any(found.setdefault(index, place).source != place.source for index, place in places.items()):
+                return False
+        sources = [place.source for place in found.values()]
+        if self._own is None and not self.request.striped and any(part.tree.n < self.count for part in self._parts):
+            # The tree has no position for a source of the caller, whose stage has not begun.
+            own = next((one for one in self.request.sources if one not in sources and self._is_own(one)), None)
+            if own is None:
+                return False
+            self._own = Place(own, self.caller)
+            self._parts[0].own = own
+        if self._own is not None:
+            sources.append(self._own.source)
+        if len(set(sources)) < len(sources) or not set(sources) <= set(self.request.sources):
+            return False
+        if len(sources) > self.count or max(found, default=0) >= self.count:
+            return False
+        # Members of which nobody has heard yet leave their positions to the next sources.
+        positions = self.count if self.request.in_order else max(found, default=-1) + 1
+        self._members = [found.get(at) for at in range(positions)]
+        more = 0 if self._own is None else 1
+        self._is_closed = any(part.taken is not None and part.taken + more < self.count for part in self._parts)
+        for stripe, part in enumerate(self.sums):
+            if self.request.striped:
+                if (root := found.get(stripe)) is None:
+                    if part is not None:
+                        return False  # nobody knows where its sum is made
+                    continue
+                if part is None:
+                    part = self._begin(stripe, ReduceTree(self.count - 1, 1), root)
+                elif not part.generation:
+                    part.root, part.own = root.store or "", root.source
+            assert part is not None
+            part.divisor = len(self.used) if self._is_closed else self.count
+            for index, place in found.items():
+                if not self._is_root(stripe, index):
+                    part.learn(self._position(stripe, index), place)
+            if not part.knows_feeders([stage for stage in stages if stage.order.stripe == stripe]):
+                return False
+        return True
+
+    def _is_own(self, source: ObjectName) -> bool:
+        return self.caller in self._holders(source)
+
+    @property
+    def _parts(self) -> list[StripeSum]:
+        return [part for part in self.sums if part is not None]
+
+    def forget_absent(self, present: Collection[str]) -> None:
+        """Lose the members whose stores are not there."""
+        for index, member in enumerate(self._members):
+            if member is not None and member.store not in present:
+                self._lose(index)
+
+    def has_stage(self, stripe: int, stage: int, attempt: int, store: str) -> bool:
+        """Whether a store is to run this attempt at a stage."""
+        part = self._sum(stripe)
+        return part is not None and part.has_stage(stage, attempt, store)
+
+    def repeat_orders(self, stages: list[RunningStage]) -> Instructions:
+        """Run the stages that have not heard of it, and feed those that have not heard of what feeds them now."""
+        told: Instructions = []
+        for stripe, part in enumerate(self.sums):
+            if part is not None:
+                told += part.repeat_orders([stage for stage in stages if stage.order.stripe == stripe])
+        return told
 
     @property
     def count(self) -> int:
@@ -161,6 +273,7 @@ class Reduction:
             and store == self.caller
             and self._own is None
             and self.count > 1
+            and None not in self._members
             and (part is None or not part.generation)
         ):
             self._own = member
@@ -173,8 +286,8 @@ class Reduction:
             self._members += [None] * (self.count - len(self._members))
             self._members[index] = member
         else:
-            index = len(self._members)
-            self._members.append(member)
+            index = self._members.index(None) if None in self._members else len(self._members)
+            self._members[index : index + 1] = [member]
         told: Instructions = []
         if self.request.striped and index < len(self.sums):
             self._begin(index, ReduceTree(self.count - 1, 1), member)
@@ -195,7 +308,7 @@ class Reduction:
         part.divisor = len(self.used)
         return part.close(len(self._members))
 
-    def _begin(self, stripe: int, tree: ReduceTree, root: Place | None = None) -> None:
+    def _begin(self, stripe: int, tree: ReduceTree, root: Place | None = None) -> StripeSum:
         terms = SumTerms(self.request.name, self.meta, self.request.op, stripe)
         if root is None:
             own, store = self._own, self.caller
@@ -204,6 +317,7 @@ class Reduction:
         part = StripeSum(terms, tree, store, None if own is None else own.source, self._next_attempt)
         part.divisor = len(self.used) if self._is_closed else self.count
         self.sums[stripe] = part
+        return part
 
     def _fill_all(self, stripe: int) -> Instructions:
         part, told = self.sums[stripe], []

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from offbeat.errors import PeerError
 from offbeat.objects.adding import TorchArithmetic
 from offbeat.objects.client_link import ClientLink
+from offbeat.objects.directory_link import DIRECTORY_LIMITS
 from offbeat.objects.directory_server import DirectoryServer
-from offbeat.objects.node_store import DIRECTORY_LIMITS, NodeStore
+from offbeat.objects.node_store import NodeStore
 from offbeat.objects.reduce_plan import LinkEstimate
 from offbeat.objects.store_access import CLIENT_LIMITS
 from offbeat.wire import tcp

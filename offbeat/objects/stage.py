@@ -15,7 +15,7 @@ from offbeat.wire.lane import AddingSink, CopyingSink, GrowingBuffer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from offbeat.protocol.objects import RunStage
+    from offbeat.protocol.objects import FeedStage, RunStage
     from offbeat.wire.lane import StagingPool
 
 CREDIT_BYTES = 8 << 20
@@ -44,12 +44,17 @@ class Stage:
 
     Attributes:
         out: the sum, as far as it is there.
+        feeds: by child, what feeds it.
+        arrived, failed: the children whose bytes are all in the sum, and those that cannot be read.
     """
 
     def __init__(
         self, order: RunStage, own: GrowingBuffer | None, memory: memoryview, arithmetic: Arithmetic, pool: StagingPool
     ) -> None:
         self.order, self._arithmetic, self._pool = order, arithmetic, pool
+        self.feeds: dict[int, FeedStage] = {}
+        self.arrived: set[int] = set()
+        self.failed: set[int] = set()
         generation = order.attempt
         after = [GrowingBuffer(memory, 0, generation) for _ in range(order.children)]
         self._rows: list[GrowingBuffer | None] = [own, *after]

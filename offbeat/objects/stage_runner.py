@@ -12,7 +12,7 @@ from offbeat.protocol.object_lanes import ALL_BYTES, ReadObject, ReadStage
 from offbeat.wire.lane import GrowingBuffer, StagingPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from offbeat.objects.stage import Arithmetic
     from offbeat.objects.stored_object import LaneReading, StoredObject
@@ -73,6 +73,17 @@ class StageRunner:
             return None
         return stage.out if stage.order.attempt == message.attempt else f"{message.name} is summed anew"
 
+    def reports(self, belongs: Callable[[ObjectName], bool]) -> Iterator[FromStore]:
+        """Say to a directory that begins anew which stages run, and what feeds them."""
+        for stage in self._stages.values():
+            order = stage.order
+            if belongs(order.name):
+                yield say.StageRuns(name=order.name, order=order)
+                for child, feed in stage.feeds.items():
+                    if child < order.children:
+                        yield say.StageFed(name=order.name, feed=feed, arrived=child in stage.arrived)
+                yield from (_failure(stage.feeds[child]) for child in stage.failed)
+
     def end(self, message: say.EndStage) -> None:
         """A stage is not needed any more."""
         stage = self._stages.get((message.name, message.stripe, message.slot))
@@ -126,9 +137,12 @@ class StageRunner:
         if stage is None or stage.order.attempt != feed.attempt:
             return
         self._stop_child(stage, feed.child)
+        stage.feeds[feed.child] = feed
+        stage.failed.discard(feed.child)
 
         def arrived() -> None:
             self._readings.pop(key, None)
+            stage.arrived.add(feed.child)
             self._store.tell_directory(
                 say.ChildArrived(
                     name=feed.name, stripe=feed.stripe, slot=feed.slot, attempt=feed.attempt, child=feed.child
@@ -138,16 +152,8 @@ class StageRunner:
         def failed(why: str) -> None:
             _log.info("Cannot add what the store at %s sends for %s: %s", feed.store, feed.name, why)
             self._readings.pop(key, None)
-            self._store.tell_directory(
-                say.ChildFailed(
-                    name=feed.name,
-                    stripe=feed.stripe,
-                    slot=feed.slot,
-                    attempt=feed.attempt,
-                    child=feed.child,
-                    store=feed.store,
-                )
-            )
+            stage.failed.add(feed.child)
+            self._store.tell_directory(_failure(feed))
 
         key = feed.name, feed.stripe, feed.slot, feed.child
         sink, start = stage.sink(feed.child, arrived)
@@ -190,6 +196,12 @@ class StageRunner:
             memory = stage.out.memory.obj
             assert isinstance(memory, bytearray)
             self._sums.give(memory)
+
+
+def _failure(feed: say.FeedStage) -> say.ChildFailed:
+    return say.ChildFailed(
+        name=feed.name, stripe=feed.stripe, slot=feed.slot, attempt=feed.attempt, child=feed.child, store=feed.store
+    )
 
 
 def _range_of(order: say.RunStage) -> tuple[int, int]:

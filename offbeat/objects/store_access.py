@@ -382,6 +382,8 @@ def told(note: ProgressNote) -> str:
     >>> told(ProgressNote(call=1, have_bytes=3, size_bytes=10, feeder="10.0.0.3:4711", silent_s=0.4))
     '3 of 10 bytes are here, from the store at 10.0.0.3:4711, the last of them 0.4 s ago'
     """
+    if note.away_s and note.have_bytes == note.size_bytes:
+        return f"its directory has been lost for {note.away_s:.0f} s, and is dialled"
     if not note.size_bytes:
         return "nobody has put it"
     where = f", from the store at {note.feeder}" if note.feeder else ", and no store feeds it just now"

@@ -35,6 +35,7 @@ class StoredObject:
         readings: by stripe, where more comes from; `feeders` are their stores.
         refused: why the directory did not take the put of it; None if it did, or has not answered.
         is_taken: whether it has taken it.
+        is_root: whether a sum of it, or of a stripe, is made here.
         is_settled: whether it is known to be what all others have: not a sum that may still begin anew.
         waiting: those to be told when it is whole, or why it will not be.
         pins: of those that have mapped it.
@@ -48,6 +49,7 @@ class StoredObject:
     is_own: bool = False
     refused: OffbeatError | None = None
     is_taken: bool = False
+    is_root: bool = False
     is_settled: bool = True
     digest: str = ""
     readings: dict[int, LaneReading] = field(default_factory=dict)

@@ -17,13 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offbeat.objects.reduce_plan import CALLER
+from offbeat.objects.reduce_plan import CALLER, ReduceTree
 from offbeat.protocol.objects import EndStage, FeedStage, FromDirectory, ObjectName, RunStage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from offbeat.objects.reduce_plan import ReduceTree
+    from offbeat.objects.running_stages import RunningStage
     from offbeat.protocol.objects import ObjectMeta, ReduceOp
 
 Instructions = list[tuple[str, FromDirectory]]
@@ -84,6 +84,83 @@ class StripeSum:
         self._taken: int | None = None  # positions that are taken, once no more will be
         self.is_whole = False
         self.divisor = 1
+
+    @classmethod
+    def resumed(
+        cls, terms: SumTerms, root: str, stages: list[RunningStage], next_attempt: Callable[[], int]
+    ) -> StripeSum | None:
+        """Make the sum whose stages run already; None if they do not fit each other, or one of them is lost."""
+        first = stages[0].order
+        tree = ReduceTree(first.positions, first.degree)
+        part = cls(terms, tree, root, None, next_attempt)
+        part._taken = min((stage.order.taken for stage in stages if stage.order.taken is not None), default=None)
+        for stage in stages:
+            order, slot = stage.order, stage.order.slot
+            if slot >= tree.n or (order.positions, order.degree) != (tree.n, tree.degree) or slot in part._attempts:
+                return None
+            part._attempts[slot] = order.attempt
+            if slot == CALLER:
+                part.own = order.source
+            elif order.source is not None:
+                part._places[slot] = Place(order.source, stage.store)
+        for stage in stages:
+            slot = stage.order.slot
+            for child, feed in stage.feeds.items():
+                at = part._child(slot, stage.order.attempt, child)
+                if at is None or at != feed.child_slot:
+                    return None
+                if feed.source is not None and at not in part._attempts:
+                    part._places[at] = Place(feed.source, feed.store)
+                if child in stage.arrived:
+                    part._arrived.add((slot, at))
+        return part
+
+    @property
+    def places(self) -> dict[int, Place]:
+        """Return the positions that are taken."""
+        return {at: place for at, place in enumerate(self._places) if place is not None}
+
+    def knows_feeders(self, stages: list[RunningStage]) -> bool:
+        """Whether it is known which sources feed the stages; if not, one of their stores is lost."""
+        return all(feed.child_slot in self.places for stage in stages for feed in stage.feeds.values())
+
+    def learn(self, position: int, place: Place) -> None:
+        """Note who is at a position, if that is not known."""
+        if self._places[position] is None:
+            self._places[position] = Place(place.source, place.store)
+
+    @property
+    def taken(self) -> int | None:
+        """Return the number of positions that are not passed over, once no more sources come; else None."""
+        return self._taken
+
+    def has_stage(self, stage: int, attempt: int, store: str) -> bool:
+        """Whether a store is to run this attempt at a stage."""
+        return self._attempts.get(stage) == attempt and self._store(stage) == store
+
+    def repeat_orders(self, stages: list[RunningStage]) -> Instructions:
+        """Run the stages that have not heard of it, and feed those that have not heard of what feeds them now.
+
+        A stage that was fed otherwise than it is to be now may have bytes of other sources, and so may those above it.
+        """
+        fed = {(stage.order.slot, feed.child_slot): feed for stage in stages for feed in stage.feeds.values()}
+        stale: set[int] = set()
+        for (_, at), feed in fed.items():
+            runs = self._attempts.get(at, 0)
+            is_same = self._place(at).source == feed.source if feed.source else runs == feed.child_attempt
+            stale |= set() if is_same else set(self._path(at))
+        before, told = set(self._attempts) - stale, []
+        for stage in sorted(stale & self._attempts.keys(), key=lambda stage: -len(self._path(stage))):
+            told += self._run(stage)
+        for at in (*self.places, CALLER):
+            is_fed = any(child in self.places for child in self._children(at))
+            if at not in self._attempts and (is_fed if at == CALLER else self._children(at)):
+                told += self._run(at)
+        for at in self.places:
+            stage = self._parent(at)
+            if stage in before and (stage, at) not in fed:
+                told += self._feed(stage, at)
+        return told
 
     @property
     def generation(self) -> int:
@@ -200,6 +277,7 @@ class StripeSum:
         return parent
 
     def _path(self, position: int) -> list[int]:
+        """The stages that what a position sends goes through."""
         path = []
         while position != CALLER:
             position = self._parent(position)
@@ -233,6 +311,9 @@ class StripeSum:
             op=self._terms.op,
             source=self.own if stage == CALLER else self._place(stage).source,
             children=len(self._children(stage)),
+            positions=self.tree.n,
+            degree=self.tree.degree,
+            taken=self._taken,
             divisor=self.divisor if stage == CALLER and self._terms.op == "mean" else 1,
         )
 

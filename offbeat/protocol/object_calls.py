@@ -134,12 +134,14 @@ class ProgressNote(_Numbered, frozen=True, tag=True, kw_only=True):
         size_bytes: 0 as long as nobody has put it.
         feeder: the store that it comes from; "" if none just now.
         silent_s: since anything of it has come.
+        away_s: since its directory was lost; 0 if it is there.
     """
 
     have_bytes: Count
     size_bytes: Count
     feeder: Annotated[str, msgspec.Meta(max_length=256)]
     silent_s: Seconds
+    away_s: Seconds = 0.0
 
 
 class StoredStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -20,7 +20,7 @@ import msgspec
 
 from offbeat.protocol.bounds import Count, Text
 from offbeat.protocol.decoding import read_message
-from offbeat.protocol.objects import ObjectName, Slot, Stripe
+from offbeat.protocol.objects import Generation, ObjectName, Slot, Stripe
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -44,7 +44,7 @@ class ReadObject(_LaneMessage, frozen=True, tag=True, kw_only=True):
 
     name: ObjectName
     stripe: Stripe
-    generation: Count
+    generation: Generation
     begin: Count
     end: Count
     start: Count
@@ -57,7 +57,7 @@ class ReadStage(_LaneMessage, frozen=True, tag=True, kw_only=True):
     name: ObjectName
     stripe: Stripe
     slot: Slot
-    attempt: Count
+    attempt: Generation
     start: Count
     until: Count
 

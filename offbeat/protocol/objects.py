@@ -23,6 +23,10 @@ store                                           directory
   | <----- ReduceSmall(target, sources, parts) --- |   instead of stages: the caller's store adds
   | <----- ReduceSettled(target, used) ----------- |   which sources are in the sum
   | <----- ObjectRefused(name, reason) ----------- |   instead of any of these
+  | -- StageRuns(order), StageFed(feed) ---------> |   reports to a directory that begins anew, after StoreHello
+
+A directory that begins anew learns what there is from the stores: each puts again what it has or makes, reports the
+stages that it runs, asks again for its sums, and wants again what it waits for.
 
 A store is named by the address at which it serves others. A name stands for bytes that never change; a *generation* of
 it is one attempt at making them, and everything that belongs to an earlier one is thrown away.
@@ -50,6 +54,7 @@ Address = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 ObjectId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Stripe = Annotated[int, msgspec.Meta(ge=0, lt=MAX_STRIPES)]
 Slot = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_SOURCES)]
+Generation = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Sources = Annotated[int, msgspec.Meta(ge=1, le=MAX_SOURCES)]
 _Inline = Annotated[bytes, msgspec.Meta(max_length=INLINE_BYTES)]
 _ContentDigest = Annotated[str, msgspec.Meta(max_length=32)]
@@ -129,9 +134,14 @@ class _Message(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unkno
 
 
 class StoreHello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A store's first word to a directory: the address at which it serves others."""
+    """A store's first word to a directory: the address at which it serves others.
+
+    Args:
+        again: whether it has lost a link with this directory before, and reports all that it has and waits for.
+    """
 
     address: Address
+    again: bool = False
 
 
 class PutObject(_Message, frozen=True, tag=True, kw_only=True):
@@ -139,17 +149,25 @@ class PutObject(_Message, frozen=True, tag=True, kw_only=True):
 
     Args:
         meta: what it is.
+        generations: of each stripe: a number that the maker chose and nobody else uses.
         whole: whether the store has all of it.
         digest: of all of its bytes; "" as long as they are not all there.
         inline: the bytes of a small one.
+        used: the sources that it was made of, if it is a sum.
     """
 
     meta: ObjectMeta
+    generations: Annotated[tuple[Generation, ...], msgspec.Meta(min_length=1, max_length=MAX_STRIPES)]
     whole: bool = False
     digest: _ContentDigest = ""
     inline: _Inline | None = None
+    used: Annotated[tuple[ObjectName, ...], msgspec.Meta(max_length=MAX_SOURCES)] = ()
 
     def __post_init__(self) -> None:
+        if len(self.generations) != self.meta.stripes:
+            raise ValueError(f"{len(self.generations)} generations are said for {self.meta.stripes} stripes")
+        if self.whole and not self.digest:
+            raise ValueError(f"the digest of {self.name} is missing")
         if self.inline is not None and len(self.inline) != self.meta.size_bytes:
             raise ValueError(f"{len(self.inline)} bytes are no {self.meta}")
 
@@ -161,15 +179,21 @@ class PutTaken(_Message, frozen=True, tag=True):
 class ObjectWhole(_Message, frozen=True, tag=True, kw_only=True):
     """The store that makes an object has all of it; with the digest of its bytes."""
 
-    digest: _ContentDigest
+    digest: Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
 
 
 class WithdrawPut(_Message, frozen=True, tag=True):
     """Word that the client that puts an object has ended before it was whole."""
 
 
-class WantObject(_Message, frozen=True, tag=True):
-    """A store wants an object, or asks again for what nobody feeds it."""
+class WantObject(_Message, frozen=True, tag=True, kw_only=True):
+    """A store wants an object, or asks again for what nobody feeds it.
+
+    Args:
+        have_bytes: of it that the store has.
+    """
+
+    have_bytes: Count = 0
 
 
 class StopWanting(_Message, frozen=True, tag=True):
@@ -184,7 +208,7 @@ class StripeFeeder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         store: that has it; "" if there is none just now.
     """
 
-    generation: Count
+    generation: Generation
     store: Annotated[str, msgspec.Meta(max_length=256)]
 
 
@@ -193,10 +217,12 @@ class ObjectFound(_Message, frozen=True, tag=True, kw_only=True):
 
     Args:
         stripes: where to read each from.
+        settled: whether its bytes will not change; a sum may still begin anew.
     """
 
     meta: ObjectMeta
     stripes: Annotated[tuple[StripeFeeder, ...], msgspec.Meta(min_length=1, max_length=MAX_STRIPES)]
+    settled: bool = True
 
     def __post_init__(self) -> None:
         if len(self.stripes) != self.meta.stripes:
@@ -217,7 +243,7 @@ class ObjectInline(_Message, frozen=True, tag=True, kw_only=True):
 class ChangeFeeder(_Message, frozen=True, tag=True, kw_only=True):
     """Read a stripe from another store, from where this one is; "" if there is none just now."""
 
-    generation: Count
+    generation: Generation
     stripe: Stripe
     feeder: Annotated[str, msgspec.Meta(max_length=256)]
 
@@ -227,10 +253,12 @@ class RestartObject(_Message, frozen=True, tag=True, kw_only=True):
 
     Args:
         stripe: of which that is true.
+        settled: as of `ObjectFound`.
     """
 
-    generation: Count
+    generation: Generation
     stripe: Stripe
+    settled: bool = True
 
 
 class StripeArrived(_Message, frozen=True, tag=True, kw_only=True):
@@ -240,7 +268,7 @@ class StripeArrived(_Message, frozen=True, tag=True, kw_only=True):
         bytes_per_s: with which it came, while there was enough to read; 0 if that is not known.
     """
 
-    generation: Count
+    generation: Generation
     stripe: Stripe
     bytes_per_s: Annotated[float, msgspec.Meta(ge=0, lt=1e15)] = 0.0
 
@@ -252,7 +280,7 @@ class FeederFailed(_Message, frozen=True, tag=True, kw_only=True):
         bytes_per_s: with which it can, though the feeder has enough: everybody after it waits; 0 if it cannot.
     """
 
-    generation: Count
+    generation: Generation
     stripe: Stripe
     feeder: Address
     bytes_per_s: Annotated[float, msgspec.Meta(ge=0, lt=1e15)] = 0.0
@@ -309,19 +337,26 @@ class RunStage(_Message, frozen=True, tag=True, kw_only=True):
         attempt: at this stage; of the root it is the target's generation.
         source: the object to begin with, which this store has; None at the caller of others' sources.
         children: that there will be; for an attempt that is under way, fewer than before.
+        positions, degree: of the tree that it is a part of.
+        taken: positions that are not passed over; all of them if None.
         divisor: of the sum, at the root of a mean.
     """
 
     meta: ObjectMeta
     stripe: Stripe
     slot: Slot
-    attempt: Count
+    attempt: Generation
     op: ReduceOp
     source: ObjectName | None
     children: Annotated[int, msgspec.Meta(ge=0, le=MAX_SOURCES)]
+    positions: _Sources
+    degree: _Sources
+    taken: Annotated[int, msgspec.Meta(ge=0, le=MAX_SOURCES)] | None = None
     divisor: _Sources = 1
 
     def __post_init__(self) -> None:
+        if self.degree > self.positions:
+            raise ValueError(f"{self.positions} positions cannot have {self.degree} children each")
         if self.stripe >= self.meta.stripes:
             raise ValueError(f"stripe {self.stripe} of {self.meta.stripes} is none")
 
@@ -338,12 +373,12 @@ class FeedStage(_Message, frozen=True, tag=True, kw_only=True):
 
     stripe: Stripe
     slot: Slot
-    attempt: Count
+    attempt: Generation
     child: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SOURCES)]
     store: Address
     source: ObjectName | None
     child_slot: Slot
-    child_attempt: Count
+    child_attempt: Generation
 
 
 class EndStage(_Message, frozen=True, tag=True, kw_only=True):
@@ -351,7 +386,24 @@ class EndStage(_Message, frozen=True, tag=True, kw_only=True):
 
     stripe: Stripe
     slot: Slot
-    attempt: Count
+    attempt: Generation
+
+
+class StageRuns(_Message, frozen=True, tag=True, kw_only=True):
+    """A report to a directory that knows nothing yet: this store runs a stage, as ordered by an earlier one."""
+
+    order: RunStage
+
+
+class StageFed(_Message, frozen=True, tag=True, kw_only=True):
+    """A report, after `StageRuns`: this child feeds the stage.
+
+    Args:
+        arrived: whether all of its bytes are in the stage's sum.
+    """
+
+    feed: FeedStage
+    arrived: bool
 
 
 class ChildArrived(_Message, frozen=True, tag=True, kw_only=True):
@@ -359,7 +411,7 @@ class ChildArrived(_Message, frozen=True, tag=True, kw_only=True):
 
     stripe: Stripe
     slot: Slot
-    attempt: Count
+    attempt: Generation
     child: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SOURCES)]
 
 
@@ -368,7 +420,7 @@ class ChildFailed(_Message, frozen=True, tag=True, kw_only=True):
 
     stripe: Stripe
     slot: Slot
-    attempt: Count
+    attempt: Generation
     child: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SOURCES)]
     store: Address
 
@@ -416,6 +468,8 @@ FromStore = (
     | ReduceObjects
     | ChildArrived
     | ChildFailed
+    | StageRuns
+    | StageFed
 )
 FromDirectory = (
     PutTaken

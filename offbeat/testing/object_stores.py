@@ -14,6 +14,7 @@ that a sum shows what it was made of.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ class Copy:
     feeders: list[str]
     is_own: bool = False
     making: int = 0
+    is_settled: bool = True
     reported: set[tuple[int, int, str]] = field(default_factory=set)
 
 
@@ -69,14 +71,15 @@ class ModelStage:
 class ModelStore:
     """One store."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    def __init__(self, address: str, makings: Iterator[int]) -> None:
+        self.address, self.makings = address, makings
         self.copies: dict[ObjectName, Copy] = {}
         self.stages: dict[tuple[ObjectName, int, int], ModelStage] = {}
         self.used: dict[ObjectName, tuple[ObjectName, ...]] = {}
         self.refused: dict[ObjectName, str] = {}
         self.forgotten: set[ObjectName] = set()
         self.wants: set[ObjectName] = set()
+        self.requests: dict[ObjectName, say.ReduceObjects] = {}
         self.taken_in = 0
         self.outbox: deque[FromStore] = deque()
         self.inbox: deque[FromDirectory] = deque()
@@ -94,6 +97,7 @@ class ModelStore:
         match message:
             case say.ObjectFound():
                 copy = self._copy(name, message.meta)
+                copy.is_settled = message.settled
                 for stripe, feeder in enumerate(message.stripes):
                     self._feed(copy, stripe, feeder.generation, feeder.store)
             case say.ObjectInline():
@@ -104,9 +108,11 @@ class ModelStore:
                     self._feed(self.copies[name], message.stripe, message.generation, message.feeder)
             case say.RestartObject():
                 if name in self.copies:
+                    self.copies[name].is_settled = message.settled
                     self._feed(self.copies[name], message.stripe, message.generation, "")
             case say.ForgetObject():
                 self.copies.pop(name, None)
+                self.requests.pop(name, None)
                 self.forgotten.add(name)
             case say.RunStage():
                 self._run_stage(message)
@@ -121,11 +127,14 @@ class ModelStore:
             case say.ReduceSmall():
                 total = sum(part[0] for part in message.parts)
                 self.used[name] = message.used
-                self.copies[name] = Copy(message.meta, [[total] * BLOCKS], [0], [""], is_own=True)
+                self.requests.pop(name, None)
+                made = next(self.makings)
+                self.copies[name] = Copy(message.meta, [[total] * BLOCKS], [made], [""], is_own=True, making=total)
                 self.outbox.append(
                     say.PutObject(
                         name=name,
                         meta=message.meta,
+                        generations=(made,),
                         whole=True,
                         digest=f"{total}",
                         inline=bytes([total]) * SMALL.size_bytes,
@@ -133,8 +142,12 @@ class ModelStore:
                 )
             case say.ReduceSettled():
                 self.used[name] = message.used
+                self.requests.pop(name, None)
+                if name in self.copies:
+                    self.copies[name].is_settled = True
             case say.ObjectRefused():
                 self.refused[name] = message.reason
+                self.requests.pop(name, None)
             case say.ObjectDropped():
                 if message.granted:
                     self.copies.pop(name, None)
@@ -143,6 +156,40 @@ class ModelStore:
         """Return the sum of a stage; None if there is no such attempt of it here."""
         stage = self.stages.get((name, stripe, slot))
         return None if stage is None or stage.order.attempt != attempt else stage.rows[stage.order.children]
+
+    def report(self) -> Iterator[FromStore]:
+        """Say to a new directory what is here, and what is waited for."""
+        parts = []
+        for name, copy in self.copies.items():
+            whole = bool(self.values(name))
+            if copy.is_own or (whole and copy.is_settled):
+                yield say.PutObject(
+                    name=name,
+                    meta=copy.meta,
+                    generations=tuple(copy.generations),
+                    whole=whole,
+                    digest=f"{copy.blocks[0][0]}" if whole else "",
+                    inline=bytes([copy.blocks[0][0]]) * SMALL.size_bytes if copy.meta == SMALL else None,
+                    used=self.used.get(name, ()),
+                )
+            else:
+                parts.append(name)
+        for stage in self.stages.values():
+            yield say.StageRuns(name=stage.order.name, order=stage.order)
+            for child, feed in stage.feeds.items():
+                yield say.StageFed(name=feed.name, feed=feed, arrived=len(stage.rows[child + 1]) == BLOCKS)
+            stage.reported.clear()
+        yield from self.requests.values()
+        for name in self.wants:
+            if name not in self.copies or name in parts:
+                copies = [self.copies[name]] if name in self.copies else []
+                yield say.WantObject(name=name, have_bytes=sum(len(part) for copy in copies for part in copy.blocks))
+        for name in parts:
+            copy = self.copies[name]
+            copy.reported.clear()
+            for stripe, blocks in enumerate(copy.blocks):
+                if len(blocks) == BLOCKS:
+                    yield say.StripeArrived(name=name, stripe=stripe, generation=copy.generations[stripe])
 
     def _copy(self, name: ObjectName, meta: ObjectMeta) -> Copy:
         if name not in self.copies:
@@ -169,7 +216,7 @@ class ModelStore:
         if order.slot < 0:
             copy = self._copy(order.name, order.meta)
             copy.generations[order.stripe], copy.blocks[order.stripe] = order.attempt, []
-            copy.feeders[order.stripe] = ""
+            copy.feeders[order.stripe], copy.is_settled = "", False
 
 
 class ObjectWorld:
@@ -183,8 +230,9 @@ class ObjectWorld:
 
     def __init__(self, seed: int, stores: int = 5, links: str = "chain") -> None:
         self.random = random.Random(seed)
-        self.directory = Directory(LINKS[links])
-        self.stores = {name: ModelStore(name) for name in "abcdefghijklmnop"[:stores]}
+        self._links, self._makings = LINKS[links], itertools.count(1 << 40, 1 << 20)  # directories count on from one
+        self.directory = Directory(self._links)
+        self.stores = {name: ModelStore(name, self._makings) for name in "abcdefghijklmnop"[:stores]}
         self._gone: list[str] = []
         self._cut: set[frozenset[str]] = set()
         self.moves = 0
@@ -196,10 +244,13 @@ class ObjectWorld:
         meta = SMALL if small else META
         whole |= small
         blocks = [value] * BLOCKS if whole else []
-        self.stores[store].copies[name] = Copy(meta, [blocks], [0], [""], is_own=True, making=value)
+        made = next(self._makings)
+        self.stores[store].copies[name] = Copy(meta, [blocks], [made], [""], is_own=True, making=value)
         inline = bytes([value]) * SMALL.size_bytes if small else None
         digest = f"{value}" if whole else ""
-        self.stores[store].outbox.append(say.PutObject(name=name, meta=meta, whole=whole, digest=digest, inline=inline))
+        self.stores[store].outbox.append(
+            say.PutObject(name=name, meta=meta, generations=(made,), whole=whole, digest=digest, inline=inline)
+        )
 
     def want(self, store: str, name: ObjectName) -> None:
         """A store wants an object."""
@@ -220,6 +271,7 @@ class ObjectWorld:
             **({"least": wanted} | more),  # type: ignore[arg-type]
         )
         self.stores[store].wants.add(name)
+        self.stores[store].requests[name] = request
         self.stores[store].outbox.append(request)
         self.stores[store].outbox.append(say.WantObject(name=name))
 
@@ -231,6 +283,20 @@ class ObjectWorld:
     def cut(self, one: str, other: str) -> None:
         """The link between two stores carries nothing any more."""
         self._cut.add(frozenset((one, other)))
+
+    def restart_directory(self) -> None:
+        """The directory is gone with all that it knew, and a part of what it said; another one asks the stores."""
+        self.directory = Directory(self._links, first_attempt=next(self._makings))
+        self._gone.clear()
+        reports: list[tuple[str, FromStore]] = []
+        for store in self.stores.values():
+            for _ in range(self.random.randint(0, len(store.inbox))):
+                store.hear(store.inbox.popleft())
+            store.inbox.clear()
+            unsent = [message for message in store.outbox if isinstance(message, say.DeleteObject)]
+            store.outbox.clear()
+            reports += [(store.address, message) for message in [*store.report(), *unsent]]
+        self._tell(self.directory.rebuild(reports))
 
     def mend(self) -> None:
         """All links are well again."""
@@ -315,7 +381,7 @@ class ObjectWorld:
 
             return fail
         theirs = other.copies.get(name)
-        if theirs is None or (theirs.generations[stripe] != generation and not theirs.is_own):
+        if theirs is None or (theirs.generations[stripe] != generation and not (theirs.is_own and other.values(name))):
             return None
         if len(theirs.blocks[stripe]) <= len(mine):
             return None

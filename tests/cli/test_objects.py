@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from offbeat.errors import DisagreementError, NetworkError, ObjectError, ObjectTimeoutError, PeerError
-from offbeat.objects.client import ObjectClient, connect, embedded
+from offbeat.objects.client import ObjectClient, connect, embedded, tensor_of
 from offbeat.wire.credentials import Token
 from tests.cli.commands import offbeat, start
 
@@ -181,6 +182,33 @@ made = access._ask(lambda call: CreateCall(call=call, name=ObjectName("w"), meta
 made.wait(datetime.timedelta(seconds=10))
 os.kill(os.getpid(), 9)
 """
+
+
+@pytest.mark.timeout(120)
+def test_a_directory_that_is_killed_and_started_again(tmp_path: Path) -> None:
+    """What its own store had is lost; what others have is not, and who waits for it gets it."""
+    with (
+        served(tmp_path, "--directory") as first,
+        served(tmp_path, "--directories", first.directories) as second,
+        served(tmp_path, "--directories", first.directories) as third,
+        second.client() as there,
+        third.client() as here,
+    ):
+        with first.client() as lost:
+            lost.put("lost", torch.ones(LARGE))
+        there.put("w", torch.full((LARGE,), 3.0))
+        first.kill()
+        with pytest.raises(ObjectTimeoutError, match=r"within 4 s: its directory has been lost for \d s"):
+            here.get("w", timeout=4)
+        getting = here.start_get("w")
+        port = first.directories.rpartition(":")[2]
+        with served(tmp_path, "--directory", "--directory-port", port):
+            assert getting.wait(timedelta(seconds=20))
+            assert torch.equal(tensor_of(getting.outcome()), torch.full((LARGE,), 3.0))
+            with pytest.raises(ObjectTimeoutError, match="nobody has put it"):
+                here.get("lost", timeout=1)
+            here.put("lost", torch.zeros(LARGE))
+            assert torch.equal(there.get("lost", timeout=10), torch.zeros(LARGE))
 
 
 @pytest.mark.timeout(120)

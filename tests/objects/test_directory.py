@@ -14,6 +14,10 @@ from offbeat.testing.object_stores import BLOCKS, LINKS, META, SMALL, ObjectWorl
 W = ObjectName("w")
 
 
+def put(name: str, meta: ObjectMeta, inline: bytes | None = None) -> say.PutObject:
+    return say.PutObject(name=ObjectName(name), meta=meta, generations=(1,), whole=True, digest="1", inline=inline)
+
+
 def told(directory: Directory, store: str, message: say.FromStore) -> list[tuple[str, str]]:
     return [(to, type(what).__name__) for to, what in directory.handle(store, message)]
 
@@ -145,9 +149,9 @@ class TestPuts:
 
     def test_another_shape_is_refused(self) -> None:
         directory = Directory(LINKS["chain"])
-        directory.handle("a", say.PutObject(name=W, meta=META))
+        directory.handle("a", say.PutObject(name=W, meta=META, generations=(1,)))
         other = ObjectMeta("float32", (3,), 12)
-        ((store, refused),) = directory.handle("b", say.PutObject(name=W, meta=other))
+        ((store, refused),) = directory.handle("b", say.PutObject(name=W, meta=other, generations=(1,)))
         assert isinstance(refused, say.ObjectRefused)
         assert refused.differs
         assert store == "b"
@@ -296,7 +300,99 @@ class TestReduce:
         check_losses(seed)
 
 
-def check_losses(seed: int) -> None:
+class TestANewDirectory:
+    """The directory dies with all that it knew; another one asks the stores, and everything continues."""
+
+    @pytest.mark.parametrize("seed", range(60))
+    def test_readers_continue_where_they_are(self, seed: int) -> None:
+        world = ObjectWorld(seed)
+        world.put("a", W, 7, whole=bool(seed % 2))
+        for reader in "bcde":
+            world.want(reader, W)
+        for _ in range(1 + seed % 3):
+            for _ in range(world.random.randrange(30)):
+                world.step()
+            world.restart_directory()
+        world.run()
+        for store in world.stores.values():
+            assert store.values(W) == [7] * BLOCKS
+            assert store.taken_in <= BLOCKS
+            assert not store.refused
+        world.put("b", ObjectName("x"), 5)
+        world.put("c", W, 8)
+        world.run()
+        assert "differ" in world.stores["c"].refused[W], "it is known what the name stands for"
+
+    @pytest.mark.parametrize("seed", range(60))
+    @pytest.mark.parametrize("links", LINKS)
+    @pytest.mark.parametrize(
+        "more", [{}, {"striped": True}, {"in_order": True}, {"striped": True, "in_order": True}], ids=str
+    )
+    def test_a_sum_continues(self, seed: int, links: str, more: dict[str, bool]) -> None:
+        world = ObjectWorld(seed, stores=6, links=links)
+        sources = SOURCES[:5]
+        late = [number for number in range(5) if seed % 2 and number % 2]
+        for number in set(range(5)) - set(late):
+            world.put("abcde"[number], sources[number], 1 << number)
+        world.reduce(world.random.choice("abcdef"), W, sources, **more)
+        for reader in "bf":
+            world.want(reader, W)
+        for _ in range(1 + seed % 3):
+            for _ in range(world.random.randrange(60)):
+                world.step()
+            world.restart_directory()
+            for number in late[:1]:
+                world.put("abcde"[late.pop(0)], sources[number], 1 << number)
+        for number in late:
+            world.put("abcde"[number], sources[number], 1 << number)
+        world.run()
+        for store in world.stores.values():
+            if W in store.wants:
+                assert used_in(store.values(W)) == set(sources)
+                assert set(store.used[W]) == set(sources)
+                if more.get("in_order") and not more.get("striped"):
+                    assert store.used[W] == tuple(sources)
+            assert not store.stages, "they end with the sum"
+            assert not store.refused
+
+    def test_a_sum_whose_stages_run_is_not_made_twice(self) -> None:
+        twice = 0
+        for seed in range(200):
+            moved = []
+            for restarts in (0, 1):
+                world = ObjectWorld(seed, stores=6)
+                for number, home in enumerate("abcde"):
+                    world.put(home, SOURCES[number], 1 << number)
+                world.reduce("f", W, SOURCES[:5], striped=bool(seed % 2))
+                for _ in range(60 if seed % 2 else 30):
+                    world.step()
+                for _ in range(restarts):
+                    world.restart_directory()
+                world.run()
+                assert used_in(world.stores["f"].values(W)) == set(SOURCES[:5])
+                moved.append(sum(store.taken_in for store in world.stores.values()))
+            twice += moved[1] > moved[0]
+        assert twice < 5, "only where a stage that feeds another one had not begun and nobody knows of what"
+
+    @pytest.mark.parametrize("seed", range(200))
+    def test_whoever_else_dies(self, seed: int) -> None:
+        check_losses(seed, restarts=True)
+
+    def test_the_stages_of_a_caller_that_is_gone_end(self) -> None:
+        for seed in range(40):
+            world = ObjectWorld(seed)
+            for number, home in enumerate("abc"):
+                world.put(home, SOURCES[number], 1 << number)
+            world.reduce("e", W, SOURCES[:3])
+            for _ in range(25):
+                world.step()
+            world.kill("e")
+            world.restart_directory()
+            world.run()
+            assert not any(store.stages for store in world.stores.values())
+
+
+def check_losses(seed: int, *, restarts: bool = False) -> None:
     """Sources die, links are cut, others come: the sum is of exactly as many as were asked, and of those it names."""
     dice = random.Random(seed)
     world = ObjectWorld(seed, stores=9, links=dice.choice(sorted(LINKS)))
@@ -322,6 +418,10 @@ def check_losses(seed: int) -> None:
             world.kill(dice.choice(alive))
         else:
             world.cut(*dice.sample(sorted(world.stores), 2))
+        if restarts and dice.random() < 0.6:
+            for _ in range(dice.randrange(10)):
+                world.step()
+            world.restart_directory()
     world.run()
     # What was lost is made again, elsewhere, and what could not be read is tried again.
     world.mend()
@@ -354,7 +454,7 @@ def check_losses(seed: int) -> None:
 @pytest.mark.timeout(900)
 def test_ten_thousand_interleavings() -> None:
     for seed in range(1000, 11_000):
-        check_losses(seed)
+        check_losses(seed, restarts=bool(seed % 2))
 
 
 def test_members_of_an_all_reduce_may_ask_when_it_is_over() -> None:
@@ -375,7 +475,7 @@ def test_members_of_an_all_reduce_may_ask_when_it_is_over() -> None:
 class TestBadRequests:
     def refusal(self, message: say.ReduceObjects) -> str:
         directory = Directory(LINKS["chain"])
-        directory.handle("a", say.PutObject(name=ObjectName("there"), meta=META, whole=True, digest="1"))
+        directory.handle("a", put("there", META))
         directory.handle(
             "a", say.ReduceObjects(name=ObjectName("sum"), sources=(ObjectName("x"), W), op="sum", count=2, least=2)
         )
@@ -416,7 +516,7 @@ class TestBadRequests:
 
     def test_what_is_out_of_date_or_made_up_changes_nothing(self) -> None:
         directory = Directory(LINKS["chain"])
-        directory.handle("a", say.PutObject(name=W, meta=META, whole=True, digest="1"))
+        directory.handle("a", put("w", META))
         directory.handle("b", say.WantObject(name=W))
         before = [(chains.feeders, chains.whole) for entry in directory.entries() for chains in entry.chains]
         for store in ("b", "stranger"):
@@ -438,7 +538,9 @@ def test_small_objects_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("offbeat.objects.directory._INLINE_CACHE_BYTES", 3 * SMALL.size_bytes)
     directory = Directory(LINKS["chain"])
     for number in range(5):
-        put = say.PutObject(name=ObjectName(f"{number}"), meta=SMALL, whole=True, digest="1", inline=bytes(16))
+        put = say.PutObject(
+            name=ObjectName(f"{number}"), meta=SMALL, generations=(1,), whole=True, digest="1", inline=bytes(16)
+        )
         directory.handle("a", put)
     assert told(directory, "b", say.WantObject(name=ObjectName("0"))) == [("b", "ObjectFound")], "from its store"
     assert told(directory, "b", say.WantObject(name=ObjectName("4"))) == [("b", "ObjectInline")]

@@ -63,11 +63,13 @@ META = {"dtype": "float32", "shape": [3], "size_bytes": 12}
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"type": "PutObject", "name": W, "meta": META | {"size_bytes": 13}},
-        {"type": "PutObject", "name": W, "meta": META | {"dtype": "load"}},
-        {"type": "PutObject", "name": W, "meta": META | {"shape": [1 << 39] * 16}},
-        {"type": "PutObject", "name": W, "meta": META, "inline": b"12345"},
-        {"type": "PutObject", "name": ["", 0], "meta": META},
+        {"type": "PutObject", "name": W, "meta": META | {"size_bytes": 13}, "generations": [1]},
+        {"type": "PutObject", "name": W, "meta": META | {"dtype": "load"}, "generations": [1]},
+        {"type": "PutObject", "name": W, "meta": META | {"shape": [1 << 39] * 16}, "generations": [1]},
+        {"type": "PutObject", "name": W, "meta": META, "generations": [1], "inline": b"12345"},
+        {"type": "PutObject", "name": ["", 0], "meta": META, "generations": [1]},
+        {"type": "PutObject", "name": W, "meta": META, "generations": [1, 2]},
+        {"type": "PutObject", "name": W, "meta": META, "generations": [1], "whole": True},
         {"type": "ReduceObjects", "name": W, "sources": [], "op": "sum", "count": 1, "least": 1},
         {"type": "ReduceObjects", "name": W, "sources": [W], "op": "xor", "count": 1, "least": 1},
         {"type": "StripeArrived", "name": W, "generation": -1, "stripe": 0},
@@ -86,12 +88,16 @@ def some(kind: Any, dice: random.Random) -> Any:
     meta = dice.choice(
         [ObjectMeta("float32", (3,), 12), ObjectMeta("float32", (1 << 17,), 1 << 19, dice.choice((1, 3)))]
     )
-    values = {
+    whole = dice.random() < 0.5
+    values: dict[str, Any] = {
         "name": dice.choice(names),
         "meta": meta,
-        "whole": dice.random() < 0.5,
-        "digest": dice.choice(("", "1", "2")),
+        "generations": tuple(dice.randrange(12) for _ in range(meta.stripes)),
+        "whole": whole,
+        "digest": dice.choice(("1", "2")) if whole else "",
         "inline": bytes(12) if meta.size_bytes == 12 else None,
+        "used": tuple(dice.sample(names, dice.randrange(3))),
+        "have_bytes": dice.randrange(100),
         "generation": dice.randrange(12),
         "stripe": dice.randrange(4),
         "bytes_per_s": dice.choice((0.0, 1e6, 1e9)),
@@ -107,14 +113,37 @@ def some(kind: Any, dice: random.Random) -> Any:
         "attempt": dice.randrange(12),
         "child": dice.randrange(3),
         "store": dice.choice("xyz"),
+        "source": dice.choice((*names, None)),
+        "children": dice.randrange(4),
+        "positions": 4,
+        "degree": dice.randrange(1, 4),
+        "taken": dice.choice((None, None, 2)),
+        "divisor": 1,
+        "child_slot": dice.randrange(-1, 4),
+        "child_attempt": dice.randrange(12),
+        "arrived": dice.random() < 0.5,
     }
+    if kind is objects.ObjectWhole:
+        values["digest"] = "1"
+    if kind is objects.StageRuns:
+        values["stripe"] = dice.randrange(meta.stripes)
+        values["order"] = order = make(objects.RunStage, values)
+        values["name"] = order.name
+    if kind is objects.StageFed:
+        values["feed"] = make(objects.FeedStage, values)
+    return make(kind, values)
+
+
+def make(kind: Any, values: dict[str, Any]) -> Any:
     return kind(**{name: values[name] for name in kind.__struct_fields__})
 
 
 @pytest.mark.parametrize("seed", range(300))
 def test_a_directory_outlives_stores_that_say_anything(seed: int) -> None:
     dice = random.Random(seed)
-    directory = Directory(LINKS[dice.choice(sorted(LINKS))])
+    directory = Directory(LINKS[dice.choice(sorted(LINKS))], first_attempt=100)
+    kinds = get_args(objects.FromStore)
+    directory.rebuild([(dice.choice("xyz"), some(dice.choice(kinds), dice)) for _ in range(seed % 40)])
     for _ in range(200):
         what = dice.random()
         if what < 0.05:
@@ -122,7 +151,7 @@ def test_a_directory_outlives_stores_that_say_anything(seed: int) -> None:
         elif what < 0.1:
             directory.expire(ObjectName(dice.choice("abcd")))
         else:
-            directory.handle(dice.choice("xyz"), some(dice.choice(get_args(objects.FromStore)), dice))
+            directory.handle(dice.choice("xyz"), some(dice.choice(kinds), dice))
         for entry in directory.entries():
             for chains in entry.chains:
                 assert not any(store in descendants(store, chains.feeders) for store in chains.feeders)

@@ -14,9 +14,10 @@ import torch
 from offbeat.errors import DisagreementError, ObjectError, OffbeatError, PeerError
 from offbeat.objects.adding import TorchArithmetic
 from offbeat.objects.client import tensor_of
+from offbeat.objects.directory_link import DIRECTORY_LIMITS
 from offbeat.objects.directory_server import DirectoryServer
 from offbeat.objects.memory import map_segment
-from offbeat.objects.node_store import DIRECTORY_LIMITS, NodeStore
+from offbeat.objects.node_store import DIRECTORY_PATIENCE, NodeStore
 from offbeat.objects.reduce_plan import LinkEstimate
 from offbeat.objects.store_access import FoundObject
 from offbeat.protocol.objects import ObjectMeta, ObjectName, ReduceObjects
@@ -91,6 +92,12 @@ class Cluster:
             )
         )
 
+    async def restart_directory(self) -> None:
+        self.directory.abort()
+        host, _, port = self.address.rpartition(":")
+        self.directory = DirectoryServer(self.directory.directory.link)
+        await self.directory.open(host, int(port), job=JOB, credentials=None, limits=DIRECTORY_LIMITS)
+
     def sent_bytes(self) -> int:
         return sum(store.status(0).sent_bytes for store in self.stores)
 
@@ -108,19 +115,32 @@ def outcome() -> tuple[asyncio.Future[StoredObject], Callable[[Outcome], None]]:
 
 
 @contextlib.asynccontextmanager
-async def cluster(count: int, memory: int = 1 << 30, link: LinkEstimate | None = None) -> AsyncIterator[Cluster]:
+async def cluster(
+    count: int,
+    memory: int = 1 << 30,
+    link: LinkEstimate | None = None,
+    patience: timedelta = DIRECTORY_PATIENCE,
+) -> AsyncIterator[Cluster]:
     directory = DirectoryServer(link or LinkEstimate(0.0001, 1e9, 512 << 10))
     address = await directory.open("127.0.0.1", 0, job=JOB, credentials=None, limits=DIRECTORY_LIMITS)
     stores = []
     for _ in range(count):
-        store = NodeStore(job=JOB, credentials=None, most_bytes=memory, arithmetic=TorchArithmetic, limits=LIMITS)
+        store = NodeStore(
+            job=JOB,
+            credentials=None,
+            most_bytes=memory,
+            arithmetic=TorchArithmetic,
+            limits=LIMITS,
+            directory_patience=patience,
+        )
         await store.open("127.0.0.1", 0, [address], timedelta(seconds=5))
         stores.append(store)
+    made = Cluster(stores, directory, address)
     try:
-        yield Cluster(stores, directory, address)
+        yield made
     finally:
         await asyncio.gather(*(store.close() for store in stores))
-        await directory.close()
+        await made.directory.close()
 
 
 def tensor(value: float, numel: int = LARGE, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -272,6 +292,79 @@ class TestLosses:
             assert not waiting.done()
             await made.put(2, "w", tensor(5))
             assert torch.equal(await waiting, tensor(5))
+
+
+class TestANewDirectory:
+    """A directory is killed; what passes between stores continues, and another one at its address learns it all."""
+
+    @pytest.mark.parametrize("more", WAYS, ids=str)
+    @in_loop
+    async def test_a_sum_and_its_readers_continue(self, more: dict[str, bool]) -> None:
+        size = 32 << 20
+        async with cluster(5) as made:
+            names = [f"g{number}" for number in range(4)]
+            for number, name in enumerate(names):
+                await made.put(number, name, tensor(2**number, size // 4))
+            sent = made.sent_bytes()
+            made.reduce(4, "sum", names, **more)  # type: ignore[arg-type]
+            readers = [asyncio.create_task(made.get(store, "sum")) for store in range(5)]
+            while made.sent_bytes() - sent < size:
+                await asyncio.sleep(0.001)
+            await made.restart_directory()
+            for got in await asyncio.gather(*readers):
+                assert torch.equal(got, tensor(15, size // 4))
+            assert made.stores[4].used[ObjectName("sum")]
+            again = made.sent_bytes() - sent - (7 if more.get("striped") else 8) * size
+            assert again < size // 4, "little is sent twice"
+            with pytest.raises(DisagreementError, match="its bytes differ"):
+                await made.put(4, "g0", tensor(5, size // 4))
+            await made.put(4, "more", tensor(5))
+            assert torch.equal(await made.get(0, "more"), tensor(5))
+
+    @in_loop
+    async def test_readers_continue_where_they_are(self) -> None:
+        size = 64 << 20
+        async with cluster(4) as made:
+            await made.put(0, "w", tensor(3, size // 4))
+            readers = [asyncio.create_task(made.get(store, "w")) for store in range(1, 4)]
+            while made.sent_bytes() < size:
+                await asyncio.sleep(0.001)
+            await made.restart_directory()
+            for got in await asyncio.gather(*readers):
+                assert torch.equal(got, tensor(3, size // 4))
+            assert made.sent_bytes() == 3 * size
+
+    @in_loop
+    async def test_what_is_done_while_it_is_away(self) -> None:
+        async with cluster(3) as made:
+            await made.put(0, "old", tensor(1))
+            await made.put(0, "small", tensor(1, 5))
+            await made.put(1, "gone", tensor(1))
+            waiting = asyncio.create_task(made.get(2, "w"))
+            await asyncio.sleep(0.05)
+            made.directory.abort()
+            await asyncio.sleep(0.3)
+            put = asyncio.create_task(made.put(1, "w", tensor(3)))
+            gets = [asyncio.create_task(made.get(1, name)) for name in ("old", "small")]
+            made.stores[0].delete(ObjectName("gone"))
+            await asyncio.sleep(0.2)
+            assert not any(call.done() for call in (put, *gets))
+            await made.restart_directory()
+            await put
+            old, small = await asyncio.gather(*gets)
+            assert torch.equal(old, tensor(1))
+            assert torch.equal(small, tensor(1, 5))
+            assert torch.equal(await waiting, tensor(3))
+            assert ObjectName("gone") not in made.stores[1].objects
+
+    @in_loop
+    async def test_it_does_not_come_back(self) -> None:
+        async with cluster(2, patience=timedelta(seconds=0.5)) as made:
+            waiting = asyncio.create_task(made.get(1, "w"))
+            await asyncio.sleep(0.05)
+            made.directory.abort()
+            with pytest.raises(ObjectError, match=r"Cannot get or put 'w': the directory at 127.* has been lost for"):
+                await waiting
 
 
 class TestRefused:

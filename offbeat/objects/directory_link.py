@@ -1,0 +1,161 @@
+"""A store's link with the directory of some names, and its way back after one of the two was away.
+
+A directory that is lost is dialled until it is there again, at the same address. Meanwhile what passes between stores
+continues. Then the store reports what it has, does and waits for, so nothing else has to be kept until then but the
+objects to be deleted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from offbeat.errors import NetworkError, ObjectError, OffbeatError, PeerError
+from offbeat.protocol import objects as say
+from offbeat.wire import tcp
+from offbeat.wire.session import Limits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from offbeat.protocol.objects import FromDirectory, FromStore, ObjectName
+    from offbeat.wire.credentials import Credentials
+    from offbeat.wire.link import PeerLink
+
+DIRECTORY_LIMITS = Limits(timeout=timedelta(seconds=5))
+"""The limits of links with directories: a store without a processor for some seconds still has its objects."""
+_TRY = timedelta(seconds=1)
+_PAUSE_S = 0.1
+_MOST_DELETES = 4096
+
+
+class DirectoryUser(Protocol):
+    """The Protocol of the store that has a `DirectoryLink`."""
+
+    address: str
+
+    def hear(self, message: FromDirectory) -> None:
+        """Do what the directory says."""
+
+    async def prepare_reports(self, link: DirectoryLink) -> None:
+        """Do what takes long before the next `reports`."""
+
+    def reports(self, link: DirectoryLink) -> Iterable[FromStore]:
+        """Describe everything here to a directory that knows nothing."""
+
+    def directory_away(self, link: DirectoryLink, error: ObjectError) -> None:
+        """The directory has been lost for too long for those who wait."""
+
+
+class DirectoryLink:
+    """The link with one directory; a `Receiver`.
+
+    Args:
+        store: whose it is.
+        address: of the directory.
+        job, credentials: what both prove.
+        patience: for how long those who wait do without it.
+    """
+
+    def __init__(
+        self, store: DirectoryUser, address: str, *, job: str, credentials: Credentials | None, patience: timedelta
+    ) -> None:
+        self._store, self.address, self._patience = store, address, patience
+        self._job, self._credentials = job, credentials
+        self._link: PeerLink | None = None
+        self._returning: asyncio.Task[None] | None = None
+        self._deletes: dict[ObjectName, None] = {}
+        self._lost_s = 0.0
+        self._is_over = False
+
+    @property
+    def away_s(self) -> float:
+        """Return for how many seconds it has been lost; 0 if it is there."""
+        return asyncio.get_running_loop().time() - self._lost_s if self._link is None else 0.0
+
+    async def open(self, patience: timedelta) -> None:
+        """Reach it for the first time, and say by which address this store is known.
+
+        Raises:
+            NetworkError: if it cannot be reached.
+            PeerError: if it refuses.
+        """
+        self._link = await self._dial(patience)
+        self._link.send(say.pack(say.StoreHello(self._store.address)))
+
+    def send(self, message: FromStore) -> None:
+        """Say something. What is lost on its way the next reports say, but for deletions, which are kept until then."""
+        sent = None
+        if isinstance(message, say.DeleteObject) and len(self._deletes) < _MOST_DELETES:
+            self._deletes[message.name] = None
+            sent = partial(self._deletes.pop, message.name, None)
+        if self._link is not None:
+            self._link.send(say.pack(message), sent=sent)
+
+    async def close(self) -> None:
+        """Say good-bye."""
+        link = self._end()
+        if link is not None:
+            await link.close()
+
+    def abort(self) -> None:
+        """End it at once, as when the process is killed."""
+        link = self._end()
+        if link is not None:
+            link.abort()
+
+    def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
+        """Refuse bodies: a directory sends none."""
+        raise PeerError("Cannot take in a body from a directory.")
+
+    def received(self, metadata: bytes, body: memoryview) -> None:
+        """Do what the directory says."""
+        self._store.hear(say.from_directory_of(metadata))
+
+    def lost(self, error: OffbeatError | None) -> None:
+        """The link has ended."""
+        if self._link is not None:
+            self._link, self._lost_s = None, asyncio.get_running_loop().time()
+            self._returning = asyncio.create_task(self._return())
+
+    def _end(self) -> PeerLink | None:
+        self._is_over = True
+        if self._returning is not None:
+            self._returning.cancel()
+        link, self._link = self._link, None
+        return link
+
+    async def _return(self) -> None:
+        """Dial until it is there again, and report."""
+        while not self._is_over:
+            await self._store.prepare_reports(self)
+            try:
+                link = await self._dial(_TRY)
+                if not link.is_open:
+                    raise NetworkError(f"The directory at {self.address} has hung up.")
+            except OffbeatError as error:
+                if self.away_s > self._patience.total_seconds():
+                    why = f"the directory at {self.address} has been lost for {self.away_s:.0f} s. {error}"
+                    self._store.directory_away(self, ObjectError(why))
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            self._link = link
+            link.send(say.pack(say.StoreHello(self._store.address, again=True)))
+            deletes = [say.DeleteObject(name=name) for name in self._deletes]
+            for message in [*self._store.reports(self), *deletes]:
+                self.send(message)
+            return
+
+    async def _dial(self, patience: timedelta) -> PeerLink:
+        return await tcp.connect(
+            self.address,
+            accept=lambda _: self,
+            job=self._job,
+            rank=0,
+            credentials=self._credentials,
+            limits=DIRECTORY_LIMITS,
+            patience=patience,
+            role="peer",
+        )
