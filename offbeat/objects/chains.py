@@ -138,16 +138,21 @@ class Chains:
         self._apart.clear()
         self._chains, self._orphans = [[root, *readers]], []
 
-    def move_to_end(self, store: str) -> set[str]:
-        """A store that is slow is moved to the end of its chain, so that nobody waits for it.
+    def avoid(self, store: str, slow: Collection[str] = ()) -> set[str]:
+        """Have nobody wait for a store that is slow: it is moved to the end of its chain.
 
-        The one that makes the object, or has all of it, stays.
+        Those that read from the first of a chain are put after another chain, if there is one that does not begin with
+        a slow store either.
         """
         before = self.feeders
-        for chain in self._chains:
+        for chain in list(self._chains):
             if store in chain[1:]:
                 chain.remove(store)
                 chain.append(store)
+            elif chain[1:] and store == chain[0] and any(other[0] not in {store, *slow} for other in self._chains):
+                self._orphans.append(chain[1:])
+                del chain[1:]
+                self._adopt({store, *slow})
         return self._changed(before)
 
     def _adopt(self, slow: Collection[str] = ()) -> None:
@@ -156,7 +161,7 @@ class Chains:
             places = [(chain, self._end_of(chain, orphan[0], slow)) for chain in self._chains]
             places = [(chain, at) for chain, at in places if frozenset((chain[at - 1], orphan[0])) not in self._apart]
             if places:
-                chain, at = min(places, key=lambda place: len(place[0]))
+                chain, at = min(places, key=lambda place: (place[0][place[1] - 1] in slow, len(place[0])))
                 chain[at:at] = orphan
                 self._orphans.remove(orphan)
 

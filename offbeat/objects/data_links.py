@@ -17,6 +17,7 @@ from offbeat.protocol.object_lanes import (
     AllowBytes,
     CannotRead,
     FromReader,
+    LinkRate,
     ReadObject,
     ReadStage,
     StopReading,
@@ -47,10 +48,11 @@ class FeederLink:
     Args:
         address: of the feeder.
         on_lost: called once when it is lost.
+        on_rate: called with the bytes per second that the feeder can send, whenever it says so.
     """
 
-    def __init__(self, address: str, on_lost: Callable[[], None]) -> None:
-        self.address, self._on_lost = address, on_lost
+    def __init__(self, address: str, on_lost: Callable[[], None], on_rate: Callable[[float], None]) -> None:
+        self.address, self._on_lost, self._on_rate = address, on_lost, on_rate
         self.link: PeerLink | None = None
         self._unsent: list[FromReader] = []
         self._lanes = itertools.count()
@@ -127,7 +129,9 @@ class FeederLink:
                 del self._reads[self._receiving]
             return
         message = from_feeder_of(metadata)
-        if (found := self._reads.pop(message.lane, None)) is not None:
+        if isinstance(message, LinkRate):
+            self._on_rate(message.bytes_per_s)
+        elif (found := self._reads.pop(message.lane, None)) is not None:
             found[1](message.reason)
 
     def lost(self, error: OffbeatError | None) -> None:
@@ -172,12 +176,24 @@ class ReaderLink:
         self._owner, self.link = owner, link
         self._scheduler = LaneScheduler(link)
         self._lanes: dict[int, OutgoingLane] = {}
+        self._seen_bytes, self._was_full = 0, False
         self._parked: dict[int, ReadObject | ReadStage] = {}
 
     @property
     def sent_bytes(self) -> int:
         """The bytes of objects that were sent on it."""
         return self._scheduler.sent_bytes
+
+    def full_bytes(self) -> int:
+        """The bytes since the last call, if there was always more to send; else 0."""
+        sent, self._seen_bytes = self.sent_bytes - self._seen_bytes, self.sent_bytes
+        was_full, self._was_full = self._was_full, self._scheduler.is_full
+        return sent if was_full and self._was_full else 0
+
+    def tell_rate(self, bytes_per_s: float) -> None:
+        """Tell the reader how much this store can send it."""
+        if self.link.is_open:
+            self.link.send(pack_lane_message(LinkRate(bytes_per_s)))
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
         """Refuse bodies: a reader sends none."""

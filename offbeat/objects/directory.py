@@ -34,6 +34,7 @@ from offbeat.protocol.objects import (
     DropObject,
     EndStage,
     FeederFailed,
+    FeederRate,
     ForgetObject,
     ObjectDropped,
     ObjectFound,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
 
 MAX_PARKED = 1024
 """Objects that nobody has put yet and that one store may wait for."""
+_TRIED_S = 1.0  # for which a stripe takes at least, where the order of its readers is tried
 _INLINE_CACHE_BYTES = 64 << 20
 
 
@@ -84,6 +86,7 @@ class Entry:
         reduction: that makes it; `made_by` is what was asked for, also when it is over.
         used: the sources that it was made of.
         watched_by: the reduces that it is a source of.
+        moved: the stores that nobody else waits for, since they were slow.
     """
 
     name: ObjectName
@@ -98,6 +101,7 @@ class Entry:
     made_by: ReduceObjects | None = None
     used: tuple[ObjectName, ...] = ()
     watched_by: list[ObjectName] = field(default_factory=list)
+    moved: set[str] = field(default_factory=set)
 
     @property
     def whole_at(self) -> set[str]:
@@ -214,6 +218,8 @@ class Directory:
                 return self._stripe_arrived(message, store)
             case FeederFailed():
                 return self._feeder_failed(message, store)
+            case FeederRate():
+                return self._feeder_rate(message, store)
             case DropObject():
                 return self._drop(message, store)
             case DeleteObject():
@@ -321,8 +327,6 @@ class Directory:
         chains = entry.chains[message.stripe]
         if message.generation != entry.generations[message.stripe] or store not in chains:
             return []
-        if message.bytes_per_s and (feeder := chains.feeders.get(store)):
-            self.goodput.saw(feeder, store, message.bytes_per_s)
         told = self._arrived(entry, store, message.stripe)
         if isinstance(entry.reduction, Reduction) and store == self._root(entry, message.stripe):
             told += entry.reduction.whole(message.stripe, message.generation)
@@ -378,11 +382,32 @@ class Directory:
         ):
             return []
         chains = entry.chains[message.stripe]
-        if not message.bytes_per_s:
-            return self._tell_feeders(entry, message.stripe, chains.feeder_failed(store, message.feeder))
-        self.goodput.saw(message.feeder, store, message.bytes_per_s)
-        slow = self.goodput.slow_of(message.feeder, store, message.bytes_per_s)
-        return self._tell_feeders(entry, message.stripe, chains.move_to_end(slow))
+        return self._tell_feeders(entry, message.stripe, chains.feeder_failed(store, message.feeder))
+
+    def _feeder_rate(self, message: FeederRate, store: str) -> Instructions:
+        """Move a slow store to the end of its chain, so that nobody waits for it; each one once for an object.
+
+        As long as nobody knows what others can do, the first one that reads is tried there: where all are equal, their
+        order makes no difference.
+        """
+        rate, usual = message.bytes_per_s, self.goodput.usual({store, message.feeder})
+        self.goodput.saw(message.feeder, store, rate)
+        entry = self._entries.get(message.name)
+        if (
+            entry is None
+            or message.stripe >= len(entry.chains)
+            or message.generation != entry.generations[message.stripe]
+            or entry.chains[message.stripe].feeders.get(store) != message.feeder
+        ):
+            return []
+        assert entry.meta is not None
+        takes_long = entry.meta.size_bytes / entry.meta.stripes > _TRIED_S * rate
+        slow = self.goodput.slow_of(message.feeder, store, rate)
+        if not (rate < usual / 2 if usual else takes_long) or slow in entry.moved:
+            return []
+        entry.moved.add(slow)
+        changed = entry.chains[message.stripe].avoid(slow, self.goodput.slow)
+        return self._tell_feeders(entry, message.stripe, changed)
 
     def _answer(self, entry: Entry, store: str) -> Instructions:
         assert entry.meta is not None

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import statistics
 from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 _PARTNERS, _STORES = 8, 4096
 _SLOW = 0.5  # of what half of the stores can do
@@ -42,6 +46,11 @@ class Goodput:
         feeds = max((rate for to, rate in self._out.get(feeder, {}).items() if to != reader), default=0.0)
         reads = max((rate for of, rate in self._in.get(reader, {}).items() if of != feeder), default=0.0)
         return feeder if reads > 2 * bytes_per_s and feeds <= 2 * bytes_per_s else reader
+
+    def usual(self, but: Collection[str]) -> float:
+        """Return what half of the stores can receive or send, in bytes per second, but for some; 0 if unknown."""
+        best = [max(seen.values()) for rates in (self._in, self._out) for at, seen in rates.items() if at not in but]
+        return statistics.median(best) if best else 0.0
 
     @property
     def slow(self) -> set[str]:

@@ -49,6 +49,7 @@ LIMITS = Limits(timeout=timedelta(seconds=1), max_body_bytes=1 << 20)
 DIRECTORY_PATIENCE = timedelta(seconds=30)
 """Those who wait for an object wait for so long while its directory is lost."""
 _RETRY_S = 1.0  # after which what nobody feeds is asked for again
+_RATE_S = 0.25
 _MOST_TOLD = 4096
 
 
@@ -455,12 +456,34 @@ class NodeStore:
     ) -> LaneReading:
         link = self._feeders.get(feeder)
         if link is None:
-            link = self._feeders[feeder] = FeederLink(feeder, lambda: self._forget_feeder(feeder))
+            link = self._feeders[feeder] = FeederLink(
+                feeder, lambda: self._forget_feeder(feeder), lambda rate: self._note_rate(feeder, rate)
+            )
             dial = link.dial(
                 job=self._job, credentials=self._credentials, limits=self._limits, patience=self._limits.timeout
             )
             self._spawn(dial)
         return LaneReading(link, link.read(ask, sink, failed))
+
+    def _note_rate(self, feeder: str, bytes_per_s: float) -> None:
+        """A feeder has more to send than its link carries: the directory may know a faster one."""
+        link = self._feeders.get(feeder)
+        seen = [
+            say.FeederRate(
+                name=stored.name,
+                stripe=stripe,
+                generation=stored.stripes[stripe].generation,
+                feeder=feeder,
+                bytes_per_s=bytes_per_s,
+            )
+            for stored in self.objects.values()
+            for stripe, reading in stored.readings.items()
+            if reading.link is link
+        ]
+        if not seen and link is not None and (name := self._stages.read_from(link)) is not None:
+            seen = [say.FeederRate(name=name, stripe=0, generation=0, feeder=feeder, bytes_per_s=bytes_per_s)]
+        for message in seen:
+            self.tell_directory(message)
 
     # -- feeding -------------------------------------------------------------------------------------------------
 
@@ -471,7 +494,22 @@ class NodeStore:
             raise PeerError(f"a {link.role} has nothing to say to a store of objects")
         reader = ReaderLink(self, link)
         self._readers.add(reader)
+        if len(self._readers) == 1:
+            self._later(_RATE_S, self._tell_rates)
         return reader
+
+    def _tell_rates(self) -> None:
+        """Tell each reader for which there is more to send how fast it can be.
+
+        Where links are equally full, this store's own is what bounds them: each of them could have all of it.
+        """
+        full = {reader: reader.full_bytes() / _RATE_S for reader in self._readers}
+        full = {reader: rate for reader, rate in full.items() if rate}
+        together = sum(full.values())
+        for reader, rate in full.items():
+            reader.tell_rate(together if 2 * rate * len(full) > together else rate)
+        if self._readers:
+            self._later(_RATE_S, self._tell_rates)
 
     def reader_left(self, link: ReaderLink) -> None:
         if link in self._readers:

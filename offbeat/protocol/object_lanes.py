@@ -78,14 +78,20 @@ class CannotRead(_LaneMessage, frozen=True, tag=True, kw_only=True):
     reason: Text
 
 
+class LinkRate(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The rate at which the feeder could send lately, on all lanes of this link, while more was there to send."""
+
+    bytes_per_s: Annotated[float, msgspec.Meta(gt=0, lt=1e15)]
+
+
 FromReader = ReadObject | ReadStage | AllowBytes | StopReading
 
 _encode = msgspec.msgpack.Encoder().encode
 _from_reader = msgspec.msgpack.Decoder(FromReader).decode
-_from_feeder = msgspec.msgpack.Decoder(CannotRead).decode
+_from_feeder = msgspec.msgpack.Decoder(CannotRead | LinkRate).decode
 
 
-def pack_lane_message(message: FromReader | CannotRead) -> bytes:
+def pack_lane_message(message: FromReader | CannotRead | LinkRate) -> bytes:
     """The message as a frame's metadata."""
     return _encode(message)
 
@@ -100,11 +106,11 @@ def from_reader_of(metadata: Buffer) -> FromReader:
     return message
 
 
-def from_feeder_of(metadata: Buffer) -> CannotRead:
+def from_feeder_of(metadata: Buffer) -> CannotRead | LinkRate:
     """Read what a feeder says.
 
     Raises:
         PeerError: if it is none of that.
     """
-    message: CannotRead = read_message(_from_feeder, metadata, "this feeder of objects")
+    message: CannotRead | LinkRate = read_message(_from_feeder, metadata, "this feeder of objects")
     return message

@@ -11,6 +11,7 @@ store                                           directory
   | <----- RestartObject(name, generation) ------- |   what came of it may be wrong: from the start
   | -- StripeArrived(name, stripe) --------------> |   the store has all of it
   | -- FeederFailed(name, stripe, feeder) -------> |   cannot read from it
+  | -- FeederRate(name, stripe, feeder, rate) ---> |   though the feeder has more: now and then
   | -- DropObject(name) -------------------------> |   may this copy go?
   | <----- ObjectDropped(name, granted) ---------- |
   | -- DeleteObject(name) -----------------------> |   anybody
@@ -262,28 +263,32 @@ class RestartObject(_Message, frozen=True, tag=True, kw_only=True):
 
 
 class StripeArrived(_Message, frozen=True, tag=True, kw_only=True):
-    """The store has all of a stripe.
-
-    Args:
-        bytes_per_s: with which it came, while there was enough to read; 0 if that is not known.
-    """
+    """The store has all of a stripe."""
 
     generation: Generation
     stripe: Stripe
-    bytes_per_s: Annotated[float, msgspec.Meta(ge=0, lt=1e15)] = 0.0
 
 
 class FeederFailed(_Message, frozen=True, tag=True, kw_only=True):
-    """The store cannot read a stripe from its feeder.
+    """The store cannot read a stripe from its feeder."""
+
+    generation: Generation
+    stripe: Stripe
+    feeder: Address
+
+
+class FeederRate(_Message, frozen=True, tag=True, kw_only=True):
+    """The rate at which the store reads from a feeder that has more to send than the link between them carries.
 
     Args:
-        bytes_per_s: with which it can, though the feeder has enough: everybody after it waits; 0 if it cannot.
+        stripe, generation: of an object that it reads; of a sum that it makes, any.
+        bytes_per_s: that the feeder can send to it.
     """
 
     generation: Generation
     stripe: Stripe
     feeder: Address
-    bytes_per_s: Annotated[float, msgspec.Meta(ge=0, lt=1e15)] = 0.0
+    bytes_per_s: Annotated[float, msgspec.Meta(gt=0, lt=1e15)]
 
 
 class DropObject(_Message, frozen=True, tag=True):
@@ -463,6 +468,7 @@ FromStore = (
     | StopWanting
     | StripeArrived
     | FeederFailed
+    | FeederRate
     | DropObject
     | DeleteObject
     | ReduceObjects

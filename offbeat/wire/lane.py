@@ -272,6 +272,11 @@ class LaneScheduler:
         self.rate = RateEstimate()
         self.sent_bytes = 0
 
+    @property
+    def is_full(self) -> bool:
+        """Whether there is more to send than the link takes."""
+        return bool(self._ready)
+
     def add(self, lane: OutgoingLane) -> None:
         """Send a lane, from now on."""
         if lane.is_over:

@@ -78,9 +78,14 @@ def test_a_slow_reader_is_last() -> None:
     assert chains.feeders == {"b": "a", "slow": "b"}
     chains.read("c", slow={"slow"})
     assert chains.feeders == {"b": "a", "c": "b", "slow": "c"}
-    assert chains.move_to_end("b") == {"c", "b"}
+    assert chains.avoid("b") == {"c", "b"}
     assert chains.feeders == {"c": "a", "slow": "c", "b": "slow"}
-    assert chains.move_to_end("a") == set()
+    assert chains.avoid("a") == set(), "the only one that has it"
+    chains.arrived("c")
+    chains.avoid("a")
+    chains.read("d")
+    assert chains.avoid("a", {"a"}) == {"d"}
+    assert chains.feeders["d"] != "a"
 
 
 class TestApart:
@@ -166,7 +171,7 @@ class Readers:
         elif what < 0.7 and len(stores) > 1:
             self.broken.add(frozenset(self.random.sample(stores, 2)))
         elif stores:
-            self.tell(self.chains.move_to_end(self.random.choice(stores)))
+            self.tell(self.chains.avoid(self.random.choice(stores)))
 
 
 @pytest.mark.parametrize("seed", range(300))

@@ -106,6 +106,55 @@ class TestBroadcast:
         assert world.stores["b"].values(W) == [7] * BLOCKS
 
 
+class TestSlowStores:
+    """Nobody waits for a store whose link is slow."""
+
+    def chained(self) -> Directory:
+        directory = Directory(LINKS["chain"])
+        directory.handle("a", say.PutObject(name=W, meta=META, generations=(1,)))
+        for reader in "bcde":
+            directory.handle(reader, say.WantObject(name=W))
+        return directory
+
+    def rate(self, directory: Directory, feeder: str, reader: str, bytes_per_s: float) -> dict[str, str]:
+        seen = say.FeederRate(name=W, stripe=0, generation=1, feeder=feeder, bytes_per_s=bytes_per_s)
+        changes = directory.handle(reader, seen)
+        return {to: what.feeder for to, what in changes if isinstance(what, say.ChangeFeeder)}
+
+    def test_the_first_reader_is_tried_at_the_end_and_stays_there_if_it_is_slow(self) -> None:
+        directory = self.chained()
+        assert self.rate(directory, "a", "b", META.size_bytes / 10) == {"c": "a", "b": "e"}
+        assert self.rate(directory, "a", "c", META.size_bytes) == {}, "as fast as a link that is known"
+        assert self.rate(directory, "e", "b", META.size_bytes / 10) == {}, "nobody waits for it any more"
+        directory.handle("a", say.PutObject(name=ObjectName("x"), meta=META, generations=(1,)))
+        feeders = {}
+        for reader in "bcd":
+            for to, found in directory.handle(reader, say.WantObject(name=ObjectName("x"))):
+                if isinstance(found, say.ObjectFound):
+                    feeders[to] = found.stripes[0].store
+                elif isinstance(found, say.ChangeFeeder):
+                    feeders[to] = found.feeder
+        assert feeders == {"c": "a", "d": "c", "b": "d"}, "the next time it is last from the beginning"
+
+    def test_equal_links_are_tried_once(self) -> None:
+        directory = self.chained()
+        assert self.rate(directory, "a", "b", META.size_bytes / 10)
+        for feeder, reader in (("a", "c"), ("e", "b"), ("a", "c")):
+            assert self.rate(directory, feeder, reader, META.size_bytes / 10.5) == {}
+
+    def test_what_is_soon_over_is_left_alone(self) -> None:
+        assert self.rate(self.chained(), "a", "b", META.size_bytes * 2) == {}
+
+    def test_a_slow_holder_feeds_nobody_whom_another_one_can_feed(self) -> None:
+        directory = Directory(LINKS["chain"])
+        for holder in "ab":
+            directory.handle(holder, put("w", META))
+        directory.goodput.saw("b", "g", 1e9)
+        directory.handle("g", say.WantObject(name=W))
+        assert self.rate(directory, "a", "g", 1e6) == {"g": "b"}
+        assert self.rate(directory, "b", "g", 1e6) == {}, "not back"
+
+
 class TestPuts:
     def test_the_same_bytes_twice_are_two_copies(self) -> None:
         for seed in range(20):
