@@ -132,7 +132,8 @@ def ls(
         store.close()
     title = (
         f"{status.used_bytes / 2**20:,.1f} of {status.most_bytes / 2**20:,.0f} MiB are used at {status.address}, which "
-        f"has sent {status.sent_bytes / 2**20:,.1f} MiB to other stores"
+        f"has sent {status.sent_bytes / 2**20:,.1f} MiB to other stores, "
+        f"received {status.received_bytes / 2**20:,.1f} MiB"
     )
     table = Table(box=SIMPLE_HEAD, title=title, title_justify="left")
     for column in ("object", "version", "tensor", "MiB", "here", "made here", "mapped by"):

@@ -17,7 +17,7 @@ from offbeat.protocol.object_lanes import (
     AllowBytes,
     CannotRead,
     FromReader,
-    LinkRate,
+    ReaderHello,
     ReadObject,
     ReadStage,
     StopReading,
@@ -47,18 +47,22 @@ class FeederLink:
 
     Args:
         address: of the feeder.
+        own_address: of the store that reads.
         on_lost: called once when it is lost.
-        on_rate: called with the bytes per second that the feeder can send, whenever it says so.
+
+    Attributes:
+        received_bytes: of objects, also those that were not wanted any more.
     """
 
-    def __init__(self, address: str, on_lost: Callable[[], None], on_rate: Callable[[float], None]) -> None:
-        self.address, self._on_lost, self._on_rate = address, on_lost, on_rate
+    def __init__(self, address: str, own_address: str, on_lost: Callable[[], None]) -> None:
+        self.address, self._on_lost = address, on_lost
         self.link: PeerLink | None = None
-        self._unsent: list[FromReader] = []
+        self._unsent: list[FromReader] = [ReaderHello(own_address)]
         self._lanes = itertools.count()
         self._reads: dict[int, tuple[Sink, Callable[[str], None]]] = {}
         self._stopped: set[int] = set()
         self._inbox, self._receiving = LaneInbox(self._find), -1
+        self.received_bytes = 0
         self._is_over = False
 
     async def dial(self, *, job: str, credentials: Credentials | None, limits: Limits, patience: timedelta) -> None:
@@ -123,15 +127,14 @@ class FeederLink:
     def received(self, metadata: bytes, body: memoryview) -> None:
         """A block, or word that something is not there."""
         if body:
+            self.received_bytes += len(body)
             self._inbox.received(body)
             found = self._reads.get(self._receiving)
             if found is not None and found[0].is_whole:
                 del self._reads[self._receiving]
             return
         message = from_feeder_of(metadata)
-        if isinstance(message, LinkRate):
-            self._on_rate(message.bytes_per_s)
-        elif (found := self._reads.pop(message.lane, None)) is not None:
+        if (found := self._reads.pop(message.lane, None)) is not None:
             found[1](message.reason)
 
     def lost(self, error: OffbeatError | None) -> None:
@@ -176,7 +179,9 @@ class ReaderLink:
         self._owner, self.link = owner, link
         self._scheduler = LaneScheduler(link)
         self._lanes: dict[int, OutgoingLane] = {}
+        self._asked: dict[int, ReadObject | ReadStage] = {}  # by lane
         self._seen_bytes, self._was_full = 0, False
+        self.address = ""
         self._parked: dict[int, ReadObject | ReadStage] = {}
 
     @property
@@ -186,14 +191,14 @@ class ReaderLink:
 
     def full_bytes(self) -> int:
         """The bytes since the last call, if there was always more to send; else 0."""
-        sent, self._seen_bytes = self.sent_bytes - self._seen_bytes, self.sent_bytes
+        before, self._seen_bytes = self._seen_bytes, self._scheduler.arrived_bytes
         was_full, self._was_full = self._was_full, self._scheduler.is_full
-        return sent if was_full and self._was_full else 0
+        return self._seen_bytes - before if was_full and self._was_full else 0
 
-    def tell_rate(self, bytes_per_s: float) -> None:
-        """Tell the reader how much this store can send it."""
-        if self.link.is_open:
-            self.link.send(pack_lane_message(LinkRate(bytes_per_s)))
+    @property
+    def sending(self) -> list[ReadObject | ReadStage]:
+        """Return the requests that are being answered."""
+        return [self._asked[number] for number in self._lanes]
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
         """Refuse bodies: a reader sends none."""
@@ -202,7 +207,9 @@ class ReaderLink:
     def received(self, metadata: bytes, body: memoryview) -> None:
         """Do what the reader says."""
         message = from_reader_of(metadata)
-        if isinstance(message, (ReadObject, ReadStage)):
+        if isinstance(message, ReaderHello):
+            self.address = message.address
+        elif isinstance(message, (ReadObject, ReadStage)):
             self._begin(message)
         elif isinstance(message, AllowBytes):
             if message.lane in self._parked:
@@ -234,6 +241,7 @@ class ReaderLink:
     def stop(self, number: int) -> None:
         """Send no more on a lane."""
         self._parked.pop(number, None)
+        self._asked.pop(number, None)
         if (lane := self._lanes.pop(number, None)) is not None:
             self._scheduler.cancel(lane)
 
@@ -245,6 +253,7 @@ class ReaderLink:
 
     def _sent(self, number: int) -> None:
         self._lanes.pop(number, None)
+        self._asked.pop(number, None)
 
     def _begin(self, message: ReadObject | ReadStage) -> None:
         number = message.lane
@@ -269,5 +278,5 @@ class ReaderLink:
                 until=min(message.until, len(source.memory)),
                 sent=lambda: self._sent(number),
             )
-            self._lanes[number] = lane
+            self._lanes[number], self._asked[number] = lane, message
             self._scheduler.add(lane)

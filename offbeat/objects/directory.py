@@ -13,6 +13,7 @@ Without I/O and without time. After Hoplite (Zhuang et al., SIGCOMM 2021, sectio
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -34,7 +35,6 @@ from offbeat.protocol.objects import (
     DropObject,
     EndStage,
     FeederFailed,
-    FeederRate,
     ForgetObject,
     ObjectDropped,
     ObjectFound,
@@ -45,6 +45,7 @@ from offbeat.protocol.objects import (
     ObjectWhole,
     PutObject,
     PutTaken,
+    ReaderRate,
     ReduceObjects,
     ReduceSettled,
     RestartObject,
@@ -86,7 +87,7 @@ class Entry:
         reduction: that makes it; `made_by` is what was asked for, also when it is over.
         used: the sources that it was made of.
         watched_by: the reduces that it is a source of.
-        moved: the stores that nobody else waits for, since they were slow.
+        moved: the slow stores that nobody else waits for; `suspected` are those that perhaps are slow.
     """
 
     name: ObjectName
@@ -102,6 +103,7 @@ class Entry:
     used: tuple[ObjectName, ...] = ()
     watched_by: list[ObjectName] = field(default_factory=list)
     moved: set[str] = field(default_factory=set)
+    suspected: set[str] = field(default_factory=set)
 
     @property
     def whole_at(self) -> set[str]:
@@ -129,7 +131,7 @@ class Directory:
     """The state of all objects, or of those of one shard.
 
     Args:
-        link: what is known of the links between stores, for the plans of reduces.
+        link: what is supposed of the links between stores, for the plans of reduces, until some have been measured.
         first_attempt: larger than all attempts of an earlier directory with the same names.
     """
 
@@ -140,6 +142,11 @@ class Directory:
         self._parked: dict[str, int] = {}  # by store, objects that it waits for and nobody has put
         self._attempts = itertools.count(first_attempt)
         self._inline_bytes = 0
+
+    @property
+    def measured_link(self) -> LinkEstimate:
+        """Return what half of the links can carry, as far as that is known."""
+        return dataclasses.replace(self.link, bytes_per_s=self.goodput.usual(()) or self.link.bytes_per_s)
 
     def handle(self, store: str, message: FromStore) -> Instructions:
         """Take in a message of a store, and return the messages that stores are to get for it."""
@@ -218,8 +225,8 @@ class Directory:
                 return self._stripe_arrived(message, store)
             case FeederFailed():
                 return self._feeder_failed(message, store)
-            case FeederRate():
-                return self._feeder_rate(message, store)
+            case ReaderRate():
+                return self._reader_rate(message, store)
             case DropObject():
                 return self._drop(message, store)
             case DeleteObject():
@@ -384,26 +391,30 @@ class Directory:
         chains = entry.chains[message.stripe]
         return self._tell_feeders(entry, message.stripe, chains.feeder_failed(store, message.feeder))
 
-    def _feeder_rate(self, message: FeederRate, store: str) -> Instructions:
+    def _reader_rate(self, message: ReaderRate, feeder: str) -> Instructions:
         """Move a slow store to the end of its chain, so that nobody waits for it; each one once for an object.
 
-        As long as nobody knows what others can do, the first one that reads is tried there: where all are equal, their
-        order makes no difference.
+        As long as nobody knows what others can do, the first one that reads is tried there, at its second report: where
+        all are equal, their order makes no difference.
         """
-        rate, usual = message.bytes_per_s, self.goodput.usual({store, message.feeder})
-        self.goodput.saw(message.feeder, store, rate)
+        store, rate = message.reader, message.bytes_per_s
+        usual = self.goodput.usual({store, feeder})
+        self.goodput.saw(feeder, store, rate)
         entry = self._entries.get(message.name)
         if (
             entry is None
             or message.stripe >= len(entry.chains)
             or message.generation != entry.generations[message.stripe]
-            or entry.chains[message.stripe].feeders.get(store) != message.feeder
+            or entry.chains[message.stripe].feeders.get(store) != feeder
         ):
             return []
         assert entry.meta is not None
         takes_long = entry.meta.size_bytes / entry.meta.stripes > _TRIED_S * rate
-        slow = self.goodput.slow_of(message.feeder, store, rate)
+        slow = self.goodput.slow_of(feeder, store, rate)
         if not (rate < usual / 2 if usual else takes_long) or slow in entry.moved:
+            return []
+        if not usual and slow not in entry.suspected:
+            entry.suspected.add(slow)
             return []
         entry.moved.add(slow)
         changed = entry.chains[message.stripe].avoid(slow, self.goodput.slow)
@@ -507,7 +518,7 @@ class Directory:
         reduction = None
         if not self._why_not_reduce(entry, message):
             reduction = Reduction.resumed(
-                message, store, stages, self.link, lambda: next(self._attempts), self._holders
+                message, store, stages, self.measured_link, lambda: next(self._attempts), self._holders
             )
         if reduction is None:
             return [(stage.store, stage.end()) for stage in stages] + self._reduce(message, store)
@@ -611,7 +622,7 @@ class Directory:
         self._describe(entry, target)
         entry.used = ()
         entry.reduction = Reduction(
-            request, reduction.caller, target, self.link, lambda: next(self._attempts), self._holders
+            request, reduction.caller, target, self.measured_link, lambda: next(self._attempts), self._holders
         )
         return self._answer_waiting(entry)
 

@@ -49,7 +49,7 @@ LIMITS = Limits(timeout=timedelta(seconds=1), max_body_bytes=1 << 20)
 DIRECTORY_PATIENCE = timedelta(seconds=30)
 """Those who wait for an object wait for so long while its directory is lost."""
 _RETRY_S = 1.0  # after which what nobody feeds is asked for again
-_RATE_S = 0.25
+_RATE_S, _MOST_RATES = 0.1, 8
 _MOST_TOLD = 4096
 
 
@@ -89,7 +89,7 @@ class NodeStore:
         self.used: dict[ObjectName, tuple[ObjectName, ...]] = {}
         self._feeders: dict[str, FeederLink] = {}
         self._readers: set[ReaderLink] = set()
-        self._sent_bytes = 0  # to readers that have left
+        self._sent_bytes = self._received_bytes = 0  # over links that have ended
         self._listener: Listener | None = None
         self._directories: list[DirectoryLink] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -246,6 +246,7 @@ class NodeStore:
             used_bytes=self.used_bytes,
             most_bytes=self.most_bytes,
             sent_bytes=self._sent_bytes + sum(reader.sent_bytes for reader in self._readers),
+            received_bytes=self._received_bytes + sum(feeder.received_bytes for feeder in self._feeders.values()),
             objects=tuple(
                 StoredStatus(stored.name, stored.meta, stored.have_bytes, stored.is_own, stored.pins)
                 for stored in list(self.objects.values())[-_MOST_TOLD:]
@@ -456,34 +457,12 @@ class NodeStore:
     ) -> LaneReading:
         link = self._feeders.get(feeder)
         if link is None:
-            link = self._feeders[feeder] = FeederLink(
-                feeder, lambda: self._forget_feeder(feeder), lambda rate: self._note_rate(feeder, rate)
-            )
+            link = self._feeders[feeder] = FeederLink(feeder, self.address, lambda: self._forget_feeder(feeder))
             dial = link.dial(
                 job=self._job, credentials=self._credentials, limits=self._limits, patience=self._limits.timeout
             )
             self._spawn(dial)
         return LaneReading(link, link.read(ask, sink, failed))
-
-    def _note_rate(self, feeder: str, bytes_per_s: float) -> None:
-        """A feeder has more to send than its link carries: the directory may know a faster one."""
-        link = self._feeders.get(feeder)
-        seen = [
-            say.FeederRate(
-                name=stored.name,
-                stripe=stripe,
-                generation=stored.stripes[stripe].generation,
-                feeder=feeder,
-                bytes_per_s=bytes_per_s,
-            )
-            for stored in self.objects.values()
-            for stripe, reading in stored.readings.items()
-            if reading.link is link
-        ]
-        if not seen and link is not None and (name := self._stages.read_from(link)) is not None:
-            seen = [say.FeederRate(name=name, stripe=0, generation=0, feeder=feeder, bytes_per_s=bytes_per_s)]
-        for message in seen:
-            self.tell_directory(message)
 
     # -- feeding -------------------------------------------------------------------------------------------------
 
@@ -499,15 +478,26 @@ class NodeStore:
         return reader
 
     def _tell_rates(self) -> None:
-        """Tell each reader for which there is more to send how fast it can be.
+        """Tell the directory how fast each reader can be sent to for which there is more to send.
 
         Where links are equally full, this store's own is what bounds them: each of them could have all of it.
         """
         full = {reader: reader.full_bytes() / _RATE_S for reader in self._readers}
-        full = {reader: rate for reader, rate in full.items() if rate}
+        full = {reader: rate for reader, rate in full.items() if rate and reader.address}
         together = sum(full.values())
         for reader, rate in full.items():
-            reader.tell_rate(together if 2 * rate * len(full) > together else rate)
+            could = together if 2 * rate * len(full) > together else rate
+            for asked in reader.sending[:_MOST_RATES]:
+                generation = asked.generation if isinstance(asked, ReadObject) else 0
+                self.tell_directory(
+                    say.ReaderRate(
+                        name=asked.name,
+                        stripe=asked.stripe,
+                        generation=generation,
+                        reader=reader.address,
+                        bytes_per_s=could,
+                    )
+                )
         if self._readers:
             self._later(_RATE_S, self._tell_rates)
 
@@ -634,7 +624,8 @@ class NodeStore:
         task.add_done_callback(self._tasks.discard)
 
     def _forget_feeder(self, address: str) -> None:
-        self._feeders.pop(address, None)
+        if (link := self._feeders.pop(address, None)) is not None:
+            self._received_bytes += link.received_bytes
 
 
 def put_of(stored: StoredObject, used: tuple[ObjectName, ...] = ()) -> say.PutObject:

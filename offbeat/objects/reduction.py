@@ -77,6 +77,8 @@ class Reduction:
         meta = stages[0].order.meta
         striped = request.striped and meta.stripes > 1
         made = cls(msgspec.structs.replace(request, striped=striped), caller, meta, link, next_attempt, holders)
+        if meta.stripes > 1 and not striped:
+            return None
         if any(stage.order.meta != meta or stage.order.op != request.op for stage in stages):
             return None
         for stripe in range(meta.stripes):

@@ -14,7 +14,6 @@ from offbeat.wire.lane import GrowingBuffer, StagingPool
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from offbeat.objects.data_links import FeederLink
     from offbeat.objects.stage import Arithmetic
     from offbeat.objects.stored_object import LaneReading, StoredObject
     from offbeat.protocol.objects import FromStore, ObjectName, ReduceOp
@@ -84,10 +83,6 @@ class StageRunner:
                     if child < order.children:
                         yield say.StageFed(name=order.name, feed=feed, arrived=child in stage.arrived)
                 yield from (_failure(stage.feeds[child]) for child in stage.failed)
-
-    def read_from(self, link: FeederLink) -> ObjectName | None:
-        """Return the target of a sum for which a link is read; None if there is none."""
-        return next((key[0] for key, reading in self._readings.items() if reading.link is link), None)
 
     def end(self, message: say.EndStage) -> None:
         """A stage is not needed any more."""

@@ -154,13 +154,17 @@ class StoredStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     readers: Count
 
 
+_Total = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
 class StatusAnswer(_Numbered, frozen=True, tag=True, kw_only=True):
-    """The objects of the store."""
+    """The objects of the store, and the bytes of objects that it has sent to other stores and received from them."""
 
     address: Annotated[str, msgspec.Meta(max_length=256)]
     used_bytes: Count
     most_bytes: Count
-    sent_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    sent_bytes: _Total
+    received_bytes: _Total
     objects: Annotated[tuple[StoredStatus, ...], msgspec.Meta(max_length=4096)]
 
 

@@ -20,7 +20,7 @@ import msgspec
 
 from offbeat.protocol.bounds import Count, Text
 from offbeat.protocol.decoding import read_message
-from offbeat.protocol.objects import Generation, ObjectName, Slot, Stripe
+from offbeat.protocol.objects import Address, Generation, ObjectName, Slot, Stripe
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -78,20 +78,20 @@ class CannotRead(_LaneMessage, frozen=True, tag=True, kw_only=True):
     reason: Text
 
 
-class LinkRate(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The rate at which the feeder could send lately, on all lanes of this link, while more was there to send."""
+class ReaderHello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A reader's first word: the address by which directories know its store."""
 
-    bytes_per_s: Annotated[float, msgspec.Meta(gt=0, lt=1e15)]
+    address: Address
 
 
-FromReader = ReadObject | ReadStage | AllowBytes | StopReading
+FromReader = ReaderHello | ReadObject | ReadStage | AllowBytes | StopReading
 
 _encode = msgspec.msgpack.Encoder().encode
 _from_reader = msgspec.msgpack.Decoder(FromReader).decode
-_from_feeder = msgspec.msgpack.Decoder(CannotRead | LinkRate).decode
+_from_feeder = msgspec.msgpack.Decoder(CannotRead).decode
 
 
-def pack_lane_message(message: FromReader | CannotRead | LinkRate) -> bytes:
+def pack_lane_message(message: FromReader | CannotRead) -> bytes:
     """The message as a frame's metadata."""
     return _encode(message)
 
@@ -106,11 +106,11 @@ def from_reader_of(metadata: Buffer) -> FromReader:
     return message
 
 
-def from_feeder_of(metadata: Buffer) -> CannotRead | LinkRate:
+def from_feeder_of(metadata: Buffer) -> CannotRead:
     """Read what a feeder says.
 
     Raises:
         PeerError: if it is none of that.
     """
-    message: CannotRead | LinkRate = read_message(_from_feeder, metadata, "this feeder of objects")
+    message: CannotRead = read_message(_from_feeder, metadata, "this feeder of objects")
     return message

@@ -11,7 +11,7 @@ store                                           directory
   | <----- RestartObject(name, generation) ------- |   what came of it may be wrong: from the start
   | -- StripeArrived(name, stripe) --------------> |   the store has all of it
   | -- FeederFailed(name, stripe, feeder) -------> |   cannot read from it
-  | -- FeederRate(name, stripe, feeder, rate) ---> |   though the feeder has more: now and then
+  | -- ReaderRate(name, stripe, reader, rate) ---> |   how fast it can send to a reader that it has more for
   | -- DropObject(name) -------------------------> |   may this copy go?
   | <----- ObjectDropped(name, granted) ---------- |
   | -- DeleteObject(name) -----------------------> |   anybody
@@ -277,17 +277,17 @@ class FeederFailed(_Message, frozen=True, tag=True, kw_only=True):
     feeder: Address
 
 
-class FeederRate(_Message, frozen=True, tag=True, kw_only=True):
-    """The rate at which the store reads from a feeder that has more to send than the link between them carries.
+class ReaderRate(_Message, frozen=True, tag=True, kw_only=True):
+    """The rate at which the store can send to one that reads from it, as seen while it had more to send.
 
     Args:
-        stripe, generation: of an object that it reads; of a sum that it makes, any.
-        bytes_per_s: that the feeder can send to it.
+        stripe, generation: of the object that it sends; the generation of a sum's part is 0.
+        reader: the store that reads.
     """
 
     generation: Generation
     stripe: Stripe
-    feeder: Address
+    reader: Address
     bytes_per_s: Annotated[float, msgspec.Meta(gt=0, lt=1e15)]
 
 
@@ -468,7 +468,7 @@ FromStore = (
     | StopWanting
     | StripeArrived
     | FeederFailed
-    | FeederRate
+    | ReaderRate
     | DropObject
     | DeleteObject
     | ReduceObjects

@@ -273,6 +273,11 @@ class LaneScheduler:
         self.sent_bytes = 0
 
     @property
+    def arrived_bytes(self) -> int:
+        """Return the bytes that have arrived at the other side."""
+        return self.sent_bytes - self._on_way_bytes
+
+    @property
     def is_full(self) -> bool:
         """Whether there is more to send than the link takes."""
         return bool(self._ready)

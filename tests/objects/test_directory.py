@@ -117,12 +117,13 @@ class TestSlowStores:
         return directory
 
     def rate(self, directory: Directory, feeder: str, reader: str, bytes_per_s: float) -> dict[str, str]:
-        seen = say.FeederRate(name=W, stripe=0, generation=1, feeder=feeder, bytes_per_s=bytes_per_s)
-        changes = directory.handle(reader, seen)
+        seen = say.ReaderRate(name=W, stripe=0, generation=1, reader=reader, bytes_per_s=bytes_per_s)
+        changes = directory.handle(feeder, seen)
         return {to: what.feeder for to, what in changes if isinstance(what, say.ChangeFeeder)}
 
     def test_the_first_reader_is_tried_at_the_end_and_stays_there_if_it_is_slow(self) -> None:
         directory = self.chained()
+        assert self.rate(directory, "a", "b", META.size_bytes / 10) == {}, "perhaps others report, too"
         assert self.rate(directory, "a", "b", META.size_bytes / 10) == {"c": "a", "b": "e"}
         assert self.rate(directory, "a", "c", META.size_bytes) == {}, "as fast as a link that is known"
         assert self.rate(directory, "e", "b", META.size_bytes / 10) == {}, "nobody waits for it any more"
@@ -138,9 +139,15 @@ class TestSlowStores:
 
     def test_equal_links_are_tried_once(self) -> None:
         directory = self.chained()
-        assert self.rate(directory, "a", "b", META.size_bytes / 10)
+        assert [bool(self.rate(directory, "a", "b", META.size_bytes / 10)) for _ in range(2)] == [False, True]
         for feeder, reader in (("a", "c"), ("e", "b"), ("a", "c")):
             assert self.rate(directory, feeder, reader, META.size_bytes / 10.5) == {}
+
+    def test_a_slow_one_in_the_middle_is_moved_as_soon_as_the_first_one_is_known(self) -> None:
+        directory = self.chained()
+        assert self.rate(directory, "a", "b", META.size_bytes / 3) == {}
+        assert self.rate(directory, "b", "c", META.size_bytes / 30) == {"d": "b", "c": "e"}
+        assert self.rate(directory, "a", "b", META.size_bytes / 3) == {}
 
     def test_what_is_soon_over_is_left_alone(self) -> None:
         assert self.rate(self.chained(), "a", "b", META.size_bytes * 2) == {}

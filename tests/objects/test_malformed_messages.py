@@ -73,7 +73,7 @@ META = {"dtype": "float32", "shape": [3], "size_bytes": 12}
         {"type": "ReduceObjects", "name": W, "sources": [], "op": "sum", "count": 1, "least": 1},
         {"type": "ReduceObjects", "name": W, "sources": [W], "op": "xor", "count": 1, "least": 1},
         {"type": "StripeArrived", "name": W, "generation": -1, "stripe": 0},
-        {"type": "FeederRate", "name": W, "generation": 1, "stripe": 0, "feeder": "x", "bytes_per_s": float("nan")},
+        {"type": "ReaderRate", "name": W, "generation": 1, "stripe": 0, "reader": "x", "bytes_per_s": float("nan")},
     ],
     ids=str,
 )
@@ -102,6 +102,7 @@ def some(kind: Any, dice: random.Random) -> Any:
         "stripe": dice.randrange(4),
         "bytes_per_s": dice.choice((1e3, 1e6, 1e9)),
         "feeder": dice.choice("xyz"),
+        "reader": dice.choice("xyz"),
         "sources": tuple(dice.sample(names, dice.randrange(1, 5))),
         "op": "sum",
         "count": dice.randrange(1, 5),

@@ -315,7 +315,7 @@ class TestANewDirectory:
                 assert torch.equal(got, tensor(15, size // 4))
             assert made.stores[4].used[ObjectName("sum")]
             again = made.sent_bytes() - sent - (7 if more.get("striped") else 8) * size
-            assert again < size // 4, "little is sent twice"
+            assert again < size // 2, "a making of it anew sends it all; a reader that is moved, what was on its way"
             with pytest.raises(DisagreementError, match="its bytes differ"):
                 await made.put(4, "g0", tensor(5, size // 4))
             await made.put(4, "more", tensor(5))
