@@ -73,8 +73,8 @@ class Chains:
         self._adopt()
         return self._changed(before)
 
-    def read(self, store: str, slow: Collection[str] = ()) -> set[str]:
-        """A store asks for it: at the end of the shortest chain, but before the stores of it that are slow.
+    def read(self, store: str, slow: Collection[str] = (), later: Collection[str] = ()) -> set[str]:
+        """A store asks for it: at the end of the shortest chain, but before the stores of it that are slow, or `later`.
 
         Without any chain it waits as an orphan.
         """
@@ -83,7 +83,7 @@ class Chains:
             self._orphans.append([store])
         elif before.get(store, "") is None:  # it has waited, and perhaps the link that failed is there again
             self._apart = {pair for pair in self._apart if store not in pair}
-        self._adopt(slow)
+        self._adopt(slow, later)
         return self._changed(before)
 
     def arrived(self, store: str) -> set[str]:
@@ -155,19 +155,19 @@ class Chains:
                 self._adopt({store, *slow})
         return self._changed(before)
 
-    def _adopt(self, slow: Collection[str] = ()) -> None:
+    def _adopt(self, slow: Collection[str] = (), later: Collection[str] = ()) -> None:
         """Put each orphaned chain after the shortest one that may feed it."""
         for orphan in list(self._orphans):
-            places = [(chain, self._end_of(chain, orphan[0], slow)) for chain in self._chains]
+            places = [(chain, self._end_of(chain, orphan[0], slow, later)) for chain in self._chains]
             places = [(chain, at) for chain, at in places if frozenset((chain[at - 1], orphan[0])) not in self._apart]
             if places:
                 chain, at = min(places, key=lambda place: (place[0][place[1] - 1] in slow, len(place[0])))
                 chain[at:at] = orphan
                 self._orphans.remove(orphan)
 
-    def _end_of(self, chain: list[str], reader: str, slow: Collection[str]) -> int:
+    def _end_of(self, chain: list[str], reader: str, slow: Collection[str], later: Collection[str]) -> int:
         """Find the place of a reader in a chain: its end, but before slow ones unless it is slow, too."""
-        at = len(chain)
+        at = next((at for at, store in enumerate(chain) if at and store in later), len(chain))
         while reader not in slow and at > 1 and chain[at - 1] in slow:
             at -= 1
         return at

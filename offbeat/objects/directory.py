@@ -428,7 +428,8 @@ class Directory:
         else:
             others: Instructions = []
             for stripe, chains in enumerate(entry.chains):
-                changed = chains.read(store, self.goodput.slow)
+                later = entry.reduction.later(stripe, store) if isinstance(entry.reduction, Reduction) else ()
+                changed = chains.read(store, self.goodput.slow, later)
                 others += self._tell_feeders(entry, stripe, changed - {store})
             feeders = tuple(
                 StripeFeeder(generation, chains.feeders.get(store) or "")

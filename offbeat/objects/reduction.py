@@ -19,6 +19,7 @@ import msgspec
 
 from offbeat.objects.reduce_plan import ReduceTree, choose, in_order
 from offbeat.objects.stripe_sum import Place, StripeSum, SumTerms
+from offbeat.objects.stripes import turned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -180,6 +181,16 @@ class Reduction:
         """The sources that are in the sum, or are to be; in the order in which the first stripe adds them."""
         own = [self._own] if self._own is not None else []
         return tuple(member.source for member in [*own, *self._members] if member is not None)
+
+    def later(self, stripe: int, store: str) -> list[str]:
+        """The members' stores that read a stripe after this one, so that with stripes every link has as much to do.
+
+        The root's neighbour reads first, as in a ring; without stripes any order is as good.
+        """
+        if not self.request.striped or stripe >= len(self._members):
+            return []
+        ring = [member.store for member in turned(self._members, stripe) if member is not None and member.store]
+        return ring[ring.index(store) + 1 : -1] if store in ring else []
 
     @property
     def is_settled(self) -> bool:

@@ -513,6 +513,23 @@ def test_ten_thousand_interleavings() -> None:
         check_losses(seed, restarts=bool(seed % 2))
 
 
+def test_each_stripe_of_a_sum_is_read_around_the_ring() -> None:
+    directory = Directory(LINKS["chain"])
+    for number, home in enumerate("abcde"):
+        directory.handle(home, put(f"g{number}", META))
+    request = say.ReduceObjects(name=W, sources=tuple(SOURCES[:5]), op="sum", count=5, least=5, striped=True)
+    for home in "caxbed":
+        directory.handle(home, request)
+        directory.handle(home, say.WantObject(name=W))
+    entry = next(entry for entry in directory.entries() if entry.name == W)
+    for stripe, chains in enumerate(entry.chains):
+        order, store = [], "abcde"[stripe]
+        readers = {feeder: reader for reader, feeder in chains.feeders.items()}
+        while store in readers:
+            order.append(store := readers[store])
+        assert [one for one in order if one != "x"] == [*"abcdeabcd"[stripe + 1 : stripe + 5]]
+
+
 def test_members_of_an_all_reduce_may_ask_when_it_is_over() -> None:
     for seed in range(20):
         world = ObjectWorld(seed, stores=3)
