@@ -7,7 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from offbeat.errors import DisagreementError, OffbeatError, PeerError
+from offbeat.errors import DisagreementError, ObjectError, OffbeatError, PeerError
 from offbeat.protocol.object_calls import (
     CallFailed,
     CreateCall,
@@ -80,9 +80,7 @@ class ClientLink:
         store = self._store
         match message:
             case CreateCall():
-                stored = self._making[message.name] = store.create(message.name, message.meta)
-                assert stored.segment is not None
-                self._say(MemoryAnswer(call=message.call, process=os.getpid(), descriptor=stored.segment.descriptor))
+                self._when_room(message, lambda: self._create(message))
             case FilledNote():
                 made = self._made(message.name)
                 store.filled(made, min(message.have_bytes, made.meta.size_bytes))
@@ -92,7 +90,8 @@ class ClientLink:
             case PutSmallCall():
                 if len(message.data) != message.meta.size_bytes:
                     raise PeerError(f"Cannot put {len(message.data)} bytes as {message.meta}.")
-                store.put_small(message.name, message.meta, message.data, self._done(message.call))
+                done = self._done(message.call)
+                self._when_room(message, lambda: store.put_small(message.name, message.meta, message.data, done))
             case GetCall():
                 self._get(message)
             case StopCall():
@@ -108,6 +107,24 @@ class ClientLink:
                 store.delete(message.name)
             case StatusCall():
                 self._say(store.status(message.call))
+
+    def _when_room(self, message: CreateCall | PutSmallCall, put: Callable[[], None]) -> None:
+        def told(error: ObjectError | None) -> None:
+            if not self._link.is_open:
+                return
+            try:
+                if error is not None:
+                    raise error
+                put()
+            except ObjectError as refused:
+                self._fail(message.call, refused)
+
+        self._store.when_room(message.name, message.meta.size_bytes, told)
+
+    def _create(self, message: CreateCall) -> None:
+        stored = self._making[message.name] = self._store.create(message.name, message.meta)
+        assert stored.segment is not None
+        self._say(MemoryAnswer(call=message.call, process=os.getpid(), descriptor=stored.segment.descriptor))
 
     def _made(self, name: ObjectName) -> StoredObject:
         if (made := self._making.get(name)) is None:

