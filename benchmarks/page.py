@@ -12,6 +12,7 @@ import msgspec
 from benchmarks import (
     frameworks,
     growth,
+    object_deltas,
     objects,
     schedule_overhead,
     schedules,
@@ -90,6 +91,7 @@ def page() -> str:
             what_is_sent.jobs(_lines),
             frameworks.section(_lines),
             objects.section(_lines),
+            object_deltas.section(_lines),
             shared_cores(),
             simulator(),
             slack(),

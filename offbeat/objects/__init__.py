@@ -1,11 +1,15 @@
 """How do tasks hand tensors to each other, and have them summed on the way?
 
 * `client` - what a task does; `store_access` - its way to the store of its machine, or to one in its own process
+* `publishing` - a trainer publishes a model, readers follow it; `versions` - how versions are put and loaded
+* `packed_tensors` - several tensors in one object; `delta` - what changed since the version before; `version_path` -
+  what a reader gets; `tensor_writes` - how it loads that, all at once
 * `node_store` - the objects of one machine; `stored_object` - one of them; `memory` - that clients map; `client_link` -
   a client; `data_links` - other stores that read here, or feed this one; `directory_link` - the way to a directory
 * `stage_runner` - what a store adds for reduces; `stage` - one position of one; `adding` - by torch
 * `serve` - a store as a process; `directory_server` - a directory over links
 * `directory` - who has what, who reads from whom, and which reduces are under way
+* `version_index` - which versions there are, and who waits for a newer one
 * `chains` - who feeds whom while many read one object; `goodput` - which stores are slow
 * `reduction` - which sources are in a sum, and who takes whose place; `stripe_sum` - the stages that add one stripe of
   it; `small_reduction` - a sum of objects that travel in messages; `running_stages` - what a new

@@ -5,6 +5,8 @@
     tensor = client.get("w")                        # on any other
     client.reduce("sum", ["g0", "g1", "g2"], num_objects=2)
     client.get("sum"), client.reduced_set("sum")
+    client.publisher("policy").publish(model)       # versions: what changed travels
+    client.follow("policy", model).update()         # on any other
 
 Each call that waits has a `start_...` beside it, whose `ObjectFuture` can be waited for later, or awaited.
 """
@@ -12,35 +14,36 @@ Each call that waits has a `start_...` beside it, whose `ObjectFuture` can be wa
 from __future__ import annotations
 
 import os
-import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, overload
 
 import torch
 
 from offbeat.errors import NetworkError, ObjectError, ObjectTimeoutError
 from offbeat.objects.adding import TorchArithmetic
 from offbeat.objects.node_store import LIMITS, NodeStore
-from offbeat.objects.store_access import EmbeddedStore, FoundObject, ObjectFuture, RemoteStore
-from offbeat.protocol.objects import ITEM_BYTES, ObjectMeta, ObjectName, ReduceObjects
-from offbeat.tensors import bytes_of, dtype_name
+from offbeat.objects.packed_tensors import TensorLayout
+from offbeat.objects.publishing import Follower, Publisher
+from offbeat.objects.store_access import CallDeadline, EmbeddedStore, FoundObject, ObjectFuture, RemoteStore
+from offbeat.objects.versions import VersionedObjects, check_id
+from offbeat.protocol.object_versions import DELTA, DESCRIPTION, delta_name, description_name
+from offbeat.protocol.objects import ObjectName, ReduceObjects
 from offbeat.wire.credentials import Token
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
     from offbeat.objects.store_access import StoreAccess
+    from offbeat.protocol.object_calls import StatusAnswer
     from offbeat.protocol.objects import ReduceOp
     from offbeat.wire.credentials import Credentials
     from offbeat.wire.session import Limits
 
-T = TypeVar("T")
 STORE_VARIABLE = "OFFBEAT_OBJECTS"
 """The environment variable that names the store of this machine: "host:port"."""
 _PATIENCE = timedelta(seconds=20)
-_LOOK_S = 0.5
 
 
 def connect(store: str | None = None, *, job: str = "default", credentials: Credentials | None = None) -> ObjectClient:
@@ -112,55 +115,97 @@ class ObjectClient:
 
     def __init__(self, access: StoreAccess) -> None:
         self._access = access
+        self._versions = VersionedObjects(access)
         self._used: dict[ObjectName, tuple[ObjectName, ...]] = {}
 
-    def put(self, name: str, tensor: Tensor, *, version: int = 0, timeout: float | None = None) -> None:
-        """Give others a tensor under a name, whose bytes never change: the tensor is copied.
+    def put(
+        self,
+        name: str,
+        tensor: Tensor | Mapping[str, Tensor],
+        *,
+        version: int = 0,
+        base: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Give others a tensor, or several in one object, under a name, whose bytes never change: they are copied.
 
         Args:
             name: 1 to 256 characters.
-            tensor: on a CPU, dense.
+            tensor: dense; or several by name.
             version: of several under this name.
+            base: the version since which to publish what changed, too, for those who have that.
             timeout: in seconds, for the directory to take it; None for as long as it takes.
 
         Raises:
             DisagreementError: if the name stands for other bytes already.
-            ObjectError: if there is no room for it.
+            ObjectError: if there is no room for it, or nobody has the base.
             ObjectTimeoutError: if it has taken too long.
         """
-        self._wait(self.start_put(name, tensor, version=version), f"put {name!r}", timeout)
+        if isinstance(tensor, torch.Tensor) and base is None:
+            self.start_put(name, tensor, version=version).get(f"put {name!r}", timeout)
+            return
+        check_id(name, version)
+        deadline = CallDeadline(timeout)
+        if base is not None and base >= version:
+            raise ObjectError(f"Cannot put {name!r} version {version} with base={base}: a base is an earlier version.")
+        whole, records = (None, ()) if base is None else self._versions.base(name, base, deadline)
+        self._versions.put(
+            name,
+            version,
+            tensor,
+            base=whole,
+            describe=lambda record: (*records, record),
+            deadline=deadline,
+        )
 
     def start_put(self, name: str, tensor: Tensor, *, version: int = 0) -> ObjectFuture[None]:
         """Begin a `put`; the tensor may change once this returns."""
-        dtype = dtype_name(tensor.dtype)
-        if dtype not in ITEM_BYTES:
-            raise ObjectError(f"Cannot put {name!r}: its dtype is {dtype}, and {', '.join(ITEM_BYTES)} can be put.")
-        data = bytes_of(tensor)
-        meta = ObjectMeta(dtype, tuple(tensor.shape), len(data))
-        return self._access.put(ObjectName(name, version), meta, data)
+        if name.endswith((DELTA, DESCRIPTION)):
+            check_id(name, version)
+        layout = TensorLayout.of(tensor)
+        return self._access.put(ObjectName(name, version), layout.meta, layout.parts(tensor))
 
-    def get(self, name: str, *, version: int = 0, timeout: float | None = None) -> Tensor:
-        """Wait for an object, and return it.
+    @overload
+    def get(self, name: str, *, version: int = 0, timeout: float | None = None) -> Tensor: ...
+
+    @overload
+    def get(
+        self, name: str, *, version: int = 0, into: Tensor | Mapping[str, Tensor], timeout: float | None = None
+    ) -> None: ...
+
+    def get(
+        self,
+        name: str,
+        *,
+        version: int = 0,
+        into: Tensor | Mapping[str, Tensor] | None = None,
+        timeout: float | None = None,
+    ) -> Tensor | None:
+        """Wait for an object, and return it; or write it into tensors.
 
         The tensor lies in the store's memory, mapped here: what is written into it nobody else sees.
 
         Args:
             name, version: of it.
+            into: tensors that may have an earlier version, of which only what changed travels then. All are written,
+                or none.
             timeout: in seconds; None for as long as it takes.
 
         Raises:
             ObjectTimeoutError: if it has not come in time; says how much of it has.
-            ObjectError: if it is lost, or was deleted.
+            ObjectError: if it is lost, or was deleted, or is not like the tensors.
         """
-        future = self.start_get(name, version=version)
-        try:
-            self._wait(future, f"get {ObjectName(name, version)}", timeout)
-        except ObjectTimeoutError:
-            self._access.stop(future)
-            raise
-        found = future.value
-        self._used[ObjectName(name, version)] = found.used
-        return tensor_of(found)
+        if into is not None:
+            if why := self._versions.load(name, version, into, CallDeadline(timeout)):
+                raise ObjectError(why)
+            return None
+        return tensor_of(self._find(name, version, timeout))
+
+    def get_tensors(self, name: str, *, version: int = 0, timeout: float | None = None) -> dict[str, Tensor]:
+        """Wait for several tensors that were put in one object, and return them, as `get` does."""
+        found = self._find(name, version, timeout)
+        memory = memoryview(found.memory)[: found.meta.size_bytes]
+        return TensorLayout.read(found.meta, memory).tensors_in(memory)
 
     def start_get(self, name: str, *, version: int = 0) -> ObjectFuture[FoundObject]:
         """Begin to wait for an object; `tensor_of` makes a tensor of the outcome."""
@@ -225,9 +270,40 @@ class ObjectClient:
             raise ObjectError(f"Cannot say what {target!r} was made of: get it first, and see that it is a sum.")
         return [source.id for source in used]
 
+    def versions(self, name: str, *, timeout: float | None = None) -> list[int]:
+        """The versions of a name that some store has all of, ascending."""
+        return list(self._access.versions(name).get(f"look for {name!r}", timeout).versions)
+
+    def publisher(self, name: str, *, keep: int = 2) -> Publisher:
+        """Publish versions of a model under a name; see `Publisher.publish`.
+
+        Args:
+            name: of it.
+            keep: the number of versions whose whole is kept.
+        """
+        return Publisher(self._versions, name, keep)
+
+    def follow(self, name: str, target: torch.nn.Module | Mapping[str, Tensor]) -> Follower:
+        """Load versions that are published under a name, as they come; see `Follower.update`.
+
+        Args:
+            name: of what is followed.
+            target: a module, or tensors by name, into which they are written.
+        """
+        return Follower(self._versions, name, target)
+
     def delete(self, name: str, *, version: int = 0) -> None:
         """Have all stores let go of an object; who has mapped it keeps it. Does not wait."""
-        self._access.delete(ObjectName(name, version))
+        for one in (description_name(name, version), delta_name(name, version), ObjectName(name, version)):
+            self._access.delete(one)
+
+    def status(self) -> StatusAnswer:
+        """Return the objects of this machine's store, and the bytes that it has sent to others.
+
+        Raises:
+            ObjectError: if it is lost.
+        """
+        return self._access.status()
 
     def close(self) -> None:
         """Say good-bye."""
@@ -238,6 +314,16 @@ class ObjectClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _find(self, name: str, version: int, timeout: float | None) -> FoundObject:
+        future = self.start_get(name, version=version)
+        try:
+            found = future.get(f"get {ObjectName(name, version)}", timeout)
+        except ObjectTimeoutError:
+            self._access.stop(future)
+            raise
+        self._used[ObjectName(name, version)] = found.used
+        return found
 
     def _reduce(
         self,
@@ -271,19 +357,6 @@ class ObjectClient:
             striped=striped,
         )
         self._access.reduce(request)
-
-    @staticmethod
-    def _wait(future: ObjectFuture[T], what: str, timeout: float | None) -> None:
-        until_s = None if timeout is None else time.monotonic() + timeout
-        while True:
-            left_s = _LOOK_S if until_s is None else min(_LOOK_S, until_s - time.monotonic())
-            if left_s < 0:
-                raise ObjectTimeoutError(
-                    f"Cannot {what} within {timeout:g} s: {future.progress or 'nothing is known'}."
-                )
-            if future.wait(timedelta(seconds=left_s)):
-                future.outcome()
-                return
 
 
 def tensor_of(found: FoundObject) -> Tensor:

@@ -24,6 +24,8 @@ from offbeat.protocol.object_calls import (
     ReleaseNote,
     StatusCall,
     StopCall,
+    VersionsAnswer,
+    VersionsCall,
     from_client_of,
     pack_call,
 )
@@ -31,7 +33,7 @@ from offbeat.protocol.object_calls import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from offbeat.objects.node_store import NodeStore
+    from offbeat.objects.node_store import KnownVersions, NodeStore
     from offbeat.objects.stored_object import Outcome, StoredObject
     from offbeat.protocol.object_calls import FromClient, ToClient
     from offbeat.protocol.objects import ObjectName
@@ -48,6 +50,7 @@ class ClientLink:
         self._store, self._link = store, link
         self._making: dict[ObjectName, StoredObject] = {}
         self._gets: dict[int, tuple[ObjectName, Callable[[Outcome], None]]] = {}
+        self._looks: dict[int, tuple[str, Callable[[KnownVersions], None]]] = {}
         self._pins: list[StoredObject] = []
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
@@ -68,7 +71,7 @@ class ClientLink:
 
     def lost(self, error: OffbeatError | None) -> None:
         """The link has ended."""
-        for call in list(self._gets):
+        for call in [*self._gets, *self._looks]:
             self._stop(call)
         for stored in self._making.values():
             self._store.abandon(stored)
@@ -94,6 +97,8 @@ class ClientLink:
                 self._when_room(message, lambda: store.put_small(message.name, message.meta, message.data, done))
             case GetCall():
                 self._get(message)
+            case VersionsCall():
+                self._look(message)
             case StopCall():
                 self._stop(message.call)
             case ReleaseNote():
@@ -104,7 +109,7 @@ class ClientLink:
             case ReduceNote():
                 store.reduce(message.request)
             case DeleteNote():
-                store.delete(message.name)
+                store.delete(message.name, when_read=message.when_read)
             case StatusCall():
                 self._say(store.status(message.call))
 
@@ -133,8 +138,7 @@ class ClientLink:
 
     def _get(self, message: GetCall) -> None:
         call = message.call
-        if len(self._gets) >= _MAX_CALLS or call in self._gets:
-            raise PeerError(f"Cannot wait for more than {_MAX_CALLS} objects of one client, or twice by one number.")
+        self._check_number(call)
 
         def told(what: Outcome) -> None:
             self._gets.pop(call, None)
@@ -162,6 +166,25 @@ class ClientLink:
         if call in self._gets:
             asyncio.get_running_loop().call_later(_TOLD_S, self._tell_progress, call)
 
+    def _look(self, message: VersionsCall) -> None:
+        call = message.call
+        self._check_number(call)
+
+        def told(what: KnownVersions) -> None:
+            self._looks.pop(call, None)
+            if isinstance(what, OffbeatError):
+                self._fail(call, what)
+            else:
+                self._say(VersionsAnswer(call=call, versions=what.versions, highest=what.highest))
+
+        self._looks[call] = message.id, told
+        self._store.want_versions(message.id, message.after, waits=message.waits, told=told)
+
+    def _check_number(self, call: int) -> None:
+        waiting = self._gets.keys() | self._looks.keys()
+        if len(waiting) >= _MAX_CALLS or call in waiting:
+            raise PeerError(f"Cannot wait for more than {_MAX_CALLS} objects of one client, or twice by one number.")
+
     def _tell_progress(self, call: int) -> None:
         if call not in self._gets or not self._link.is_open:
             return
@@ -184,6 +207,8 @@ class ClientLink:
     def _stop(self, call: int) -> None:
         if (found := self._gets.pop(call, None)) is not None:
             self._store.stop_wanting(*found)
+        if (look := self._looks.pop(call, None)) is not None:
+            self._store.stop_wanting_versions(*look)
 
     def _done(self, call: int) -> Callable[[Outcome], None]:
         def told(what: Outcome) -> None:

@@ -26,8 +26,10 @@ from offbeat.objects.reduction import Reduction
 from offbeat.objects.running_stages import collect
 from offbeat.objects.small_reduction import SMALL_SUM_BYTES, SmallReduction
 from offbeat.objects.stripes import stripes_for
+from offbeat.objects.version_index import VersionIndex
 from offbeat.protocol.objects import (
     INLINE_BYTES,
+    MAX_VERSIONS,
     ChangeFeeder,
     ChildArrived,
     ChildFailed,
@@ -52,9 +54,12 @@ from offbeat.protocol.objects import (
     StageFed,
     StageRuns,
     StopWanting,
+    StopWantingVersions,
     StripeArrived,
     StripeFeeder,
+    VersionsKnown,
     WantObject,
+    WantVersions,
     WithdrawPut,
 )
 
@@ -87,6 +92,7 @@ class Entry:
         reduction: that makes it; `made_by` is what was asked for, also when it is over.
         used: the sources that it was made of.
         watched_by: the reduces that it is a source of.
+        deleted_because: why it is to be deleted once no store reads it any more; "" if it is not.
         moved: the slow stores that nobody else waits for; `suspected` are those that perhaps are slow.
     """
 
@@ -102,6 +108,7 @@ class Entry:
     made_by: ReduceObjects | None = None
     used: tuple[ObjectName, ...] = ()
     watched_by: list[ObjectName] = field(default_factory=list)
+    deleted_because: str = ""
     moved: set[str] = field(default_factory=set)
     suspected: set[str] = field(default_factory=set)
 
@@ -139,7 +146,8 @@ class Directory:
         self.link = link
         self.goodput = Goodput()
         self._entries: dict[ObjectName, Entry] = {}
-        self._parked: dict[str, int] = {}  # by store, objects that it waits for and nobody has put
+        self._index = VersionIndex()
+        self._parked: dict[str, int] = {}  # by store, objects and versions that it waits for and nobody has put
         self._attempts = itertools.count(first_attempt)
         self._inline_bytes = 0
 
@@ -152,6 +160,7 @@ class Directory:
         """Take in a message of a store, and return the messages that stores are to get for it."""
         told = self._handle(message, store)
         if (entry := self._entries.get(message.name)) is not None:
+            told += self._forget_if_read(entry)
             self._forget_if_unknown(entry)
         return told
 
@@ -185,6 +194,7 @@ class Directory:
             for stripe, chains in enumerate(entry.chains):
                 told += self._tell_feeders(entry, stripe, chains.lose(store))
             told += self._compare_twins(entry)
+        self._index.lost(store)
         self._parked.pop(store, None)
         self.goodput.forget(store)
         for entry in entries:
@@ -195,6 +205,7 @@ class Directory:
             else:
                 told += entry.reduction.lost(store) + self._sync_target(entry)
         for entry in entries:
+            told += self._forget_if_read(entry)
             self._forget_if_unknown(entry)
         return told
 
@@ -231,6 +242,11 @@ class Directory:
                 return self._drop(message, store)
             case DeleteObject():
                 return self._delete(message, store)
+            case WantVersions():
+                return self._want_versions(message, store)
+            case StopWantingVersions():
+                self._unpark_versions(message.name.id, store)
+                return []
             case ReduceObjects():
                 return self._reduce(message, store)
             case ChildArrived():
@@ -344,6 +360,9 @@ class Directory:
     def _arrived(self, entry: Entry, store: str, stripe: int) -> Instructions:
         told = self._tell_feeders(entry, stripe, entry.chains[stripe].arrived(store))
         if store in entry.whole_at:
+            for waiting in self._index.waiting_for(entry.name):
+                self._unpark_versions(entry.name.id, waiting)
+                told.append((waiting, self._versions(entry.name)))
             for target in list(entry.watched_by):
                 told += self._source_ready(self._entries[target], entry, store)
         return told
@@ -462,12 +481,38 @@ class Directory:
             for store in sorted(changed)
         ]
 
+    # -- versions ------------------------------------------------------------------------------------------------
+
+    def _want_versions(self, message: WantVersions, store: str) -> Instructions:
+        known = self._versions(message.name)
+        if not message.waits or (known.versions and known.versions[-1] > message.after):
+            return [(store, known)]
+        parked = self._parked.get(store, 0)
+        if self._index.park(message.name.id, store, message.after):
+            if parked >= MAX_PARKED:
+                self._index.unpark(message.name.id, store)
+                reason = f"Cannot wait for versions of {message.name.id!r}: this store waits for {parked} other things."
+                return [(store, msgspec.structs.replace(known, refusal=reason))]
+            self._parked[store] = parked + 1
+        return []
+
+    def _versions(self, name: ObjectName) -> VersionsKnown:
+        put = [self._entries[ObjectName(name.id, version)] for version in self._index.versions(name.id)]
+        put = [entry for entry in put if entry.meta is not None]
+        there = [entry.name.version for entry in put if entry.inline is not None or entry.whole_at]
+        highest = put[-1].name.version if put else -1
+        return VersionsKnown(name=ObjectName(name.id), versions=tuple(there[-MAX_VERSIONS:]), highest=highest)
+
+    def _unpark_versions(self, id_: str, store: str) -> None:
+        if self._index.unpark(id_, store):
+            self._parked[store] -= 1
+
     # -- the end of objects --------------------------------------------------------------------------------------
 
     def _drop(self, message: DropObject, store: str) -> Instructions:
         entry = self._entries.get(message.name)
         told: Instructions = []
-        granted = entry is not None and bool(entry.whole_at - {store}) and not (entry.reduction or entry.watched_by)
+        granted = entry is None or (bool(entry.whole_at - {store}) and not (entry.reduction or entry.watched_by))
         if entry is not None and granted:
             for stripe, chains in enumerate(entry.chains):
                 told += self._tell_feeders(entry, stripe, chains.lose(store))
@@ -482,7 +527,17 @@ class Directory:
 
     def _delete(self, message: DeleteObject, store: str) -> Instructions:
         entry = self._entries.get(message.name)
-        return [] if entry is None else self._forget(entry, f"{message.name} was deleted by the store at {store}.")
+        if entry is None:
+            return []
+        entry.deleted_because = f"{message.name} was deleted by the store at {store}."
+        return [] if message.when_read else self._forget(entry, entry.deleted_because)
+
+    def _forget_if_read(self, entry: Entry) -> Instructions:
+        """End an object that is to be deleted once no store reads it any more, if that is so."""
+        is_read = any(chains.feeders for chains in entry.chains)
+        if not entry.deleted_because or is_read or self._entries.get(entry.name) is not entry:
+            return []
+        return self._forget(entry, entry.deleted_because)
 
     def _forget(self, entry: Entry, reason: str) -> Instructions:
         told = self._end_reduction(entry) if entry.reduction is not None else []
@@ -494,7 +549,7 @@ class Directory:
         if entry.watched_by:  # whoever puts it again makes it for them
             self._entries[entry.name] = Entry(entry.name, watched_by=entry.watched_by)
         else:
-            del self._entries[entry.name]
+            self._remove(entry)
         return told
 
     # -- reduces -------------------------------------------------------------------------------------------------
@@ -603,7 +658,7 @@ class Directory:
     def _refuse_reduction(self, entry: Entry, reason: str) -> Instructions:
         refused = [(at, ObjectRefused(name=entry.name, reason=reason, differs=True)) for at in self._involved(entry)]
         told = self._end_reduction(entry)
-        del self._entries[entry.name]
+        self._remove(entry)
         return [*told, *refused]
 
     def _involved(self, entry: Entry) -> list[str]:
@@ -701,12 +756,17 @@ class Directory:
     # -- entries -------------------------------------------------------------------------------------------------
 
     def _entry(self, name: ObjectName) -> Entry:
+        self._index.add(name)
         return self._entries.setdefault(name, Entry(name))
+
+    def _remove(self, entry: Entry) -> None:
+        if self._entries.pop(entry.name, None) is not None:
+            self._index.remove(entry.name)
 
     def _forget_if_unknown(self, entry: Entry) -> None:
         """Remove an entry if no store has the object, makes it or waits for it."""
         if entry.meta is None and not (entry.stores or entry.reduction or entry.watched_by):
-            self._entries.pop(entry.name, None)
+            self._remove(entry)
 
     def _describe(self, entry: Entry, meta: ObjectMeta, generations: tuple[int, ...] = ()) -> None:
         if entry.meta is None:

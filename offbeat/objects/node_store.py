@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,19 @@ _RETRY_S = 1.0  # after which what nobody feeds is asked for again
 _RATE_S, _MOST_RATES = 0.1, 8
 _ROOM_S = 1.0  # for which an object waits for others to be dropped
 _MOST_TOLD = 4096
+_MOST_INLINE_COPIES = 256
+_MAPPED_S = 5.0  # within which a client maps an object that it was told of
+KnownVersions = say.VersionsKnown | OffbeatError
+"""The versions of an id, or the reason why a directory does not say them."""
+
+
+@dataclass(frozen=True, eq=False)
+class VersionsWait:
+    """The wait of one caller for a version of an id after this one."""
+
+    after: int
+    waits: bool
+    told: Callable[[KnownVersions], None]
 
 
 _Lacking = tuple[ObjectName, int, "Callable[[ObjectError | None], None]"]
@@ -90,6 +104,8 @@ class NodeStore:
         self._waiting: dict[ObjectName, list[Callable[[Outcome], None]]] = {}
         self._putting: dict[ObjectName, Callable[[Outcome], None]] = {}
         self._asked: dict[ObjectName, tuple[say.ReduceObjects, float]] = {}  # sums, and when their patience is over
+        self._wanting_versions: dict[str, list[VersionsWait]] = {}  # by id
+        self._inline_copies: OrderedDict[ObjectName, None] = OrderedDict()
         self.used: dict[ObjectName, tuple[ObjectName, ...]] = {}
         self._feeders: dict[str, FeederLink] = {}
         self._readers: set[ReaderLink] = set()
@@ -248,14 +264,29 @@ class NodeStore:
                 if stored is not None:
                     self._remove(stored)
 
+    def want_versions(self, id_: str, after: int, *, waits: bool, told: Callable[[KnownVersions], None]) -> None:
+        """Ask which versions of an id are there; `told` is called once, as soon as one after `after` is, or at once."""
+        self._wanting_versions.setdefault(id_, []).append(VersionsWait(after, waits, told))
+        if waits:
+            self._ask_for_versions(id_)
+        else:
+            self.tell_directory(say.WantVersions(name=ObjectName(id_)))
+
+    def stop_wanting_versions(self, id_: str, told: Callable[[KnownVersions], None]) -> None:
+        """Withdraw a `want_versions`."""
+        waiting = [wait for wait in self._wanting_versions.pop(id_, []) if wait.told is not told]
+        if waiting:
+            self._wanting_versions[id_] = waiting
+        self._ask_for_versions(id_)
+
     def reduce(self, request: say.ReduceObjects) -> None:
         """Have a sum made, which this store keeps; `want` it to hear of it."""
         self._asked[request.name] = request, time.monotonic() + (request.patience_s or 0)
         self.tell_directory(request)
 
-    def delete(self, name: ObjectName) -> None:
-        """Have all stores let go of an object."""
-        self.tell_directory(say.DeleteObject(name=name))
+    def delete(self, name: ObjectName, *, when_read: bool = False) -> None:
+        """Have all stores let go of an object: at once, or when no store reads it any more."""
+        self.tell_directory(say.DeleteObject(name=name, when_read=when_read))
 
     def status(self, call: int) -> StatusAnswer:
         """Return the status of this store, as the answer to a call."""
@@ -297,6 +328,7 @@ class NodeStore:
                     stored = self._make(name, message.meta)
                     stored.memory[:] = message.data
                     stored.stripes[0].grow(len(message.data))
+                    self._keep_inline_copy(stored)
                 self._tell_waiting(stored)
             case say.ChangeFeeder():
                 if stored is not None:
@@ -310,6 +342,8 @@ class NodeStore:
                 if stored is not None:
                     self._remove(stored)
                 self._fail(name, ObjectError(message.reason))
+            case say.VersionsKnown():
+                self._versions_known(message)
             case say.ObjectDropped():
                 if message.granted and stored is not None:
                     self._remove(stored)
@@ -361,6 +395,9 @@ class NodeStore:
             known = self.objects.get(name)
             if self._directory_of(name) is link and (known is None or not (known.is_own or known.digest)):
                 yield say.WantObject(name=name, have_bytes=0 if known is None else known.have_bytes)
+        for id_, waiting in self._wanting_versions.items():
+            if self._directory_of(ObjectName(id_)) is link:
+                yield from versions_wanted(id_, waiting)
         for stored in parts:
             for stripe, buffer in enumerate(stored.stripes):
                 if buffer.is_whole:
@@ -371,6 +408,10 @@ class NodeStore:
         for name in {*self._waiting, *self._putting}:
             if self._directory_of(name) is link:
                 self._fail(name, ObjectError(f"Cannot get or put {name}: {error}"))
+        for id_ in list(self._wanting_versions):
+            if self._directory_of(ObjectName(id_)) is link:
+                for wait in self._wanting_versions.pop(id_):
+                    wait.told(ObjectError(f"Cannot look for versions of {id_!r}: {error}"))
 
     def directory_away_s(self, name: ObjectName) -> float:
         """Return for how many seconds the directory of an object has been lost; 0 if it is there."""
@@ -378,6 +419,25 @@ class NodeStore:
 
     def _objects_of(self, link: DirectoryLink) -> list[StoredObject]:
         return [stored for stored in self.objects.values() if self._directory_of(stored.name) is link]
+
+    def _versions_known(self, message: say.VersionsKnown) -> None:
+        id_, newest = message.name.id, message.versions[-1] if message.versions else -1
+        waiting = self._wanting_versions.pop(id_, [])
+        left = [] if message.refusal else [wait for wait in waiting if wait.waits and wait.after >= newest]
+        if left:
+            self._wanting_versions[id_] = left
+            self._ask_for_versions(id_)
+        for wait in waiting:
+            if wait not in left:
+                wait.told(ObjectError(message.refusal) if message.refusal and wait.waits else message)
+
+    def _ask_for_versions(self, id_: str) -> None:
+        """Have the directory wait for the first version that anybody here waits for."""
+        wanted = [wait for wait in self._wanting_versions.get(id_, ()) if wait.waits]
+        for question in versions_wanted(id_, wanted):
+            self.tell_directory(question)
+        if not wanted:
+            self.tell_directory(say.StopWantingVersions(name=ObjectName(id_)))
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -608,6 +668,13 @@ class NodeStore:
             _, _, told = self._lacking.pop(0)
             told(None)
 
+    def _keep_inline_copy(self, stored: StoredObject) -> None:
+        """Keep a small object of others for a while: the directory does not say when its name ends."""
+        self._inline_copies[stored.name] = None
+        if len(self._inline_copies) > _MOST_INLINE_COPIES:
+            oldest, _ = self._inline_copies.popitem(last=False)
+            self.tell_directory(say.DropObject(name=oldest))
+
     def _remove(self, stored: StoredObject) -> None:
         for stripe in list(stored.readings):
             self._stop_reading(stored, stripe)
@@ -618,7 +685,9 @@ class NodeStore:
     def _let_go(self, stored: StoredObject) -> None:
         if self.objects.pop(stored.name, None) is not None:
             self.used_bytes -= stored.meta.size_bytes
-            if stored.segment is not None:
+            if stored.segment is not None and stored.pins:  # a client may be about to map it
+                self._later(_MAPPED_S, stored.segment.close)
+            elif stored.segment is not None:
                 stored.segment.close()
             self._give_room()
 
@@ -694,3 +763,12 @@ def shard_of(name: ObjectName, shards: int) -> int:
 def digest_of(memory: memoryview) -> str:
     """The digest of an object's bytes."""
     return xxhash.xxh3_64_hexdigest(memory)
+
+
+def versions_wanted(id_: str, waiting: list[VersionsWait]) -> list[say.WantVersions]:
+    """The questions to a directory for callers who want to know which versions of an id there are."""
+    after = [wait.after for wait in waiting if wait.waits]
+    asked = [say.WantVersions(name=ObjectName(id_), after=min(after), waits=True)] if after else []
+    if len(after) < len(waiting):
+        asked.append(say.WantVersions(name=ObjectName(id_)))
+    return asked

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
+import time
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from offbeat.errors import DisagreementError, NetworkError, ObjectError, OffbeatError, PeerError
+from offbeat.errors import (
+    DisagreementError,
+    NetworkError,
+    ObjectError,
+    ObjectTimeoutError,
+    OffbeatError,
+    PeerError,
+)
 from offbeat.objects.memory import map_segment
 from offbeat.pending import Completion
 from offbeat.protocol.object_calls import (
@@ -29,6 +38,8 @@ from offbeat.protocol.object_calls import (
     StatusAnswer,
     StatusCall,
     StopCall,
+    VersionsAnswer,
+    VersionsCall,
     pack_call,
     to_client_of,
 )
@@ -38,9 +49,9 @@ from offbeat.wire.session import Limits
 from offbeat.wire.tcp import connect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Iterable, Iterator
 
-    from offbeat.objects.node_store import NodeStore
+    from offbeat.objects.node_store import KnownVersions, NodeStore
     from offbeat.objects.stored_object import Outcome, StoredObject
     from offbeat.protocol.object_calls import FromClient
     from offbeat.protocol.objects import ObjectMeta, ObjectName, ReduceObjects
@@ -51,8 +62,31 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _COPY_BYTES = 4 << 20
 _LONG = timedelta(days=1)
+_LOOK_S = 0.5
 CLIENT_LIMITS = Limits(timeout=timedelta(seconds=5))
 """The limits of the link between a client and its store: a client may hold the GIL for seconds."""
+
+
+class CallDeadline:
+    """The moment until which a call may take.
+
+    Args:
+        timeout: in seconds from now; None for as long as it takes.
+    """
+
+    def __init__(self, timeout: float | None) -> None:
+        self.timeout = timeout
+        self._until_s = None if timeout is None else time.monotonic() + timeout
+
+    @property
+    def left_s(self) -> float:
+        """Return the seconds that are left; infinity without an end."""
+        return math.inf if self._until_s is None else max(0.0, self._until_s - time.monotonic())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether none is left."""
+        return self.left_s == 0.0
 
 
 class ObjectFuture(Completion, Generic[T]):
@@ -82,6 +116,24 @@ class ObjectFuture(Completion, Generic[T]):
         if self.error is not None:
             raise self.error
         return self.value
+
+    def get(self, what: str, timeout: CallDeadline | float | None) -> T:
+        """Wait for the outcome; signals are handled meanwhile.
+
+        Args:
+            what: it is, for people, such as "get 'w'".
+            timeout: in seconds; None for as long as it takes.
+
+        Raises:
+            ObjectTimeoutError: if it has taken too long; says how far it is.
+            OffbeatError: what ended it.
+        """
+        deadline = timeout if isinstance(timeout, CallDeadline) else CallDeadline(timeout)
+        while not self.wait(timedelta(seconds=min(_LOOK_S, deadline.left_s))):
+            if deadline.is_over:
+                progress = self.progress or "nothing is known"
+                raise ObjectTimeoutError(f"Cannot {what} within {deadline.timeout:g} s: {progress}.")
+        return self.outcome()
 
     def __await__(self) -> Generator[Any, None, T]:
         import asyncio
@@ -114,20 +166,30 @@ class FoundObject:
 class StoreAccess(Protocol):
     """The Protocol of a way to a store; on any thread."""
 
-    def put(self, name: ObjectName, meta: ObjectMeta, data: memoryview) -> ObjectFuture[None]:
-        """Copy an object to the store, which gives it to others from the first bytes on."""
+    def put(self, name: ObjectName, meta: ObjectMeta, parts: Iterable[memoryview]) -> ObjectFuture[None]:
+        """Copy an object, whose bytes are in parts, to the store, which gives it to others from the first bytes on."""
 
     def get(self, name: ObjectName) -> ObjectFuture[FoundObject]:
         """Wait for an object."""
 
-    def stop(self, future: ObjectFuture[FoundObject]) -> None:
-        """Withdraw a `get`."""
+    def versions(self, id_: str, after: int = -1, *, waits: bool = False) -> ObjectFuture[VersionsAnswer]:
+        """Ask which versions of an id are there: at once, or as soon as one after `after` is."""
+
+    def stop(self, future: ObjectFuture[Any]) -> None:
+        """Withdraw a `get`, or a `versions`."""
 
     def reduce(self, request: ReduceObjects) -> None:
         """Have a sum made."""
 
-    def delete(self, name: ObjectName) -> None:
-        """Have all stores let go of an object."""
+    def delete(self, name: ObjectName, *, when_read: bool = False) -> None:
+        """Have all stores let go of an object: at once, or when no store reads it any more."""
+
+    def status(self) -> StatusAnswer:
+        """Return the objects of the store.
+
+        Raises:
+            ObjectError: if it is lost.
+        """
 
     def close(self) -> None:
         """Say good-bye."""
@@ -143,14 +205,15 @@ class EmbeddedStore:
 
     def __init__(self, store: NodeStore, bind: str, directories: list[str], patience: timedelta) -> None:
         self._store, self._loop = store, LoopThread("offbeat-objects")
-        self._gets: dict[ObjectFuture[FoundObject], tuple[ObjectName, Callable[[Outcome], None]]] = {}
+        self._gets: dict[ObjectFuture[Any], tuple[ObjectName, Callable[[Outcome], None]]] = {}
+        self._looks: dict[ObjectFuture[Any], tuple[str, Callable[[KnownVersions], None]]] = {}
         try:
             self._loop.run(store.open(bind, 0, directories, patience))
         except BaseException:
             self._loop.close()
             raise
 
-    def put(self, name: ObjectName, meta: ObjectMeta, data: memoryview) -> ObjectFuture[None]:
+    def put(self, name: ObjectName, meta: ObjectMeta, parts: Iterable[memoryview]) -> ObjectFuture[None]:
         future: ObjectFuture[None] = ObjectFuture()
 
         def told(what: Outcome) -> None:
@@ -158,7 +221,7 @@ class EmbeddedStore:
 
         future.value = None
         if meta.size_bytes <= INLINE_BYTES:
-            small = bytes(data)
+            small = b"".join(parts)
             self._when_room(future, name, meta, lambda: self._store.put_small(name, meta, small, told))
             return future
         made: ObjectFuture[StoredObject] = ObjectFuture()
@@ -168,9 +231,7 @@ class EmbeddedStore:
             future.end(made.error)
             return future
         stored = made.value
-        for at in range(0, len(data), _COPY_BYTES):
-            end = min(at + _COPY_BYTES, len(data))
-            stored.memory[at:end] = data[at:end]
+        for end in copied(parts, stored.memory):
             self._loop.call(self._store.filled, stored, end)
         self._call(future, self._store.finish, stored, told)
         return future
@@ -189,15 +250,36 @@ class EmbeddedStore:
         self._call(future, self._store.want, name, told)
         return future
 
-    def stop(self, future: ObjectFuture[FoundObject]) -> None:
+    def versions(self, id_: str, after: int = -1, *, waits: bool = False) -> ObjectFuture[VersionsAnswer]:
+        future: ObjectFuture[VersionsAnswer] = ObjectFuture()
+
+        def told(what: KnownVersions) -> None:
+            self._looks.pop(future, None)
+            if isinstance(what, OffbeatError):
+                future.end(what)
+            else:
+                future.finish(VersionsAnswer(call=0, versions=what.versions, highest=what.highest))
+
+        self._looks[future] = id_, told
+        self._call(future, lambda: self._store.want_versions(id_, after, waits=waits, told=told))
+        return future
+
+    def stop(self, future: ObjectFuture[Any]) -> None:
         if (found := self._gets.pop(future, None)) is not None:
             self._loop.call(self._store.stop_wanting, *found)
+        if (look := self._looks.pop(future, None)) is not None:
+            self._loop.call(self._store.stop_wanting_versions, *look)
 
     def reduce(self, request: ReduceObjects) -> None:
         self._loop.call(self._store.reduce, request)
 
-    def delete(self, name: ObjectName) -> None:
-        self._loop.call(self._store.delete, name)
+    def delete(self, name: ObjectName, *, when_read: bool = False) -> None:
+        self._loop.call(lambda: self._store.delete(name, when_read=when_read))
+
+    def status(self) -> StatusAnswer:
+        future: ObjectFuture[StatusAnswer] = ObjectFuture()
+        self._call(future, lambda: future.finish(self._store.status(0)))
+        return future.get("see what is in the store", None)
 
     def close(self) -> None:
         self._loop.run(self._store.close())
@@ -267,18 +349,17 @@ class RemoteStore:
             self._loop.close()
             raise
 
-    def put(self, name: ObjectName, meta: ObjectMeta, data: memoryview) -> ObjectFuture[None]:
+    def put(self, name: ObjectName, meta: ObjectMeta, parts: Iterable[memoryview]) -> ObjectFuture[None]:
         if meta.size_bytes <= INLINE_BYTES:
-            return self._ask(lambda call: PutSmallCall(call=call, name=name, meta=meta, data=bytes(data)))
+            data = b"".join(parts)
+            return self._ask(lambda call: PutSmallCall(call=call, name=name, meta=meta, data=data))
         made: ObjectFuture[MemoryAnswer] = self._ask(lambda call: CreateCall(call=call, name=name, meta=meta))
         made.wait(_LONG)
         if made.error is not None:
             return made  # type: ignore[return-value]
         where = made.value
         with map_segment(where.process, where.descriptor, meta.size_bytes, to_fill=True) as memory:
-            for at in range(0, len(data), _COPY_BYTES):
-                end = min(at + _COPY_BYTES, len(data))
-                memory[at:end] = data[at:end]
+            for end in copied(parts, memory):
                 self._say(FilledNote(name=name, have_bytes=end))
         return self._ask(lambda call: FinishCall(call=call, name=name))
 
@@ -289,7 +370,10 @@ class RemoteStore:
 
         return self._ask(ask)
 
-    def stop(self, future: ObjectFuture[FoundObject]) -> None:
+    def versions(self, id_: str, after: int = -1, *, waits: bool = False) -> ObjectFuture[VersionsAnswer]:
+        return self._ask(lambda call: VersionsCall(call=call, id=id_, after=after, waits=waits))
+
+    def stop(self, future: ObjectFuture[Any]) -> None:
         for call, waiting in list(self._calls.items()):
             if waiting is future:
                 del self._calls[call]
@@ -299,15 +383,10 @@ class RemoteStore:
     def reduce(self, request: ReduceObjects) -> None:
         self._say(ReduceNote(request))
 
-    def delete(self, name: ObjectName) -> None:
-        self._say(DeleteNote(name=name))
+    def delete(self, name: ObjectName, *, when_read: bool = False) -> None:
+        self._say(DeleteNote(name=name, when_read=when_read))
 
     def status(self) -> StatusAnswer:
-        """Return the objects of the store.
-
-        Raises:
-            ObjectError: if it is lost.
-        """
         future: ObjectFuture[StatusAnswer] = self._ask(lambda call: StatusCall(call=call))
         future.wait(CLIENT_LIMITS.timeout)
         return future.outcome()
@@ -388,6 +467,21 @@ class RemoteStore:
                 self._link.send(pack_call(message))
 
         self._loop.call(send)
+
+
+def copied(parts: Iterable[memoryview], memory: Any) -> Iterator[int]:
+    """Copy parts into memory, one after the other; yields how many bytes are there, now and then and at the end."""
+    end = noted = 0
+    for part in parts:
+        for at in range(0, len(part), _COPY_BYTES):
+            piece = part[at : at + _COPY_BYTES]
+            memory[end : end + len(piece)] = piece
+            end += len(piece)
+            if end - noted >= _COPY_BYTES:
+                noted = end
+                yield end
+    if end > noted:
+        yield end
 
 
 def told(note: ProgressNote) -> str:

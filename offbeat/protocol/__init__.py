@@ -11,7 +11,7 @@
 * `status` - what can be seen of a job; `worker_status` - what a worker tells of its training
 * `switch_control` - what workers and operators say to a switch, beside the packets
 * `objects` - between stores of objects and their directory; `object_lanes` - between stores; `object_calls` - between a
-  store and a client on its machine
+  store and a client on its machine; `object_versions` - what the objects of a version begin with
 * `group_progress` - how far a worker is in exchanges, told behind a loss
 * `optimizer_spec` - an optimizer as data
 * `bounds` - types of fields with their bounds; `decoding` - a message is read, or refused

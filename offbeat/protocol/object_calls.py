@@ -10,6 +10,8 @@ client                                          store
   | -- GetCall(call, name) --------------------> |
   | <----- ProgressNote(call, ...) ------------- |   again and again, as long as it waits
   | <----- ObjectAnswer(call, meta, ...) ------- |
+  | -- VersionsCall(call, id, after, waits) ---> |   which versions of an id are there?
+  | <----- VersionsAnswer(call, versions, ...) - |   at once, or as soon as there is one after that
   | -- StopCall(call) -------------------------> |   it does not wait any more
   | -- ReleaseNote(name) ----------------------> |   it does not look at the object any more
   | -- ReduceNote(request), DeleteNote(name) --> |
@@ -26,7 +28,15 @@ import msgspec
 
 from offbeat.protocol.bounds import Count, Seconds, Text
 from offbeat.protocol.decoding import read_message
-from offbeat.protocol.objects import INLINE_BYTES, MAX_SOURCES, ObjectMeta, ObjectName, ReduceObjects
+from offbeat.protocol.objects import (
+    INLINE_BYTES,
+    MAX_SOURCES,
+    MAX_VERSIONS,
+    ObjectId,
+    ObjectMeta,
+    ObjectName,
+    ReduceObjects,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -78,6 +88,19 @@ class GetCall(_Numbered, frozen=True, tag=True, kw_only=True):
     name: ObjectName
 
 
+class VersionsCall(_Numbered, frozen=True, tag=True, kw_only=True):
+    """A request for the versions of an id.
+
+    Args:
+        after: of interest is a version after this one.
+        waits: whether the answer may wait until there is one.
+    """
+
+    id: ObjectId
+    after: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 40)]
+    waits: bool
+
+
 class StopCall(_Numbered, frozen=True, tag=True, kw_only=True):
     """The client does not wait for the answer of this call any more."""
 
@@ -93,7 +116,13 @@ class ReduceNote(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
 
 
 class DeleteNote(_Named, frozen=True, tag=True, kw_only=True):
-    """All stores are to let go of an object."""
+    """All stores are to let go of an object.
+
+    Args:
+        when_read: only once no store reads it any more.
+    """
+
+    when_read: bool = False
 
 
 class StatusCall(_Numbered, frozen=True, tag=True, kw_only=True):
@@ -125,6 +154,18 @@ class ObjectAnswer(_Numbered, frozen=True, tag=True, kw_only=True):
     descriptor: _Descriptor = 0
     data: _Data = b""
     used: Annotated[tuple[ObjectName, ...], msgspec.Meta(max_length=MAX_SOURCES)] = ()
+
+
+class VersionsAnswer(_Numbered, frozen=True, tag=True, kw_only=True):
+    """The versions of an id.
+
+    Args:
+        versions: that some store has all of, ascending.
+        highest: version that was put, whether or not it is still there; -1 if none was.
+    """
+
+    versions: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_VERSIONS)]
+    highest: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 40)]
 
 
 class ProgressNote(_Numbered, frozen=True, tag=True, kw_only=True):
@@ -185,13 +226,14 @@ FromClient = (
     | FinishCall
     | PutSmallCall
     | GetCall
+    | VersionsCall
     | StopCall
     | ReleaseNote
     | ReduceNote
     | DeleteNote
     | StatusCall
 )
-ToClient = DoneAnswer | MemoryAnswer | ObjectAnswer | ProgressNote | StatusAnswer | CallFailed
+ToClient = DoneAnswer | MemoryAnswer | ObjectAnswer | VersionsAnswer | ProgressNote | StatusAnswer | CallFailed
 
 _encode = msgspec.msgpack.Encoder().encode
 _from_client = msgspec.msgpack.Decoder(FromClient).decode

@@ -16,6 +16,8 @@ store                                           directory
   | <----- ObjectDropped(name, granted) ---------- |
   | -- DeleteObject(name) -----------------------> |   anybody
   | <----- ForgetObject(name, reason) ------------ |   all that have it, or wait for it
+  | -- WantVersions(name, after, waits) ---------> |   which versions of the name's id are there?
+  | <----- VersionsKnown(name, versions, ...) ---- |   at once, or as soon as one after that is whole
   | -- ReduceObjects(target, sources, ...) ------> |   the caller's store: it keeps the sum
   | <----- RunStage(target, ..., slot, source) --- |   the store of a source adds
   | <----- FeedStage(target, ..., slot, child) --- |   what this child sends
@@ -50,6 +52,7 @@ INLINE_BYTES = 64 << 10
 """Objects of at most so many bytes travel in messages, and the directory keeps a copy of them."""
 MAX_SOURCES = 4096
 MAX_STRIPES = 256
+MAX_VERSIONS = 1024
 
 Address = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 ObjectId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -59,7 +62,7 @@ Generation = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Sources = Annotated[int, msgspec.Meta(ge=1, le=MAX_SOURCES)]
 _Inline = Annotated[bytes, msgspec.Meta(max_length=INLINE_BYTES)]
 _ContentDigest = Annotated[str, msgspec.Meta(max_length=32)]
-_Dimension = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+Dimension = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 ReduceOp = Literal["sum", "mean", "min", "max", "prod"]
 
 
@@ -108,7 +111,7 @@ class ObjectMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     dtype: Dtype
-    shape: Annotated[tuple[_Dimension, ...], msgspec.Meta(max_length=16)]
+    shape: Annotated[tuple[Dimension, ...], msgspec.Meta(max_length=16)]
     size_bytes: Count
     stripes: Annotated[int, msgspec.Meta(ge=1, le=MAX_STRIPES)] = 1
 
@@ -301,14 +304,50 @@ class ObjectDropped(_Message, frozen=True, tag=True, kw_only=True):
     granted: bool
 
 
-class DeleteObject(_Message, frozen=True, tag=True):
-    """All copies of an object are to go."""
+class DeleteObject(_Message, frozen=True, tag=True, kw_only=True):
+    """All copies of an object are to go.
+
+    Args:
+        when_read: only once no store reads it any more.
+    """
+
+    when_read: bool = False
 
 
 class ForgetObject(_Message, frozen=True, tag=True, kw_only=True):
     """An object is gone, for this reason: let go of it, and tell those who wait for it."""
 
     reason: Text
+
+
+class WantVersions(_Message, frozen=True, tag=True, kw_only=True):
+    """A store asks which versions of the name's id are there; another such question takes the place of one that waits.
+
+    Args:
+        after: of interest is a version after this one.
+        waits: whether the answer may wait until there is one.
+    """
+
+    after: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 40)] = -1
+    waits: bool = False
+
+
+class StopWantingVersions(_Message, frozen=True, tag=True):
+    """Word that no client of the store waits for a newer version of the name's id any more."""
+
+
+class VersionsKnown(_Message, frozen=True, tag=True, kw_only=True):
+    """The versions of the name's id.
+
+    Args:
+        versions: that some store has all of, ascending; the last of them if they are many.
+        highest: version that was put, whether or not it is still there; -1 if none was.
+        refusal: why the directory does not let the store wait for them; "" if it does.
+    """
+
+    versions: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_VERSIONS)] = ()
+    highest: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 40)] = -1
+    refusal: Text = ""
 
 
 class ReduceObjects(_Message, frozen=True, tag=True, kw_only=True):
@@ -471,6 +510,8 @@ FromStore = (
     | ReaderRate
     | DropObject
     | DeleteObject
+    | WantVersions
+    | StopWantingVersions
     | ReduceObjects
     | ChildArrived
     | ChildFailed
@@ -485,6 +526,7 @@ FromDirectory = (
     | RestartObject
     | ObjectDropped
     | ForgetObject
+    | VersionsKnown
     | RunStage
     | FeedStage
     | EndStage

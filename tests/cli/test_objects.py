@@ -219,7 +219,7 @@ def test_a_client_that_is_killed_while_it_puts(two: tuple[Served, Served]) -> No
         command = [sys.executable, "-c", CRASH, first.client_address]
         assert subprocess.run(command, env=os.environ | {"OFFBEAT_TOKEN": TOKEN}, check=False).returncode == -9
         with pytest.raises(ObjectError, match=r"'w' (is lost|was deleted)"):
-            there._wait(waiting, "get", 20)
+            waiting.get("get it", 20)
         with first.client() as here:
             here.put("w", torch.ones(100_000))
             assert torch.equal(there.get("w", timeout=20), torch.ones(100_000))

@@ -276,6 +276,87 @@ def test_look_ups_of_what_nobody_puts_are_bounded() -> None:
 SOURCES = [ObjectName(f"g{number}") for number in range(12)]
 
 
+class TestVersions:
+    def put(self, directory: Directory, version: int, store: str = "a", *, inline: bool = False) -> list[str]:
+        meta, name = SMALL if inline else META, ObjectName("w", version)
+        data = bytes(16) if inline else None
+        message = say.PutObject(name=name, meta=meta, generations=(1,), whole=True, digest="1", inline=data)
+        return [to for to, what in directory.handle(store, message) if isinstance(what, say.VersionsKnown)]
+
+    def known(self, directory: Directory) -> tuple[tuple[int, ...], int]:
+        ((to, what),) = directory.handle("r", say.WantVersions(name=W))
+        assert to == "r"
+        assert isinstance(what, say.VersionsKnown)
+        return what.versions, what.highest
+
+    def test_those_that_some_store_has(self) -> None:
+        directory = Directory(LINKS["chain"])
+        assert self.known(directory) == ((), -1)
+        directory.handle("b", say.WantObject(name=ObjectName("w", 9)))
+        for version in (3, 1, 2):
+            self.put(directory, version, "ab"[version % 2])
+        directory.handle("a", say.PutObject(name=ObjectName("w", 5), meta=META, generations=(1,)))
+        assert self.known(directory) == ((1, 2, 3), 5)
+        directory.lost("b")
+        assert self.known(directory) == ((2,), 5), "the directory still knows which numbers were used"
+        directory.handle("a", say.DeleteObject(name=ObjectName("w", 2)))
+        assert self.known(directory)[0] == ()
+
+    def test_a_small_one_whose_store_is_lost_is_still_there(self) -> None:
+        directory = Directory(LINKS["chain"])
+        self.put(directory, 1, inline=True)
+        directory.lost("a")
+        assert self.known(directory) == ((1,), 1)
+
+    def test_one_that_is_read_is_deleted_when_it_was_read(self) -> None:
+        directory = Directory(LINKS["chain"])
+        self.put(directory, 1)
+        name = ObjectName("w", 1)
+        ((_, found),) = directory.handle("r", say.WantObject(name=name))
+        assert isinstance(found, say.ObjectFound)
+        assert directory.handle("a", say.DeleteObject(name=name, when_read=True)) == []
+        assert self.known(directory)[0] == (1,)
+        arrived = say.StripeArrived(name=name, stripe=0, generation=found.stripes[0].generation)
+        ends = [("a", "ForgetObject"), ("r", "ForgetObject")]
+        assert told(directory, "r", arrived) == ends
+        self.put(directory, 2)
+        assert told(directory, "a", say.DeleteObject(name=ObjectName("w", 2), when_read=True)) == ends[:1], "at once"
+        self.put(directory, 3)
+        directory.handle("r", say.WantObject(name=ObjectName("w", 3)))
+        directory.handle("a", say.DeleteObject(name=ObjectName("w", 3), when_read=True))
+        assert [(to, type(what).__name__) for to, what in directory.lost("r")][-1:] == ends[:1], "its reader is gone"
+
+    def test_a_store_waits_for_a_newer_one(self) -> None:
+        directory = Directory(LINKS["chain"])
+        want = say.WantVersions(name=W, after=1, waits=True)
+        assert directory.handle("r", want) == []
+        assert self.put(directory, 1) == [], "not newer"
+        assert self.put(directory, 2) == ["r"]
+        assert self.put(directory, 3) == [], "it has been answered"
+        assert told(directory, "r", want) == [("r", "VersionsKnown")], "at once"
+
+    def test_a_store_that_does_not_wait_any_more(self) -> None:
+        directory = Directory(LINKS["chain"])
+        for store in "rs":
+            directory.handle(store, say.WantVersions(name=W, waits=True))
+        directory.handle("r", say.StopWantingVersions(name=W))
+        directory.lost("s")
+        assert self.put(directory, 2) == []
+        assert not any(directory._parked.values())
+
+    def test_it_is_bounded(self) -> None:
+        directory = Directory(LINKS["chain"])
+        for number in range(MAX_PARKED):
+            name = ObjectName(f"w{number}")
+            assert directory.handle("r", say.WantVersions(name=name, waits=True)) == []
+            assert directory.handle("r", say.WantVersions(name=name, waits=True)) == [], "another in its place"
+        ((_, what),) = directory.handle("r", say.WantVersions(name=W, waits=True))
+        assert isinstance(what, say.VersionsKnown)
+        assert "this store waits for 1024 other things" in what.refusal
+        directory.handle("r", say.StopWantingVersions(name=ObjectName("w3")))
+        assert directory.handle("r", say.WantVersions(name=W, waits=True)) == []
+
+
 def used_in(values: list[int]) -> set[ObjectName]:
     assert len(set(values)) == 1, f"the same sources in each block: {values}"
     return {source for number, source in enumerate(SOURCES) if values[0] >> number & 1}

@@ -123,6 +123,9 @@ def some(kind: Any, dice: random.Random) -> Any:
         "child_slot": dice.randrange(-1, 4),
         "child_attempt": dice.randrange(12),
         "arrived": dice.random() < 0.5,
+        "after": dice.randrange(-1, 3),
+        "waits": dice.random() < 0.5,
+        "when_read": dice.random() < 0.5,
     }
     if kind is objects.ObjectWhole:
         values["digest"] = "1"
