@@ -88,6 +88,7 @@ class Entry:
         used: the sources that it was made of.
         watched_by: the reduces that it is a source of.
         moved: the slow stores that nobody else waits for; `suspected` are those that perhaps are slow.
+        done_at: the stores that have no use for it any more.
     """
 
     name: ObjectName
@@ -104,6 +105,7 @@ class Entry:
     watched_by: list[ObjectName] = field(default_factory=list)
     moved: set[str] = field(default_factory=set)
     suspected: set[str] = field(default_factory=set)
+    done_at: set[str] = field(default_factory=set)
 
     @property
     def whole_at(self) -> set[str]:
@@ -482,11 +484,16 @@ class Directory:
 
     def _delete(self, message: DeleteObject, store: str) -> Instructions:
         entry = self._entries.get(message.name)
-        return [] if entry is None else self._forget(entry, f"{message.name} was deleted by the store at {store}.")
+        if entry is None:
+            return []
+        entry.done_at.add(store)
+        if len(entry.done_at) < message.after:
+            return []
+        return self._forget(entry, f"{message.name} was deleted by the store at {store}.")
 
     def _forget(self, entry: Entry, reason: str) -> Instructions:
         told = self._end_reduction(entry) if entry.reduction is not None else []
-        for one in sorted(entry.stores):
+        for one in sorted(entry.stores | entry.done_at):
             told.append((one, ForgetObject(name=entry.name, reason=reason)))
         for one in entry.waiting:
             self._parked[one] -= 1
@@ -536,9 +543,9 @@ class Directory:
             self._entry(source).watched_by.append(message.name)
         told: Instructions = []
         for source in message.sources:
-            known = self._entries[source]
             if entry.reduction is None:
                 break  # two of them are unlike each other
+            known = self._entries[source]
             holders = known.whole_at
             if holders:
                 told += self._source_ready(entry, known, store if store in holders else min(holders))
@@ -616,7 +623,8 @@ class Directory:
         if meta.size_bytes <= INLINE_BYTES and meta.size_bytes * request.count <= SMALL_SUM_BYTES:
             reduction.meta = ObjectMeta(meta.dtype, meta.shape, meta.size_bytes)
             return []
-        stripes = stripes_for(meta.size_bytes, request.count) if request.striped and request.count > 1 else 1
+        most = min(request.count, request.most_stripes)
+        stripes = stripes_for(meta.size_bytes, most) if request.striped and request.count > 1 else 1
         if stripes == 1 and request.striped:
             request = msgspec.structs.replace(request, striped=False)
         target = entry.meta or ObjectMeta(meta.dtype, meta.shape, meta.size_bytes, stripes)  # the same again, if lost
@@ -697,6 +705,7 @@ class Directory:
             known = self._entries.get(source)
             if known is not None and entry.name in known.watched_by:
                 known.watched_by.remove(entry.name)
+                self._forget_if_unknown(known)
 
     # -- entries -------------------------------------------------------------------------------------------------
 

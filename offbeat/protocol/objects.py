@@ -301,8 +301,14 @@ class ObjectDropped(_Message, frozen=True, tag=True, kw_only=True):
     granted: bool
 
 
-class DeleteObject(_Message, frozen=True, tag=True):
-    """All copies of an object are to go."""
+class DeleteObject(_Message, frozen=True, tag=True, kw_only=True):
+    """All copies of an object are to go, once so many stores have said so.
+
+    Args:
+        after: stores, this one among them.
+    """
+
+    after: _Sources = 1
 
 
 class ForgetObject(_Message, frozen=True, tag=True, kw_only=True):
@@ -323,6 +329,7 @@ class ReduceObjects(_Message, frozen=True, tag=True, kw_only=True):
         in_order: add in the order of `sources`, so that the sum has the same bits each time; needs all of them.
         striped: whether each of the first `count` sources' stores makes the sum of one stripe, for all to read; else
             the store that asks makes all of it.
+        most_stripes: with stripes, so many at most.
     """
 
     sources: Annotated[tuple[ObjectName, ...], msgspec.Meta(min_length=1, max_length=MAX_SOURCES)]
@@ -332,6 +339,7 @@ class ReduceObjects(_Message, frozen=True, tag=True, kw_only=True):
     patience_s: Seconds | None = None
     in_order: bool = False
     striped: bool = False
+    most_stripes: Annotated[int, msgspec.Meta(ge=1, le=MAX_STRIPES)] = MAX_STRIPES
 
 
 class RunStage(_Message, frozen=True, tag=True, kw_only=True):
