@@ -59,7 +59,7 @@ if TYPE_CHECKING:
         TopK,
     )
     from offbeat.control import AdaptQuorum, ByProgress, WaitThreshold
-    from offbeat.fabric import Elastic, InMemory, ParameterServer, ProcessGroup, Routed, Switch
+    from offbeat.fabric import Elastic, InMemory, ObjectStore, ParameterServer, ProcessGroup, Routed, Switch
     from offbeat.plan import Plan
     from offbeat.privacy import GaussianMechanism
     from offbeat.run.checkpoints import Checkpoints
@@ -93,6 +93,7 @@ _HOMES = {
     "LocalSGD": "offbeat.sync",
     "LookAhead": "offbeat.codec",
     "MergedGradient": "offbeat.scheduling",
+    "ObjectStore": "offbeat.fabric",
     "OuterSGD": "offbeat.sync",
     "ParameterServer": "offbeat.fabric",
     "Plan": "offbeat.plan",
@@ -142,6 +143,7 @@ __all__ = [
     "LocalSGD",
     "LookAhead",
     "MergedGradient",
+    "ObjectStore",
     "OuterSGD",
     "ParameterServer",
     "Plan",

@@ -80,6 +80,7 @@ from offbeat.fabric import (
     Elastic,
     FabricSpec,
     InMemory,
+    ObjectStore,
     ParameterServer,
     ProcessGroup,
     Routed,
@@ -1166,6 +1167,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "fabric": {
         "Elastic": Elastic,
         "InMemory": InMemory,
+        "ObjectStore": ObjectStore,
         "ParameterServer": ParameterServer,
         "ProcessGroup": ProcessGroup,
         "Routed": Routed,

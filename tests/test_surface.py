@@ -46,6 +46,7 @@ NAMES = {
     "LocalSGD",
     "LookAhead",
     "MergedGradient",
+    "ObjectStore",
     "OuterSGD",
     "ParameterServer",
     "Plan",

@@ -9,8 +9,9 @@
 * `routed` - all-reduce along planned paths (`offbeat.collective`); `linked_group` - links, and paths over them;
   `path_collectives` - sums along these; `path_planner` - which paths for which size; `algorithm_runner` - what carries
   them out: `lane_exchange` over lanes, `grouped_rounds` by torch's group, on GPUs by NCCL;
-  `lane_network` - the links between workers; `discovery` - what these carry; `throughput_watch` - whether that has
-  changed
+  `lane_network` - the links between workers; `introduction` - where each listens; `discovery` - what the links carry;
+  `throughput_watch` - whether that has changed
+* `object_store` - all-reduce by stores of objects in the workers (`offbeat.objects`)
 * `switch` - sums in the network, beside an elastic companion (`offbeat.switch`); `switch_table` - sums there that last;
   `staging` - the way of tensors on a GPU over such a fabric
   `switch_session` - a worker's place at a switch, also at one that was started again
@@ -35,6 +36,7 @@ from offbeat.fabric.fabric import (
     check_spec,
 )
 from offbeat.fabric.in_memory import InMemory, InMemoryGroup
+from offbeat.fabric.object_store import ObjectStore
 from offbeat.fabric.parameter_server import ParameterServer
 from offbeat.fabric.process_group import ProcessGroup, never_destroy
 from offbeat.fabric.routed import Routed
@@ -51,6 +53,7 @@ __all__ = [
     "HoldsTables",
     "InMemory",
     "InMemoryGroup",
+    "ObjectStore",
     "Offers",
     "ParameterServer",
     "ProcessGroup",

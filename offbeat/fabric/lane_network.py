@@ -1,25 +1,13 @@
-"""The mesh of a process for lanes, on an event loop of its own.
-
-Workers that know each other already (by a process group, or a store) tell each other where they listen. Where no token
-and no certificates were given, the first worker draws a token for all.
-"""
+"""The mesh of a process for lanes, on an event loop of its own."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import secrets
-import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import torch
-
 from offbeat.errors import NetworkError
-from offbeat.payload import Gather, Total
-from offbeat.wire.credentials import Certificates, Token
-from offbeat.wire.interfaces import address_for_peers, interface_of, nominal_mbps
+from offbeat.fabric.introduction import introduce
 from offbeat.wire.lane import MAX_CHANNELS, StagingPool
 from offbeat.wire.loop_thread import LoopThread
 from offbeat.wire.mesh import PeerMesh
@@ -28,12 +16,10 @@ from offbeat.wire.session import Limits
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from offbeat.fabric.fabric import Fabric
     from offbeat.server.launch import ShardSettings
     from offbeat.wire.credentials import Credentials
     from offbeat.wire.mesh import MeshChannel
 
-_POLL = timedelta(milliseconds=20)
 # A peer that hung up, as a process that is killed does, is lost after a fifth of it. One that is silent is lost after
 # all of it if its machine is silent, too. Else whoever waits decides: a worker may well hold the GIL for some seconds.
 # Silence is counted from the last word of the peer's kernel, and everybody is to know within 5 s.
@@ -78,22 +64,17 @@ class LaneNetwork:
         self.loop, self.pool = LoopThread("offbeat-lanes"), StagingPool()
         self._numbers = itertools.count()
         try:
-            said = [json.loads(text) for text in meet(json.dumps({"token": secrets.token_hex(32)}))]
-            credentials = None if settings is None else settings.credentials()
-            bind = address_for_peers(os.environ)
-            if credentials is None:
-                credentials = Token(str(said[0]["token"]).encode())
-            elif isinstance(credentials, Certificates):
-                credentials.check_serves(bind)
-            mesh = self._mesh = self.loop.run(_made(rank, job, credentials))
-            address = self.loop.run(mesh.open(bind))
-            told = [json.loads(text) for text in meet(json.dumps({"address": address, "interface": _interface(bind)}))]
-            self.addresses = {other: str(one["address"]) for other, one in zip(members, told, strict=True)}
-            self.interfaces = [str(one["interface"]) for one in told]
-            self.loop.run(mesh.meet(self.addresses, timeout))
+            told = introduce(meet, settings, lambda bind, credentials: self._listen(job, bind, credentials))
+            self.addresses = {other: one.address for other, one in zip(members, told, strict=True)}
+            self.interfaces = [one.interface for one in told]
+            self.loop.run(self.mesh.meet(self.addresses, timeout))
         except BaseException:
             self.abandon()
             raise
+
+    def _listen(self, job: str, bind: str, credentials: Credentials) -> str:
+        self._mesh = self.loop.run(_made(self.rank, job, credentials))
+        return self.loop.run(self._mesh.open(bind))
 
     @property
     def mesh(self) -> PeerMesh:
@@ -149,38 +130,5 @@ class LaneNetwork:
         self.loop.close()
 
 
-def _interface(address: str) -> str:
-    """The interface with an address, and what it says it carries, for people."""
-    name = interface_of(address)
-    rate_mbps = nominal_mbps(name) if name else None
-    return name + (f", which says it has {rate_mbps:,}" if rate_mbps else "")
-
-
 async def _made(rank: int, job: str, credentials: Credentials) -> PeerMesh:
     return PeerMesh(rank, job=job, credentials=credentials, limits=_LIMITS)
-
-
-def first_unlike(mine: str, meet: Callable[[str], list[str]]) -> tuple[int, str] | None:
-    """Compare a text with the others'. Collective; returns the first place that says something else, and what."""
-    return next(((place, text) for place, text in enumerate(meet(mine)) if text != mine), None)
-
-
-def texts_of_all(companion: Fabric, text: str, patience: timedelta) -> list[str]:
-    """Tell the others a text, and hear theirs, over a fabric that is there. Collective.
-
-    Raises:
-        NetworkError: if not all say theirs within `patience`.
-    """
-    mine = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    pending = companion.start(Gather((mine,)))
-    deadline_s = time.monotonic() + patience.total_seconds()
-    while not pending.wait(_POLL):
-        if time.monotonic() > deadline_s:
-            raise NetworkError(
-                "Cannot open and measure the links between the workers: within "
-                f"{patience.total_seconds():g} s not all of them have told each other what they found. A longer "
-                "--timeout gives them longer."
-            )
-    reply = pending.result()
-    assert not isinstance(reply, Total)
-    return [bytes(part.tensors[0].tolist()).decode() for part in reply]

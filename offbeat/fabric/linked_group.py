@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from offbeat.errors import DisagreementError, PlanError
 from offbeat.fabric.algorithm_runner import LaneRunner
 from offbeat.fabric.discovery import known_among, known_network, measure_network
-from offbeat.fabric.lane_network import LaneNetwork, first_unlike
+from offbeat.fabric.introduction import first_unlike
+from offbeat.fabric.lane_network import LaneNetwork
 from offbeat.fabric.path_collectives import PathCollectives, PathTrials, check_alike, log_paths
 from offbeat.fabric.path_planner import plan_paths, replan_paths, suited
 from offbeat.topology_spec import NetworkFile

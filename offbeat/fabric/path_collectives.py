@@ -16,7 +16,7 @@ from offbeat.collective.programs import broadcast
 from offbeat.collective.rounds import in_rounds
 from offbeat.errors import DisagreementError, NetworkError
 from offbeat.fabric.discovery import can_measure_again, measure_again
-from offbeat.fabric.lane_network import first_unlike
+from offbeat.fabric.introduction import first_unlike
 from offbeat.fabric.path_planner import plan_paths, suited, timed
 from offbeat.fabric.process_group import never_destroy
 from offbeat.fabric.throughput_watch import ThroughputWatch

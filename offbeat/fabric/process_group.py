@@ -92,7 +92,7 @@ class GlooCollectives:
         self.group = group
 
     def all_reduce(self, tensor: torch.Tensor) -> Works:
-        return Works([self.group.allreduce([tensor])], lambda: Total(tensor), _sent_bytes(tensor, self.group.size()))
+        return Works([self.group.allreduce([tensor])], lambda: Total(tensor), sent_bytes(tensor, self.group.size()))
 
     def broadcast(self, tensor: torch.Tensor, place: int) -> Works:
         options = dist.BroadcastOptions()
@@ -166,17 +166,12 @@ class BoundProcessGroup:
         return self._group
 
     def _start_sum(self, payload: Sum) -> Works:
-        tensor, tail = payload.tensor, payload.tail
         whole = joined(payload)
-        if tail is None or whole.data_ptr() == tensor.data_ptr():
-            split = lambda: Total(tensor, tail=tail)  # noqa: E731
-        else:
-            split = lambda: Total(whole[: tensor.numel()], tail=whole[tensor.numel() :])  # noqa: E731
         work = dist.all_reduce(whole, group=self._handle, async_op=True)
-        return Works([work], split, _sent_bytes(whole, self.world))
+        return Works([work], functools.partial(total_of, payload, whole), sent_bytes(whole, self.world))
 
 
-def _sent_bytes(whole: torch.Tensor, world: int) -> int:
+def sent_bytes(whole: torch.Tensor, world: int) -> int:
     """Count the bytes that a worker sends for a sum: around a ring each element twice but for its own share."""
     return 2 * (world - 1) * whole.numel() * whole.element_size() // world
 
@@ -343,6 +338,13 @@ def joined(payload: Sum) -> torch.Tensor:
     if _adjacent(tensor, tail):
         return tensor.as_strided((tensor.numel() + tail.numel(),), (1,))
     return torch.cat([tensor, tail.to(tensor.dtype)])
+
+
+def total_of(payload: Sum, whole: torch.Tensor) -> Total:
+    """The reply to a sum that was made in what `joined` returned."""
+    if payload.tail is None or whole.data_ptr() == payload.tensor.data_ptr():
+        return Total(payload.tensor, tail=payload.tail)
+    return Total(whole[: payload.tensor.numel()], tail=whole[payload.tensor.numel() :])
 
 
 def _adjacent(tensor: torch.Tensor, tail: torch.Tensor) -> bool:

@@ -19,10 +19,10 @@ from offbeat.fabric.algorithm_runner import LaneRunner
 from offbeat.fabric.fabric import BindContext, Offers
 from offbeat.fabric.grouped_rounds import GroupedRunner
 from offbeat.fabric.in_memory import InMemory
-from offbeat.fabric.lane_network import texts_of_all
+from offbeat.fabric.introduction import texts_of_all
 from offbeat.fabric.linked_group import LinkedGroup
 from offbeat.fabric.path_collectives import PathCollectives
-from offbeat.fabric.process_group import GlooCollectives, ProcessGroup, joined, new_group
+from offbeat.fabric.process_group import GlooCollectives, ProcessGroup, joined, new_group, total_of
 from offbeat.fabric.staging import CudaCopies, StagedFabric
 from offbeat.payload import Sum, Total
 
@@ -135,7 +135,7 @@ class BoundRouted:
         if not isinstance(payload, Sum):
             return self._companion.start(payload)
         whole = joined(payload)
-        return self._collectives.all_reduce(whole, functools.partial(_total, payload, whole))
+        return self._collectives.all_reduce(whole, functools.partial(total_of, payload, whole))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Pending:
         flat = tensor.as_strided((tensor.numel(),), (1,))
@@ -185,10 +185,3 @@ def _grouped_runner(backend: str) -> Callable[[LaneNetwork], AlgorithmRunner]:
     # All have to take part in the first operation of a group of NCCL's; in a round of sends some may not.
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     return functools.partial(GroupedRunner, group=group, device=device)
-
-
-def _total(payload: Sum, whole: torch.Tensor) -> Total:
-    """The reply to a sum that was made in a vector."""
-    if payload.tail is None or whole.data_ptr() == payload.tensor.data_ptr():
-        return Total(payload.tensor, tail=payload.tail)
-    return Total(whole[: payload.tensor.numel()], tail=whole[payload.tensor.numel() :])

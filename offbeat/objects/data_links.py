@@ -52,7 +52,10 @@ class FeederLink:
 
     Attributes:
         received_bytes: of objects, also those that were not wanted any more.
+        waits_for_stopped: whether a silent feeder is waited for while its machine says that its process is there.
     """
+
+    waits_for_stopped = False
 
     def __init__(self, address: str, own_address: str, on_lost: Callable[[], None]) -> None:
         self.address, self._on_lost = address, on_lost
@@ -82,6 +85,8 @@ class FeederLink:
             self.lost(error)
             return
         self.link = link
+        if self.waits_for_stopped:
+            link.probe_at(self.address)
         for message in self._unsent:
             self._say(message)
         self._unsent.clear()

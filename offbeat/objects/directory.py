@@ -94,6 +94,7 @@ class Entry:
         watched_by: the reduces that it is a source of.
         deleted_because: why it is to be deleted once no store reads it any more; "" if it is not.
         moved: the slow stores that nobody else waits for; `suspected` are those that perhaps are slow.
+        done_at: the stores that have no use for it any more.
     """
 
     name: ObjectName
@@ -111,6 +112,7 @@ class Entry:
     deleted_because: str = ""
     moved: set[str] = field(default_factory=set)
     suspected: set[str] = field(default_factory=set)
+    done_at: set[str] = field(default_factory=set)
 
     @property
     def whole_at(self) -> set[str]:
@@ -529,6 +531,9 @@ class Directory:
         entry = self._entries.get(message.name)
         if entry is None:
             return []
+        entry.done_at.add(store)
+        if len(entry.done_at) < message.after:
+            return []
         entry.deleted_because = f"{message.name} was deleted by the store at {store}."
         return [] if message.when_read else self._forget(entry, entry.deleted_because)
 
@@ -541,7 +546,7 @@ class Directory:
 
     def _forget(self, entry: Entry, reason: str) -> Instructions:
         told = self._end_reduction(entry) if entry.reduction is not None else []
-        for one in sorted(entry.stores):
+        for one in sorted(entry.stores | entry.done_at):
             told.append((one, ForgetObject(name=entry.name, reason=reason)))
         for one in entry.waiting:
             self._parked[one] -= 1
@@ -591,9 +596,9 @@ class Directory:
             self._entry(source).watched_by.append(message.name)
         told: Instructions = []
         for source in message.sources:
-            known = self._entries[source]
             if entry.reduction is None:
                 break  # two of them are unlike each other
+            known = self._entries[source]
             holders = known.whole_at
             if holders:
                 told += self._source_ready(entry, known, store if store in holders else min(holders))
@@ -671,7 +676,8 @@ class Directory:
         if meta.size_bytes <= INLINE_BYTES and meta.size_bytes * request.count <= SMALL_SUM_BYTES:
             reduction.meta = ObjectMeta(meta.dtype, meta.shape, meta.size_bytes)
             return []
-        stripes = stripes_for(meta.size_bytes, request.count) if request.striped and request.count > 1 else 1
+        most = min(request.count, request.most_stripes)
+        stripes = stripes_for(meta.size_bytes, most) if request.striped and request.count > 1 else 1
         if stripes == 1 and request.striped:
             request = msgspec.structs.replace(request, striped=False)
         target = entry.meta or ObjectMeta(meta.dtype, meta.shape, meta.size_bytes, stripes)  # the same again, if lost
@@ -752,6 +758,7 @@ class Directory:
             known = self._entries.get(source)
             if known is not None and entry.name in known.watched_by:
                 known.watched_by.remove(entry.name)
+                self._forget_if_unknown(known)
 
     # -- entries -------------------------------------------------------------------------------------------------
 

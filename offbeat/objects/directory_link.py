@@ -45,6 +45,9 @@ class DirectoryUser(Protocol):
     def reports(self, link: DirectoryLink) -> Iterable[FromStore]:
         """Describe everything here to a directory that knows nothing."""
 
+    def directory_lost(self, link: DirectoryLink, error: OffbeatError | None) -> None:
+        """The link has ended, and is dialled again."""
+
     def directory_away(self, link: DirectoryLink, error: ObjectError) -> None:
         """The directory has been lost for too long for those who wait."""
 
@@ -57,16 +60,25 @@ class DirectoryLink:
         address: of the directory.
         job, credentials: what both prove.
         patience: for how long those who wait do without it.
+        waits_for_stopped: whether its silence is no end of the link while its machine says that its process is there.
     """
 
     def __init__(
-        self, store: DirectoryUser, address: str, *, job: str, credentials: Credentials | None, patience: timedelta
+        self,
+        store: DirectoryUser,
+        address: str,
+        *,
+        job: str,
+        credentials: Credentials | None,
+        patience: timedelta,
+        waits_for_stopped: bool = False,
     ) -> None:
+        self._waits_for_stopped = waits_for_stopped
         self._store, self.address, self._patience = store, address, patience
         self._job, self._credentials = job, credentials
         self._link: PeerLink | None = None
         self._returning: asyncio.Task[None] | None = None
-        self._deletes: dict[ObjectName, None] = {}
+        self._deletes: dict[ObjectName, say.DeleteObject] = {}
         self._lost_s = 0.0
         self._is_over = False
 
@@ -89,8 +101,8 @@ class DirectoryLink:
         """Say something. What is lost on its way the next reports say, but for deletions, which are kept until then."""
         sent = None
         if isinstance(message, say.DeleteObject) and len(self._deletes) < _MOST_DELETES:
-            self._deletes[message.name] = None
-            sent = partial(self._deletes.pop, message.name, None)
+            self._deletes[message.name] = message
+            sent = partial(self._forget_delete, message.name)
         if self._link is not None:
             self._link.send(say.pack(message), sent=sent)
 
@@ -118,7 +130,11 @@ class DirectoryLink:
         """The link has ended."""
         if self._link is not None:
             self._link, self._lost_s = None, asyncio.get_running_loop().time()
+            self._store.directory_lost(self, error)
             self._returning = asyncio.create_task(self._return())
+
+    def _forget_delete(self, name: ObjectName) -> None:
+        self._deletes.pop(name, None)
 
     def _end(self) -> PeerLink | None:
         self._is_over = True
@@ -143,13 +159,12 @@ class DirectoryLink:
                 continue
             self._link = link
             link.send(say.pack(say.StoreHello(self._store.address, again=True)))
-            deletes = [say.DeleteObject(name=name) for name in self._deletes]
-            for message in [*self._store.reports(self), *deletes]:
+            for message in [*self._store.reports(self), *self._deletes.values()]:
                 self.send(message)
             return
 
     async def _dial(self, patience: timedelta) -> PeerLink:
-        return await tcp.connect(
+        link = await tcp.connect(
             self.address,
             accept=lambda _: self,
             job=self._job,
@@ -159,3 +174,6 @@ class DirectoryLink:
             patience=patience,
             role="peer",
         )
+        if self._waits_for_stopped:
+            link.probe_at(self.address)
+        return link

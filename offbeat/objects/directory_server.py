@@ -31,9 +31,11 @@ class DirectoryServer:
 
     Args:
         link: what is known of the links between stores.
+        waits_for_stopped: whether a silent store is waited for as long as its machine says that its process is there.
     """
 
-    def __init__(self, link: LinkEstimate) -> None:
+    def __init__(self, link: LinkEstimate, *, waits_for_stopped: bool = False) -> None:
+        self._waits_for_stopped = waits_for_stopped
         self.directory = Directory(link, first_attempt=time.time_ns())
         self._stores: dict[str, StoreLink] = {}
         self._reports: list[tuple[str, FromStore]] | None = None  # as long as they are collected
@@ -81,6 +83,8 @@ class DirectoryServer:
             self.lost(address, known, None)
             known.link.abort()
         self._stores[address] = link
+        if self._waits_for_stopped:
+            link.link.probe_at(address)
         if again and not self._is_rebuilt:
             _log.info("Collecting what stores have: the directory before this one is lost.")
             self._is_rebuilt, self._reports = True, []

@@ -81,9 +81,11 @@ class NodeStore:
         arithmetic: (op, dtype) -> what adds objects.
         limits: of the links between stores.
         directory_patience: for how long those who wait do without a directory.
+        waits_for_stopped: whether a silent peer is waited for as long as its machine says that its process is there.
 
     Attributes:
         accept_onlooker: takes in those who ask for the status; None if nobody may.
+        on_directory_lost: called with the address of a directory whose link has ended, and why; None for a good-bye.
     """
 
     def __init__(
@@ -95,8 +97,11 @@ class NodeStore:
         arithmetic: Callable[[ReduceOp, str], Arithmetic],
         limits: Limits = LIMITS,
         directory_patience: timedelta = DIRECTORY_PATIENCE,
+        waits_for_stopped: bool = False,
     ) -> None:
-        self._directory_patience = directory_patience
+        self._directory_patience, self._waits_for_stopped = directory_patience, waits_for_stopped
+        self._given: dict[ObjectName, tuple[memoryview, Callable[[], None]]] = {}
+        self.on_directory_lost: Callable[[str, OffbeatError | None], None] = lambda address, error: None
         self._job, self._credentials, self._limits = job, credentials, limits
         self.most_bytes, self.used_bytes = most_bytes, 0
         self._arithmetic, self._stages = arithmetic, StageRunner(self, arithmetic)
@@ -135,6 +140,7 @@ class NodeStore:
                 job=self._job,
                 credentials=self._credentials,
                 patience=self._directory_patience,
+                waits_for_stopped=self._waits_for_stopped,
             )
             await link.open(patience)
             self._directories.append(link)
@@ -211,6 +217,22 @@ class NodeStore:
         self.tell_directory(put_of(stored))
         self._tell_waiting(stored)
 
+    def adopt(self, name: ObjectName, meta: ObjectMeta, memory: memoryview, released: Callable[[], None]) -> None:
+        """Put an object where it lies; its user leaves the memory as it is until `released` is called.
+
+        Nobody else may put this name: what stands for a digest of its bytes is a number of its own.
+
+        Raises:
+            ObjectError: as `create`.
+        """
+        if (known := self.objects.get(name)) is not None:
+            raise ObjectError(_is_here(known))
+        self._given[name] = memory, released
+        stored = self._make(name, meta, is_own=True)
+        stored.digest = f"{stored.stripes[0].generation:x}"
+        self.filled(stored, meta.size_bytes)
+        self.tell_directory(put_of(stored))
+
     def filled(self, stored: StoredObject, have_bytes: int) -> None:
         """Note how many bytes of an object that is made here are there."""
         for stripe, buffer in enumerate(stored.stripes):
@@ -238,8 +260,20 @@ class NodeStore:
         if stored.refused is None:
             self.tell_directory(say.WithdrawPut(name=stored.name))
 
-    def want(self, name: ObjectName, told: Callable[[Outcome], None]) -> None:
-        """Get an object here: `told` is called with it once it is whole, or with why it will not be."""
+    def want(
+        self,
+        name: ObjectName,
+        told: Callable[[Outcome], None],
+        into: tuple[memoryview, Callable[[], None]] | None = None,
+    ) -> None:
+        """Get an object here: `told` is called with it once it is whole, or with why it will not be.
+
+        Args:
+            into: memory of its size to keep it in, and what to call when that is free again; None for some of the
+                store's own.
+        """
+        if into is not None:
+            self._given[name] = into
         stored = self.objects.get(name)
         if stored is not None and stored.is_whole and stored.is_settled:
             self.objects.move_to_end(name)
@@ -284,9 +318,14 @@ class NodeStore:
         self._asked[request.name] = request, time.monotonic() + (request.patience_s or 0)
         self.tell_directory(request)
 
-    def delete(self, name: ObjectName, *, when_read: bool = False) -> None:
-        """Have all stores let go of an object: at once, or when no store reads it any more."""
-        self.tell_directory(say.DeleteObject(name=name, when_read=when_read))
+    def delete(self, name: ObjectName, *, when_read: bool = False, after: int = 1) -> None:
+        """Have all stores let go of an object.
+
+        Args:
+            when_read: only when no store reads it any more.
+            after: so many stores have called this.
+        """
+        self.tell_directory(say.DeleteObject(name=name, when_read=when_read, after=after))
 
     def status(self, call: int) -> StatusAnswer:
         """Return the status of this store, as the answer to a call."""
@@ -402,6 +441,9 @@ class NodeStore:
             for stripe, buffer in enumerate(stored.stripes):
                 if buffer.is_whole:
                     yield say.StripeArrived(name=stored.name, stripe=stripe, generation=buffer.generation)
+
+    def directory_lost(self, link: DirectoryLink, error: OffbeatError | None) -> None:
+        self.on_directory_lost(link.address, error)
 
     def directory_away(self, link: DirectoryLink, error: ObjectError) -> None:
         """A directory has been lost for long: nobody gets what it does not have a way to already."""
@@ -545,6 +587,7 @@ class NodeStore:
         link = self._feeders.get(feeder)
         if link is None:
             link = self._feeders[feeder] = FeederLink(feeder, self.address, lambda: self._forget_feeder(feeder))
+            link.waits_for_stopped = self._waits_for_stopped
             dial = link.dial(
                 job=self._job, credentials=self._credentials, limits=self._limits, patience=self._limits.timeout
             )
@@ -633,14 +676,18 @@ class NodeStore:
 
     def _make(self, name: ObjectName, meta: ObjectMeta, *, is_own: bool = False) -> StoredObject:
         self._make_room(name, meta.size_bytes)
-        segment = Segment(meta.size_bytes) if meta.size_bytes > INLINE_BYTES else None
-        memory = memoryview(bytearray(meta.size_bytes)) if segment is None else segment.memory
+        given, released = self._given.pop(name, (None, lambda: None))
+        segment = Segment(meta.size_bytes) if given is None and meta.size_bytes > INLINE_BYTES else None
+        if given is not None:
+            memory = given
+        else:
+            memory = memoryview(bytearray(meta.size_bytes)) if segment is None else segment.memory
         ranges = cut(meta.size_bytes, meta.stripes, meta.item_bytes)
         generation = time.time_ns() if is_own else 0  # which no other maker, nor a directory, has for this name
         stripes = [GrowingBuffer(memory[begin:end], 0, generation) for begin, end in ranges]
         if segment is not None and not is_own:
             segment.seal()  # this store alone writes
-        stored = self.objects[name] = StoredObject(name, meta, memory, segment, stripes, is_own)
+        stored = self.objects[name] = StoredObject(name, meta, memory, segment, stripes, is_own, released=released)
         self.used_bytes += meta.size_bytes
         return stored
 
@@ -685,10 +732,12 @@ class NodeStore:
     def _let_go(self, stored: StoredObject) -> None:
         if self.objects.pop(stored.name, None) is not None:
             self.used_bytes -= stored.meta.size_bytes
+            self.used.pop(stored.name, None)
             if stored.segment is not None and stored.pins:  # a client may be about to map it
                 self._later(_MAPPED_S, stored.segment.close)
             elif stored.segment is not None:
                 stored.segment.close()
+            stored.released()
             self._give_room()
 
     # -- small things --------------------------------------------------------------------------------------------
@@ -744,7 +793,7 @@ def put_of(stored: StoredObject, used: tuple[ObjectName, ...] = ()) -> say.PutOb
         generations=tuple(buffer.generation for buffer in stored.stripes),
         whole=bool(stored.digest),
         digest=stored.digest,
-        inline=bytes(stored.memory) if stored.digest and stored.segment is None else None,
+        inline=bytes(stored.memory) if stored.digest and stored.meta.size_bytes <= INLINE_BYTES else None,
         used=used,
     )
 

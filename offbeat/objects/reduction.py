@@ -136,7 +136,8 @@ class Reduction:
                     part = self._begin(stripe, ReduceTree(self.count - 1, 1), root)
                 elif not part.generation:
                     part.root, part.own = root.store or "", root.source
-            assert part is not None
+            if part is None:
+                return False  # stages of this sum run, but none of this stripe
             part.divisor = len(self.used) if self._is_closed else self.count
             for index, place in found.items():
                 if not self._is_root(stripe, index):

@@ -9,6 +9,8 @@ from offbeat.errors import OffbeatError
 from offbeat.objects.stripes import cut
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from offbeat.objects.data_links import FeederLink
     from offbeat.objects.memory import Segment
     from offbeat.protocol.objects import ObjectMeta, ObjectName
@@ -37,8 +39,8 @@ class StoredObject:
         is_taken: whether it has taken it.
         is_root: whether a sum of it, or of a stripe, is made here.
         is_settled: whether it is known to be what all others have: not a sum that may still begin anew.
-        waiting: those to be told when it is whole, or why it will not be.
         pins: of those that have mapped it.
+        released: called when the store has let go of it.
     """
 
     name: ObjectName
@@ -55,6 +57,7 @@ class StoredObject:
     readings: dict[int, LaneReading] = field(default_factory=dict)
     feeders: dict[int, str] = field(default_factory=dict)
     pins: int = 0
+    released: Callable[[], None] = lambda: None
     came_s: float = 0.0
 
     @property

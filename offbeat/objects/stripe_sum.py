@@ -246,7 +246,10 @@ class StripeSum:
         return place
 
     def _store(self, stage: int) -> str | None:
-        return self.root if stage == CALLER else self._place(stage).store
+        if stage == CALLER:
+            return self.root
+        place = self._places[stage]  # none if an earlier directory's stage is at a position that nobody has reported
+        return None if place is None else place.store
 
     def _is_empty(self, position: int) -> bool:
         return self._taken is not None and position >= self._taken

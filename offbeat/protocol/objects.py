@@ -309,9 +309,11 @@ class DeleteObject(_Message, frozen=True, tag=True, kw_only=True):
 
     Args:
         when_read: only once no store reads it any more.
+        after: once so many stores have said so, this one among them.
     """
 
     when_read: bool = False
+    after: _Sources = 1
 
 
 class ForgetObject(_Message, frozen=True, tag=True, kw_only=True):
@@ -362,6 +364,7 @@ class ReduceObjects(_Message, frozen=True, tag=True, kw_only=True):
         in_order: add in the order of `sources`, so that the sum has the same bits each time; needs all of them.
         striped: whether each of the first `count` sources' stores makes the sum of one stripe, for all to read; else
             the store that asks makes all of it.
+        most_stripes: with stripes, so many at most.
     """
 
     sources: Annotated[tuple[ObjectName, ...], msgspec.Meta(min_length=1, max_length=MAX_SOURCES)]
@@ -371,6 +374,7 @@ class ReduceObjects(_Message, frozen=True, tag=True, kw_only=True):
     patience_s: Seconds | None = None
     in_order: bool = False
     striped: bool = False
+    most_stripes: Annotated[int, msgspec.Meta(ge=1, le=MAX_STRIPES)] = MAX_STRIPES
 
 
 class RunStage(_Message, frozen=True, tag=True, kw_only=True):

@@ -112,6 +112,8 @@ def is_modelled(row: Row, workload: Replay | TrainingScript | None = None, plan:
         return False
     if plan is not None and plan.is_served and plan.scheduling is not None and early_push.objection(plan):
         return False
+    if plan is not None and _sums_in_stores(plan):
+        return False
     return not row.swap and (row.system == "offbeat" or row.system in _PEERS)
 
 
@@ -139,6 +141,11 @@ def predict(
         raise ScenarioError(
             f"Cannot simulate row {row.name!r}: only offbeat without [[row.swap]] and {' and '.join(_PEERS)} are "
             "modelled (row.system)."
+        )
+    if plan is not None and _sums_in_stores(plan):
+        raise ScenarioError(
+            f"Cannot simulate row {row.name!r}: sums by {plan.fabric!r} begin with the workers that are there, which "
+            "is not modelled. Measure it with `offbeat lab run` (row.plan)."
         )
     struck = scenario.fault if faults is None else faults
     for fault in struck:
@@ -240,6 +247,13 @@ def _paths_of(plan: Plan) -> Routed | None:
 
     carrier = plan.fabric.over if isinstance(plan.fabric, Elastic) else plan.fabric
     return carrier if isinstance(carrier, Routed) else None
+
+
+def _sums_in_stores(plan: Plan) -> bool:
+    """Whether stores of objects make the sums of a plan."""
+    from offbeat.fabric import ObjectStore
+
+    return isinstance(plan.fabric, ObjectStore)
 
 
 def fits_network(scenario: Scenario, plan: Plan | None, faults: Sequence[Fault]) -> bool:

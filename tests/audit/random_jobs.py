@@ -34,7 +34,7 @@ from offbeat.codec import (
 )
 from offbeat.control import ByProgress, WaitThreshold
 from offbeat.errors import OffbeatError, PlanError
-from offbeat.fabric import Elastic, ParameterServer, ProcessGroup, Routed, Switch
+from offbeat.fabric import Elastic, ObjectStore, ParameterServer, ProcessGroup, Routed, Switch
 from offbeat.fault_spec import Fault
 from offbeat.plan import Plan
 from offbeat.privacy import GaussianMechanism
@@ -76,6 +76,7 @@ _POLICIES: tuple[Policy, ...] = (
 _FABRICS: tuple[FabricSpec, ...] = (
     ProcessGroup(),
     Routed(),
+    ObjectStore(),
     Elastic(),
     Elastic(over=Routed()),
     ParameterServer(),

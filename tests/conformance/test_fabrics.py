@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from offbeat.errors import DisagreementError, NetworkError
-from offbeat.fabric import BindContext, BoundSwitch, Elastic, ElasticGroup, ProcessGroup, Routed, Switch
+from offbeat.fabric import BindContext, BoundSwitch, Elastic, ElasticGroup, ObjectStore, ProcessGroup, Routed, Switch
 from offbeat.fabric.in_memory import BoundInMemory, InMemoryGroup, InMemoryPending, InMemoryScattered
 from offbeat.fabric.process_group import Works
 from offbeat.fabric.staging import CudaCopies, StagedFabric
@@ -66,7 +66,7 @@ def test_elastic(world: int, over: Routed | None) -> None:
     run_workers(world, check_elastic, over)
 
 
-def check_routed(spec: Routed) -> None:
+def check_routed(spec: Routed | ObjectStore) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=f"file://{os.environ['OFFBEAT_STORE']}", rank=rank, world_size=world)
     check_fabric(spec.bind(BindContext(rank, world)))
@@ -81,6 +81,12 @@ def test_routed(world: int) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_routed_in_rounds(world: int) -> None:
     run_workers(world, check_routed, Routed(grouped=True))
+
+
+@pytest.mark.parametrize("spec", [ObjectStore(), ObjectStore(1), ObjectStore(deterministic=False)], ids=repr)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_object_store(world: int, spec: ObjectStore) -> None:
+    run_workers(world, check_routed, spec)
 
 
 def in_memory(world: int, strategy: Strategy | None = None) -> list[BoundSwitch]:

@@ -72,6 +72,8 @@ META = {"dtype": "float32", "shape": [3], "size_bytes": 12}
         {"type": "PutObject", "name": W, "meta": META, "generations": [1], "whole": True},
         {"type": "ReduceObjects", "name": W, "sources": [], "op": "sum", "count": 1, "least": 1},
         {"type": "ReduceObjects", "name": W, "sources": [W], "op": "xor", "count": 1, "least": 1},
+        {"type": "ReduceObjects", "name": W, "sources": [W], "op": "sum", "count": 1, "least": 1, "most_stripes": 0},
+        {"type": "DeleteObject", "name": W, "after": 0},
         {"type": "StripeArrived", "name": W, "generation": -1, "stripe": 0},
         {"type": "ReaderRate", "name": W, "generation": 1, "stripe": 0, "reader": "x", "bytes_per_s": float("nan")},
     ],
@@ -110,6 +112,7 @@ def some(kind: Any, dice: random.Random) -> Any:
         "patience_s": None,
         "in_order": dice.random() < 0.3,
         "striped": dice.random() < 0.3,
+        "most_stripes": dice.randrange(1, 5),
         "slot": dice.randrange(-1, 4),
         "attempt": dice.randrange(12),
         "child": dice.randrange(3),
@@ -127,6 +130,8 @@ def some(kind: Any, dice: random.Random) -> Any:
         "waits": dice.random() < 0.5,
         "when_read": dice.random() < 0.5,
     }
+    if kind is objects.DeleteObject:
+        values["after"] = dice.randrange(1, 4)
     if kind is objects.ObjectWhole:
         values["digest"] = "1"
     if kind is objects.StageRuns:

@@ -10,10 +10,12 @@ import pytest
 from benchmarks.claims import EXPLAINED, FAR_OFF
 from benchmarks.page import PAGE, RESULTS, measured
 from offbeat.errors import ScenarioError
+from offbeat.fabric import ObjectStore
 from offbeat.lab import results
 from offbeat.lab.predictions import errors, known_of, predictions
+from offbeat.plan import Plan
 from offbeat.scenario import Scenario
-from offbeat.sim import Known, is_modelled
+from offbeat.sim import Known, is_modelled, predict
 
 SCENARIOS = Path(__file__).parents[2] / "benchmarks/scenarios"
 # What is measured there is this machine's two cores: steps of a few milliseconds, or next to nothing that is sent.
@@ -72,6 +74,15 @@ def test_a_script_needs_a_measurement() -> None:
         known_of(scenario, None)
     with pytest.raises(ScenarioError, match="it has another workload"):
         known_of(scenario, results.read(RESULTS / "loopback.json"))
+
+
+def test_sums_in_stores_are_not_predicted_as_a_ring() -> None:
+    scenario = Scenario.from_toml((SCENARIOS / "small.toml").read_text())
+    row, plan = scenario.row[-1], Plan(fabric=ObjectStore())
+    assert is_modelled(row, scenario.workload, Plan())
+    assert not is_modelled(row, scenario.workload, plan)
+    with pytest.raises(ScenarioError, match=r"ObjectStore\(.* not modelled. Measure it with `offbeat lab run`"):
+        predict(scenario, row, plan, Known.of(scenario))
 
 
 def test_a_schedule_of_a_script_is_not_predicted_and_the_other_rows_are() -> None:
