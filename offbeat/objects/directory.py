@@ -568,7 +568,9 @@ class Directory:
             entry.made_by = message  # for an earlier directory, which had no time to tell
             return [(store, ReduceSettled(name=message.name, used=entry.used))]
         if why := self._why_not_reduce(entry, message):
-            return [(store, ObjectRefused(name=message.name, reason=why, differs=entry.reduction is not None))]
+            is_made = entry.reduction is not None
+            is_there = is_made or entry.meta is not None
+            return [(store, ObjectRefused(name=message.name, reason=why, differs=is_made, is_there=is_there))]
         return self._begin_reduction(entry, SmallReduction(message, store))
 
     def _resume(

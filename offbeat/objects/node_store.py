@@ -53,7 +53,7 @@ _RETRY_S = 1.0  # after which what nobody feeds is asked for again
 _RATE_S, _MOST_RATES = 0.1, 8
 _ROOM_S = 1.0  # for which an object waits for others to be dropped
 _MOST_TOLD = 4096
-_MOST_INLINE_COPIES = 256
+_MOST_INLINE_COPIES = _MOST_REFUSED = 256
 _MAPPED_S = 5.0  # within which a client maps an object that it was told of
 KnownVersions = say.VersionsKnown | OffbeatError
 """The versions of an id, or the reason why a directory does not say them."""
@@ -111,6 +111,7 @@ class NodeStore:
         self._asked: dict[ObjectName, tuple[say.ReduceObjects, float]] = {}  # sums, and when their patience is over
         self._wanting_versions: dict[str, list[VersionsWait]] = {}  # by id
         self._inline_copies: OrderedDict[ObjectName, None] = OrderedDict()
+        self._refused: OrderedDict[ObjectName, OffbeatError] = OrderedDict()  # sums that nobody waited for yet
         self.used: dict[ObjectName, tuple[ObjectName, ...]] = {}
         self._feeders: dict[str, FeederLink] = {}
         self._readers: set[ReaderLink] = set()
@@ -279,6 +280,9 @@ class NodeStore:
             self.objects.move_to_end(name)
             told(stored)
             return
+        if stored is None and (refused := self._refused.pop(name, None)) is not None:
+            told(refused)
+            return
         waiting = self._waiting.setdefault(name, [])
         waiting.append(told)
         if len(waiting) == 1 and (stored is None or not stored.is_own):
@@ -314,7 +318,15 @@ class NodeStore:
         self._ask_for_versions(id_)
 
     def reduce(self, request: say.ReduceObjects) -> None:
-        """Have a sum made, which this store keeps; `want` it to hear of it."""
+        """Have a sum made, which this store keeps; `want` it to hear of it, or of why it is refused."""
+        home = self._directory_of(request.name)
+        if (away := next((one for one in request.sources if self._directory_of(one) is not home), None)) is not None:
+            reason = (
+                f"Cannot reduce into {request.name}: {away} is kept by another directory. Directories share ids by "
+                'what is before the first "/": give sources and target the same, as in "grad/0" and "grad/sum".'
+            )
+            self._refuse_sum(request.name, ObjectError(reason))
+            return
         self._asked[request.name] = request, time.monotonic() + (request.patience_s or 0)
         self.tell_directory(request)
 
@@ -401,13 +413,15 @@ class NodeStore:
                     stored.is_settled = True
                     self._tell_waiting(stored)
             case say.ObjectRefused():
-                self._asked.pop(name, None)
                 error = (DisagreementError if message.differs else ObjectError)(message.reason)
                 if stored is not None and stored.is_own and not stored.is_taken:
                     stored.refused = error
                     self._remove(stored)
-                _log.warning("%s", message.reason)
-                self._fail(name, error)
+                if self._asked.pop(name, None) is not None and not message.is_there:
+                    self._refuse_sum(name, error)
+                else:
+                    _log.warning("%s", error)
+                    self._fail(name, error)
 
     # -- a directory that begins anew ----------------------------------------------------------------------------
 
@@ -754,6 +768,15 @@ class NodeStore:
         for told in self._waiting.pop(name, []):
             told(error)
 
+    def _refuse_sum(self, name: ObjectName, error: OffbeatError) -> None:
+        """Tell those who wait for a sum why there is none; where nobody does yet, the next one who wants it."""
+        _log.warning("%s", error)
+        if name not in self._waiting:
+            self._refused[name] = error
+            if len(self._refused) > _MOST_REFUSED:
+                self._refused.popitem(last=False)
+        self._fail(name, error)
+
     def _want_again(self, name: ObjectName) -> None:
         """Ask again for an object that is waited for and that no store feeds."""
         if name not in self._waiting:
@@ -805,8 +828,8 @@ def _is_here(stored: StoredObject) -> str:
 
 
 def shard_of(name: ObjectName, shards: int) -> int:
-    """Return the number of the directory that has a name; all versions of an id have the same."""
-    return xxhash.xxh3_64_intdigest(name.id.encode()) % shards
+    """Return the number of the directory that has a name: all that have the same before the first "/" of their ids."""
+    return xxhash.xxh3_64_intdigest(name.id.partition("/")[0].encode()) % shards
 
 
 def digest_of(memory: memoryview) -> str:

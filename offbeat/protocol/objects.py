@@ -497,10 +497,12 @@ class ObjectRefused(_Message, frozen=True, tag=True, kw_only=True):
 
     Args:
         differs: whether it is because others said something else of it.
+        is_there: whether the name stands for an object nevertheless, or a sum that is being made.
     """
 
     reason: Text
     differs: bool = False
+    is_there: bool = False
 
 
 FromStore = (

@@ -401,6 +401,34 @@ class TestRefused:
             assert torch.equal(await made.get(1, "w"), tensor(3))
 
     @in_loop
+    async def test_a_sum_that_is_refused_before_anybody_waits_for_it(self) -> None:
+        async with cluster(2) as made:
+            await made.put(0, "g", tensor(5))
+            made.reduce(1, "sum", ["g", "g"])
+            await asyncio.sleep(0.2)
+            with pytest.raises(ObjectError, match="a source is named twice"):
+                await made.get(1, "sum")
+            made.reduce(1, "sum", ["g"])
+            assert torch.equal(await made.get(1, "sum"), tensor(5))
+
+    @in_loop
+    async def test_a_sum_of_what_two_directories_keep(self) -> None:
+        async with cluster(1) as one, cluster(1) as other:
+            store = NodeStore(job=JOB, credentials=None, most_bytes=1 << 30, arithmetic=TorchArithmetic, limits=LIMITS)
+            await store.open("127.0.0.1", 0, [one.address, other.address], timedelta(seconds=5))
+            made = Cluster([store], one.directory, one.address)
+            ids = [f"{number}/g" for number in range(20)]
+            for name in ids:
+                await made.put(0, name, tensor(2))
+            for name in ids:
+                made.reduce(0, name.replace("g", "sum"), [name])
+                assert torch.equal(await made.get(0, name.replace("g", "sum")), tensor(2))
+            made.reduce(0, "0/all", ids)
+            with pytest.raises(ObjectError, match=r'is kept by another directory.*"grad/0" and "grad/sum"'):
+                await made.get(0, "0/all")
+            await store.close()
+
+    @in_loop
     async def test_a_second_put_that_is_given_up(self) -> None:
         async with cluster(3) as made:
             await made.put(0, "w", tensor(3))
