@@ -208,7 +208,7 @@ def modules() -> list[str]:
     return [name for name in found if name.rpartition(".")[2] not in OPTIONAL or name.count(".") == 1]
 
 
-OPTIONAL = {"lightning", "accelerate", "transformers", "worker_start"}
+OPTIONAL = {"lightning", "accelerate", "transformers", "worker_start", "ray_transport", "ray_collective"}
 """Frameworks; the modules of `offbeat.integrations` that have their names need them."""
 
 

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 STORE_VARIABLE = "OFFBEAT_OBJECTS"
 """The environment variable that names the store of this machine: "host:port"."""
+TOKEN_VARIABLE = "OFFBEAT_TOKEN"
+"""The environment variable with the token that stores and clients prove to each other."""
 _PATIENCE = timedelta(seconds=20)
 
 
@@ -64,7 +66,7 @@ def connect(store: str | None = None, *, job: str = "default", credentials: Cred
             "Cannot connect to a store of objects: none is named. Start one with `offbeat objects serve`, and give its "
             f"address to connect(), or in the environment variable {STORE_VARIABLE}."
         )
-    if credentials is None and (secret := os.environ.get("OFFBEAT_TOKEN")):
+    if credentials is None and (secret := os.environ.get(TOKEN_VARIABLE)):
         credentials = Token(secret.encode())
     return ObjectClient(RemoteStore(address, job=job_name(job), credentials=credentials, patience=_PATIENCE))
 
@@ -210,6 +212,10 @@ class ObjectClient:
     def start_get(self, name: str, *, version: int = 0) -> ObjectFuture[FoundObject]:
         """Begin to wait for an object; `tensor_of` makes a tensor of the outcome."""
         return self._access.get(ObjectName(name, version))
+
+    def stop(self, future: ObjectFuture[FoundObject]) -> None:
+        """Withdraw a `start_get`."""
+        self._access.stop(future)
 
     def reduce(
         self,

@@ -63,6 +63,8 @@ T = TypeVar("T")
 _COPY_BYTES = 4 << 20
 _LONG = timedelta(days=1)
 _LOOK_S = 0.5
+NOBODY = "nobody has put it"
+"""The progress of a `get` for which the store has found no holder."""
 CLIENT_LIMITS = Limits(timeout=timedelta(seconds=5))
 """The limits of the link between a client and its store: a client may hold the GIL for seconds."""
 
@@ -393,11 +395,14 @@ class RemoteStore:
 
     def close(self) -> None:
         if self._error is None:
-            self._error = ObjectError("it was closed")
-            self._loop.run(self._link.close())
+            self._loop.run(self._say_good_bye())
         self._loop.close()
 
     # -- on the loop ---------------------------------------------------------------------------------------------
+
+    async def _say_good_bye(self) -> None:
+        self._error = ObjectError("it was closed")  # not before: what was said last is still to be sent
+        await self._link.close()
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
         """Objects are in memory that both map."""
@@ -493,7 +498,7 @@ def told(note: ProgressNote) -> str:
     if note.away_s and note.have_bytes == note.size_bytes:
         return f"its directory has been lost for {note.away_s:.0f} s, and is dialled"
     if not note.size_bytes:
-        return "nobody has put it"
+        return NOBODY
     where = f", from the store at {note.feeder}" if note.feeder else ", and no store feeds it just now"
     when = f", the last of them {note.silent_s:.1f} s ago" if note.have_bytes and note.silent_s else ""
     return f"{note.have_bytes:,} of {note.size_bytes:,} bytes are here{where}{when}"

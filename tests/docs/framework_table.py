@@ -57,6 +57,11 @@ ROWS: dict[str, dict[str, str]] = {
         "test_examples.test_ray_starts_a_killed_worker_again": "`offbeat.init()` in the loop, a worker that is killed, "
         "resuming from `Checkpoints`",
     },
+    "Ray": {
+        "test_ray_objects.test_tasks_on_all_nodes_find_their_store": "a store of objects on each node",
+        "test_ray_transport.test_a_returned_tensor_reaches_an_actor_on_another_node": "references to tensors (RDT)",
+        "test_ray_collective.test_each_collective_has_its_values": "`ray.util.collective`",
+    },
     "trackers": {
         "test_trackers.test_tensorboard_shows_a_run": "TensorBoard",
         "test_trackers.test_wandb_shows_a_run": "Weights & Biases, offline",

@@ -74,3 +74,15 @@ def test_ray_starts_a_killed_worker_again(tmp_path: Path) -> None:
     assert int(told[-1][2]) == 30
     assert len(first_of) > 1, "other processes"
     assert all(epoch >= 3 for pid, epoch in first_of.items() if pid != told[0][1]), "from a checkpoint, not from 1 on"
+
+
+@pytest.mark.slow
+@pytest.mark.cold
+@pytest.mark.timeout(120)
+def test_readers_on_ray_have_each_version_of_the_weights(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="ray is not installed")
+    process = start(tmp_path, str(EXAMPLES / "ray_weights.py"), "--versions", "3", "--readers", "2")
+    said, _ = process.communicate(timeout=110)
+    assert process.returncode == 0, said
+    told = re.findall(r"version (\d): 2 readers have a mean of \[(.*), (.*)\]", said)
+    assert told == [("1", "1.0", "1.0"), ("2", "2.0", "2.0"), ("3", "3.0", "3.0")]
