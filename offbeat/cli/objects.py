@@ -151,3 +151,25 @@ def ls(
             str(one.readers) if one.readers else "",
         )
     Console().print(table)
+
+
+@app.command()
+def doctor(
+    address: Annotated[
+        str, typer.Argument(help="host:port of this machine's store, for clients; else as OFFBEAT_OBJECTS says.")
+    ] = "",
+    job: _Job = "default",
+    token_file: TokenFile = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    authority: Authority = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Test the store of this machine and its directory with objects of its own. Exit code 1 if something fails."""
+    from offbeat.cli.doctor import report
+    from offbeat.objects.store_doctor import examine_store
+
+    credentials = credentials_given(token_file, certificate, key, authority)
+    with Console(stderr=True).status("") as status:
+        found = list(examine_store(address or None, job, credentials, status.update))
+    report(found, json=json)

@@ -7,7 +7,7 @@
 * `node_store` - the objects of one machine; `stored_object` - one of them; `memory` - that clients map; `client_link` -
   a client; `data_links` - other stores that read here, or feed this one; `directory_link` - the way to a directory
 * `stage_runner` - what a store adds for reduces; `stage` - one position of one; `adding` - by torch
-* `serve` - a store as a process; `directory_server` - a directory over links
+* `serve` - a store as a process; `store_doctor` - whether it works; `directory_server` - a directory over links
 * `directory` - who has what, who reads from whom, and which reduces are under way
 * `version_index` - which versions there are, and who waits for a newer one
 * `chains` - who feeds whom while many read one object; `goodput` - which stores are slow

@@ -106,6 +106,28 @@ def test_tensors_go_from_task_to_task(two: tuple[Served, Served], tmp_path: Path
 
 
 @pytest.mark.timeout(120)
+def test_the_doctor(two: tuple[Served, Served], tmp_path: Path) -> None:
+    first, second = two
+    code, output = offbeat("objects", "doctor", second.client_address, "--token-file", "token", folder=tmp_path)
+    assert code == 0, output
+    assert [line.split(":")[0].split()[1] for line in output.splitlines()] == [
+        "store", "memory", "directory", "objects", "sums",
+    ]  # fmt: skip
+    with second.client() as client:
+        until_s = time.monotonic() + 10
+        while client.status().objects:
+            assert time.monotonic() < until_s, "it leaves nothing"
+            time.sleep(0.05)
+    code, output = offbeat("objects", "doctor", "127.0.0.1:1", "--token-file", "token", folder=tmp_path)
+    assert code == 1
+    assert "bad   store: cannot be reached" in output
+    first.kill()
+    code, output = offbeat("objects", "doctor", second.client_address, "--token-file", "token", folder=tmp_path)
+    assert code == 1
+    assert "cannot be put or got" in output
+
+
+@pytest.mark.timeout(120)
 def test_small_ones_and_what_is_refused(two: tuple[Served, Served]) -> None:
     first, second = two
     with first.client() as here, second.client() as there:

@@ -43,6 +43,7 @@ COMMANDS = {
         "--hash-every",
         "--check-freshness",
     ],
+    "objects doctor": ["ADDRESS", "--job", "--token-file", "--certificate", "--key", "--authority", "--json"],
     "objects ls": ["ADDRESS", "--job", "--token-file", "--certificate", "--key", "--authority"],
     "objects serve": [
         "--bind",
