@@ -27,6 +27,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from offbeat.diagnosis.process_state import glance
 from offbeat.errors import NetworkError
 from offbeat.objects import client as clients
 from offbeat.wire.credentials import Token
@@ -115,7 +116,7 @@ class StoreKeeper:
 
     def serve(self, settings: StoreSettings) -> tuple[str, str]:
         """Have the store run, if it does not; "host:port" for clients on this node, or "" and why there is none."""
-        if settings == self._settings and self._process is not None and self._process.poll() is None:
+        if settings == self._settings and self._is_serving():
             return self._address, ""
         self.stop()
         self._settings, self._address = settings, ""
@@ -159,6 +160,10 @@ class StoreKeeper:
                 self._process.kill()
                 self._process.wait()
         self._process = self._settings = None
+
+    def _is_serving(self) -> bool:
+        # One that was killed is dead to the kernel before all of its threads have ended, and it can be waited for.
+        return self._process is not None and bool(self._address) and glance(self._process.pid).state != "dead"
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None

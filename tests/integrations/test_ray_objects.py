@@ -42,13 +42,8 @@ def stores(cluster: Any) -> dict[str, str]:
 
 
 def serving() -> list[psutil.Process]:
-    """The stores that run on this machine."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        command = process.info["cmdline"] or []
-        if "objects" in command and "serve" in command and "64" in command:
-            found.append(process)
-    return found
+    """The stores below Ray's actors that run on this machine."""
+    return [one for one in psutil.process_iter(["cmdline"]) if ray_objects._CHILD in (one.info["cmdline"] or [])]
 
 
 def on(node: str) -> dict[str, Any]:
@@ -102,6 +97,8 @@ def test_a_store_that_was_killed_starts_again_at_the_next_connect(stores: dict[s
     ray.get(ray.remote(put).options(**on(other)).remote("before", 1.0))
     (killed,) = (one for one in serving() if "--directory" not in one.cmdline())
     os.kill(killed.pid, signal.SIGKILL)
+    while killed.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
     ray.get(ray.remote(put).options(**on(other)).remote("after", 1.0))
     assert got("after")[1] == 100_000.0
 
