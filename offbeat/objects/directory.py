@@ -85,7 +85,7 @@ class Entry:
         name: of it.
         meta: None as long as nobody has put it.
         digest: of its bytes; "" as long as nobody has all of them.
-        inline: the bytes of a small one, as long as there is room for them.
+        inline: the bytes of a small one, as long as there is room for them; `inline_at` are the stores that got them.
         chains, generations: of each stripe.
         waiting: the stores that asked before it was put.
         twins: by store, a second put that cannot be compared yet.
@@ -101,6 +101,7 @@ class Entry:
     meta: ObjectMeta | None = None
     digest: str = ""
     inline: bytes | None = None
+    inline_at: set[str] = field(default_factory=set)
     chains: list[Chains] = field(default_factory=list)
     generations: list[int] = field(default_factory=list)
     waiting: dict[str, None] = field(default_factory=dict)
@@ -128,7 +129,7 @@ class Entry:
     @property
     def stores(self) -> set[str]:
         """Return the stores that have some of it, or wait for it."""
-        return set().union(*(chains.stores for chains in self.chains), self.waiting, self.twins)
+        return set().union(*(chains.stores for chains in self.chains), self.waiting, self.twins, self.inline_at)
 
     @property
     def is_orphaned(self) -> bool:
@@ -193,6 +194,7 @@ class Directory:
         for entry in entries:
             entry.twins.pop(store, None)
             entry.waiting.pop(store, None)
+            entry.inline_at.discard(store)
             for stripe, chains in enumerate(entry.chains):
                 told += self._tell_feeders(entry, stripe, chains.lose(store))
             told += self._compare_twins(entry)
@@ -445,6 +447,7 @@ class Directory:
         assert entry.meta is not None
         told: Instructions = []
         if entry.inline is not None:
+            entry.inline_at.add(store)
             told.append((store, ObjectInline(name=entry.name, meta=entry.meta, data=entry.inline)))
         else:
             others: Instructions = []
@@ -516,15 +519,21 @@ class Directory:
         told: Instructions = []
         granted = entry is None or (bool(entry.whole_at - {store}) and not (entry.reduction or entry.watched_by))
         if entry is not None and granted:
+            entry.inline_at.discard(store)
             for stripe, chains in enumerate(entry.chains):
                 told += self._tell_feeders(entry, stripe, chains.lose(store))
         return [(store, ObjectDropped(name=message.name, granted=granted)), *told]
 
     def _withdraw(self, message: WithdrawPut, store: str) -> Instructions:
-        """A put was given up: a second one of others' object is forgotten, and a first one ends the object."""
+        """A store does not have what it has put: an object that no other one has ends."""
         entry = self._entries.get(message.name)
-        if entry is None or entry.twins.pop(store, None) is not None or entry.digest or store not in entry.makers:
+        if entry is None or entry.twins.pop(store, None) is not None or store not in entry.makers:
             return []
+        if entry.whole_at - {store}:
+            told: Instructions = []
+            for stripe, chains in enumerate(entry.chains):
+                told += self._tell_feeders(entry, stripe, chains.lose(store))
+            return told
         return self._forget(entry, f"{message.name} is lost: the client that put it at {store} has ended meanwhile.")
 
     def _delete(self, message: DeleteObject, store: str) -> Instructions:

@@ -372,6 +372,8 @@ class NodeStore:
                     stored.is_taken = True
                     if (told := self._putting.pop(name, None)) is not None:
                         told(stored)
+                else:  # it was deleted while its put was on its way
+                    self.tell_directory(say.WithdrawPut(name=name))
             case say.ObjectFound():
                 self._found(message)
             case say.ObjectInline():

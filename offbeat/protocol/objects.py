@@ -187,7 +187,7 @@ class ObjectWhole(_Message, frozen=True, tag=True, kw_only=True):
 
 
 class WithdrawPut(_Message, frozen=True, tag=True):
-    """Word that the client that puts an object has ended before it was whole."""
+    """Word that the store does not have what it has put: its client has ended, or it was deleted meanwhile."""
 
 
 class WantObject(_Message, frozen=True, tag=True, kw_only=True):

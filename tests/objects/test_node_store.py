@@ -147,6 +147,14 @@ async def cluster(
         await made.directory.close()
 
 
+async def nowhere(made: Cluster) -> None:
+    """Wait until no store has an object, and the directory knows of none."""
+    until_s = asyncio.get_running_loop().time() + stretched(5)
+    while any(store.objects for store in made.stores) or list(made.directory.directory.entries()):
+        assert asyncio.get_running_loop().time() < until_s
+        await asyncio.sleep(0.01)
+
+
 def tensor(value: float, numel: int = LARGE, dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.arange(numel) % 7).to(dtype) * value
 
@@ -491,6 +499,29 @@ class TestRefused:
             await asyncio.sleep(0.2)
             assert not made.stores[0].objects
             assert made.stores[0].used_bytes == made.stores[1].used_bytes == 0
+
+    @pytest.mark.parametrize("numel", [3, LARGE])
+    @in_loop
+    async def test_what_was_deleted_is_nowhere(self, numel: int) -> None:
+        async with cluster(3) as made:
+            await made.put(0, "w", tensor(3, numel))
+            for store in (1, 2):
+                await made.get(store, "w")
+            made.stores[1].delete(ObjectName("w"))
+            await nowhere(made)
+
+    @in_loop
+    async def test_a_sum_that_is_deleted_while_it_is_put(self) -> None:
+        async with cluster(2) as made:
+            for number in range(50):
+                await made.put(0, f"g{number}", tensor(3, 5))
+                made.reduce(1, f"sum{number}", [f"g{number}"])
+                await asyncio.sleep(number * 2e-5)
+                for name in ("g", "sum"):
+                    made.stores[0].delete(ObjectName(f"{name}{number}"))
+            await asyncio.sleep(0.1)
+            known = {entry.name for entry in made.directory.directory.entries() if entry.meta is not None}
+            assert known == set(made.stores[1].objects), "the directory knows what is there, and nothing else"
 
     @pytest.mark.parametrize(
         ("role", "says"), [("shard", "a shard has nothing to say"), ("worker", "a worker has nothing")]
