@@ -12,7 +12,6 @@ import torch
 
 from offbeat.errors import ObjectTimeoutError
 from offbeat.integrations import ray_objects
-from offbeat.protocol.objects import INLINE_BYTES
 from tests.integrations.ray_nodes import ray_nodes
 
 ray: Any = pytest.importorskip("ray", reason="ray is not installed")
@@ -83,10 +82,9 @@ class Member:
         c.barrier(name)
         return told
 
-    def large_objects(self) -> list[str]:
-        """Those that do not travel in messages."""
+    def objects(self) -> list[str]:
         with ray_objects.connect() as client:
-            return [str(one.name) for one in client._access.status().objects if one.meta.size_bytes > INLINE_BYTES]
+            return [str(one.name) for one in client._access.status().objects]
 
     def broadcasts(self, name: str, count: int) -> None:
         from ray.util import collective as c
@@ -127,13 +125,13 @@ def test_each_collective_has_its_values(members: list[Any], size: int, late_s: f
     of_all(members, "leave", name)
 
 
-def test_a_group_can_be_made_again_and_leaves_no_large_objects(members: list[Any]) -> None:
+def test_a_group_can_be_made_again_and_leaves_no_objects(members: list[Any]) -> None:
     for _ in range(2):
         of_all(members, "join", "again")
         of_all(members, "all_of_them", "again", 100_000)
         of_all(members, "leave", "again")
     until_s = time.monotonic() + 10
-    while (left := ray.get(members[0].large_objects.remote())) and time.monotonic() < until_s:
+    while (left := ray.get(members[0].objects.remote())) and time.monotonic() < until_s:
         time.sleep(0.1)
     assert not left
 
