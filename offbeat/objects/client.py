@@ -14,9 +14,11 @@ Each call that waits has a `start_...` beside it, whose `ObjectFuture` can be wa
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, overload
 
+import msgspec
 import torch
 
 from offbeat.errors import NetworkError, ObjectError, ObjectTimeoutError
@@ -31,7 +33,7 @@ from offbeat.protocol.objects import ObjectName, ReduceObjects
 from offbeat.wire.credentials import Token
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -143,6 +145,8 @@ class ObjectClient:
             ObjectError: if there is no room for it, or nobody has the base.
             ObjectTimeoutError: if it has taken too long.
         """
+        if not isinstance(tensor, (torch.Tensor, Mapping)):
+            raise ObjectError(f"Cannot put {name!r}: it is a {type(tensor).__name__}, no tensor or dict of them.")
         if isinstance(tensor, torch.Tensor) and base is None:
             self.start_put(name, tensor, version=version).get(f"put {name!r}", timeout)
             return
@@ -162,10 +166,11 @@ class ObjectClient:
 
     def start_put(self, name: str, tensor: Tensor, *, version: int = 0) -> ObjectFuture[None]:
         """Begin a `put`; the tensor may change once this returns."""
+        named = _named(name, version)
         if name.endswith((DELTA, DESCRIPTION)):
             check_id(name, version)
         layout = TensorLayout.of(tensor)
-        return self._access.put(ObjectName(name, version), layout.meta, layout.parts(tensor))
+        return self._access.put(named, layout.meta, layout.parts(tensor))
 
     @overload
     def get(self, name: str, *, version: int = 0, timeout: float | None = None) -> Tensor: ...
@@ -198,6 +203,7 @@ class ObjectClient:
             ObjectError: if it is lost, or was deleted, or is not like the tensors.
         """
         if into is not None:
+            _named(name, version)
             if why := self._versions.load(name, version, into, CallDeadline(timeout)):
                 raise ObjectError(why)
             return None
@@ -211,7 +217,7 @@ class ObjectClient:
 
     def start_get(self, name: str, *, version: int = 0) -> ObjectFuture[FoundObject]:
         """Begin to wait for an object; `tensor_of` makes a tensor of the outcome."""
-        return self._access.get(ObjectName(name, version))
+        return self._access.get(_named(name, version))
 
     def stop(self, future: ObjectFuture[FoundObject]) -> None:
         """Withdraw a `start_get`."""
@@ -278,6 +284,7 @@ class ObjectClient:
 
     def versions(self, name: str, *, timeout: float | None = None) -> list[int]:
         """The versions of a name that some store has all of, ascending."""
+        _named(name, 0)
         return list(self._access.versions(name).get(f"look for {name!r}", timeout).versions)
 
     def publisher(self, name: str, *, keep: int = 2) -> Publisher:
@@ -300,8 +307,10 @@ class ObjectClient:
 
     def delete(self, name: str, *, version: int = 0) -> None:
         """Have all stores let go of an object; who has mapped it keeps it. Does not wait."""
-        for one in (description_name(name, version), delta_name(name, version), ObjectName(name, version)):
-            self._access.delete(one)
+        whole = _named(name, version)
+        for one in (description_name(name, version), delta_name(name, version), whole):
+            if len(one.id) <= 256:  # no longer one has versions
+                self._access.delete(one)
 
     def status(self) -> StatusAnswer:
         """Return the objects of this machine's store, and the bytes that it has sent to others.
@@ -362,7 +371,20 @@ class ObjectClient:
             in_order=in_order,
             striped=striped,
         )
+        try:  # a store ends the session of a client that it cannot understand
+            msgspec.convert(msgspec.to_builtins(request), ReduceObjects)
+        except msgspec.ValidationError as error:
+            raise ObjectError(f"Cannot reduce into {target!r}: {error}.") from error
         self._access.reduce(request)
+
+
+def _named(id_: str, version: int) -> ObjectName:
+    if not isinstance(id_, str) or not 1 <= len(id_) <= 256 or not 0 <= version < 1 << 40:
+        raise ObjectError(
+            f"Cannot use {id_!r:.60} version {version}: an object's name is a string of 1 to 256 characters, and a "
+            f"version is 0 to {(1 << 40) - 1}."
+        )
+    return ObjectName(id_, version)
 
 
 def tensor_of(found: FoundObject) -> Tensor:

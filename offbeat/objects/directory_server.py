@@ -70,7 +70,7 @@ class DirectoryServer:
 
     def _accept(self, link: PeerLink) -> StoreLink:
         if link.role != "peer":
-            raise PeerError(f"a {link.role} has nothing to say to a directory of objects: connect to a store")
+            raise PeerError(f"this is the directory of objects, and takes no {link.role}: connect to a store")
         return StoreLink(self, link)
 
     def take(self, address: str, link: StoreLink, *, again: bool) -> None:

@@ -147,6 +147,20 @@ def test_small_ones_and_what_is_refused(two: tuple[Served, Served]) -> None:
             here.reduce("x", ["a", "b"], num_objects=3)
         with pytest.raises(ObjectError, match="say deadline="):
             here.reduce("x", ["a", "b"], min_objects=1)
+        for name, version in (("", 0), ("x" * 257, 0), (3, 0), ("a", -1)):
+            with pytest.raises(ObjectError, match="an object's name is a string of 1 to 256 characters"):
+                here.put(name, torch.ones(2), version=version)  # type: ignore[arg-type]
+            with pytest.raises(ObjectError, match="an object's name is a string of 1 to 256 characters"):
+                here.get(name, version=version)  # type: ignore[arg-type]
+            with pytest.raises(ObjectError, match="an object's name is a string of 1 to 256 characters"):
+                here.delete(name, version=version)  # type: ignore[arg-type]
+        here.put("x" * 256, torch.ones(2))
+        here.delete("x" * 256)
+        with pytest.raises(ObjectError, match="Cannot put 'x': it is a list, no tensor or dict of them"):
+            here.put("x", [1.0])  # type: ignore[arg-type]
+        for wrong in ({"op": "avg"}, {"min_objects": 1, "deadline": -1.0}):
+            with pytest.raises(ObjectError, match="Cannot reduce into 'x': "):
+                here.reduce("x", ["a", "b"], **wrong)
         here.reduce("late", ["a", "never"], min_objects=1, deadline=0.2)
         assert here.get("late", timeout=10).tolist() == [1.0, 5.0]
         assert here.reduced_set("late") == ["a"]
