@@ -95,11 +95,12 @@ def main() -> None:
                 hear("begins")
         while heard.count("leaves") < len(readers):
             hear("leaves")
-        sent = client.status().sent_bytes
+    with connect(theirs, credentials=Token(token.encode())) as client:
+        received = client.status().received_bytes
     for reader in readers:
         reader.join()
     whole = sum(weight.nbytes for weight in copy.parameters())
-    print(f"{steps} versions of {whole:,} bytes each: {sent:,} bytes went to the readers' store.")
+    print(f"{steps} versions of {whole:,} bytes each: the readers' store received {received:,} bytes.")
     for store in (there, here):
         store.terminate()
         store.wait()

@@ -14,6 +14,7 @@ Each call that waits has a `start_...` beside it, whose `ObjectFuture` can be wa
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, overload
@@ -48,6 +49,7 @@ STORE_VARIABLE = "OFFBEAT_OBJECTS"
 TOKEN_VARIABLE = "OFFBEAT_TOKEN"
 """The environment variable with the token that stores and clients prove to each other."""
 _PATIENCE = timedelta(seconds=20)
+_MOST_ASKED = 1024
 
 
 def connect(store: str | None = None, *, job: str = "default", credentials: Credentials | None = None) -> ObjectClient:
@@ -121,6 +123,7 @@ class ObjectClient:
         self._access = access
         self._versions = VersionedObjects(access)
         self._used: dict[ObjectName, tuple[ObjectName, ...]] = {}
+        self._asked: OrderedDict[ObjectName, ObjectFuture[None]] = OrderedDict()  # sums
 
     def put(
         self,
@@ -217,7 +220,15 @@ class ObjectClient:
 
     def start_get(self, name: str, *, version: int = 0) -> ObjectFuture[FoundObject]:
         """Begin to wait for an object; `tensor_of` makes a tensor of the outcome."""
-        return self._access.get(_named(name, version))
+        future = self._access.get(_named(name, version))
+        if (asked := self._asked.get(ObjectName(name, version))) is not None:  # a sum, which may be refused
+
+            def told() -> None:
+                if asked.error is not None:
+                    future.end(asked.error)
+
+            asked.add_done_callback(told)
+        return future
 
     def stop(self, future: ObjectFuture[FoundObject]) -> None:
         """Withdraw a `start_get`."""
@@ -334,6 +345,8 @@ class ObjectClient:
         future = self.start_get(name, version=version)
         try:
             found = future.get(f"get {ObjectName(name, version)}", timeout)
+            if (asked := self._asked.pop(ObjectName(name, version), None)) is not None:
+                asked.get(f"reduce into {name!r}", timeout)  # what there is may be something else
         except ObjectTimeoutError:
             self._access.stop(future)
             raise
@@ -375,7 +388,9 @@ class ObjectClient:
             msgspec.convert(msgspec.to_builtins(request), ReduceObjects)
         except msgspec.ValidationError as error:
             raise ObjectError(f"Cannot reduce into {target!r}: {error}.") from error
-        self._access.reduce(request)
+        self._asked[request.name] = self._access.reduce(request)
+        if len(self._asked) > _MOST_ASKED:
+            self._asked.popitem(last=False)
 
 
 def _named(id_: str, version: int) -> ObjectName:

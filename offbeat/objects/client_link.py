@@ -20,7 +20,7 @@ from offbeat.protocol.object_calls import (
     ObjectAnswer,
     ProgressNote,
     PutSmallCall,
-    ReduceNote,
+    ReduceCall,
     ReleaseNote,
     StatusCall,
     StopCall,
@@ -106,8 +106,8 @@ class ClientLink:
                 if pinned is not None:
                     self._pins.remove(pinned)
                     pinned.pins -= 1
-            case ReduceNote():
-                store.reduce(message.request)
+            case ReduceCall():
+                store.reduce(message.request, self._done(message.call))
             case DeleteNote():
                 store.delete(message.name, when_read=message.when_read)
             case StatusCall():
@@ -210,8 +210,8 @@ class ClientLink:
         if (look := self._looks.pop(call, None)) is not None:
             self._store.stop_wanting_versions(*look)
 
-    def _done(self, call: int) -> Callable[[Outcome], None]:
-        def told(what: Outcome) -> None:
+    def _done(self, call: int) -> Callable[[Outcome | None], None]:
+        def told(what: Outcome | None) -> None:
             if isinstance(what, OffbeatError):
                 self._fail(call, what)
             else:

@@ -572,7 +572,9 @@ class Directory:
         entry = self._entry(message.name)
         is_made = entry.reduction is not None or not entry.is_orphaned
         if entry.made_by is not None and _is_same_sum(entry.made_by, message) and is_made:
-            return []  # another member of the same all-reduce asks, or its caller again
+            if entry.reduction is not None or not entry.used:
+                return []  # another member of the same all-reduce asks, or its caller again
+            return [(store, ReduceSettled(name=message.name, used=entry.used))]
         if entry.made_by is None and entry.used and not entry.is_orphaned and set(entry.used) <= set(message.sources):
             entry.made_by = message  # for an earlier directory, which had no time to tell
             return [(store, ReduceSettled(name=message.name, used=entry.used))]
@@ -697,6 +699,7 @@ class Directory:
         entry.reduction = Reduction(
             request, reduction.caller, target, self.measured_link, lambda: next(self._attempts), self._holders
         )
+        entry.reduction.is_late = reduction.is_late
         return self._answer_waiting(entry)
 
     def _holders(self, source: ObjectName) -> set[str]:

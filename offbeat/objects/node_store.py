@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -53,7 +53,7 @@ _RETRY_S = 1.0  # after which what nobody feeds is asked for again
 _RATE_S, _MOST_RATES = 0.1, 8
 _ROOM_S = 1.0  # for which an object waits for others to be dropped
 _MOST_TOLD = 4096
-_MOST_INLINE_COPIES = _MOST_REFUSED = 256
+_MOST_INLINE_COPIES = 256
 _MAPPED_S = 5.0  # within which a client maps an object that it was told of
 KnownVersions = say.VersionsKnown | OffbeatError
 """The versions of an id, or the reason why a directory does not say them."""
@@ -66,6 +66,20 @@ class VersionsWait:
     after: int
     waits: bool
     told: Callable[[KnownVersions], None]
+
+
+@dataclass
+class AskedSum:
+    """A sum that this store has asked for and that is not settled.
+
+    Args:
+        until_s: when its patience is over.
+        told: called when it is, or refused.
+    """
+
+    request: say.ReduceObjects
+    until_s: float
+    told: list[Callable[[OffbeatError | None], None]] = field(default_factory=list)
 
 
 _Lacking = tuple[ObjectName, int, "Callable[[ObjectError | None], None]"]
@@ -108,10 +122,9 @@ class NodeStore:
         self.objects: OrderedDict[ObjectName, StoredObject] = OrderedDict()
         self._waiting: dict[ObjectName, list[Callable[[Outcome], None]]] = {}
         self._putting: dict[ObjectName, Callable[[Outcome], None]] = {}
-        self._asked: dict[ObjectName, tuple[say.ReduceObjects, float]] = {}  # sums, and when their patience is over
+        self._asked: dict[ObjectName, AskedSum] = {}
         self._wanting_versions: dict[str, list[VersionsWait]] = {}  # by id
         self._inline_copies: OrderedDict[ObjectName, None] = OrderedDict()
-        self._refused: OrderedDict[ObjectName, OffbeatError] = OrderedDict()  # sums that nobody waited for yet
         self.used: dict[ObjectName, tuple[ObjectName, ...]] = {}
         self._feeders: dict[str, FeederLink] = {}
         self._readers: set[ReaderLink] = set()
@@ -280,9 +293,6 @@ class NodeStore:
             self.objects.move_to_end(name)
             told(stored)
             return
-        if stored is None and (refused := self._refused.pop(name, None)) is not None:
-            told(refused)
-            return
         waiting = self._waiting.setdefault(name, [])
         waiting.append(told)
         if len(waiting) == 1 and (stored is None or not stored.is_own):
@@ -317,17 +327,23 @@ class NodeStore:
             self._wanting_versions[id_] = waiting
         self._ask_for_versions(id_)
 
-    def reduce(self, request: say.ReduceObjects) -> None:
-        """Have a sum made, which this store keeps; `want` it to hear of it, or of why it is refused."""
-        home = self._directory_of(request.name)
+    def reduce(
+        self, request: say.ReduceObjects, told: Callable[[OffbeatError | None], None] = lambda error: None
+    ) -> None:
+        """Have a sum made, which this store keeps; `told` is called once it is made, or with why it is refused."""
+        name, home = request.name, self._directory_of(request.name)
         if (away := next((one for one in request.sources if self._directory_of(one) is not home), None)) is not None:
             reason = (
-                f"Cannot reduce into {request.name}: {away} is kept by another directory. Directories share ids by "
+                f"Cannot reduce into {name}: {away} is kept by another directory. Directories share ids by "
                 'what is before the first "/": give sources and target the same, as in "grad/0" and "grad/sum".'
             )
-            self._refuse_sum(request.name, ObjectError(reason))
+            told(ObjectError(reason))
             return
-        self._asked[request.name] = request, time.monotonic() + (request.patience_s or 0)
+        asked = self._asked.setdefault(name, AskedSum(request, time.monotonic() + (request.patience_s or 0)))
+        if asked.request != request:
+            told(DisagreementError(f"Cannot reduce into {name}: another reduce makes it, in another way."))
+            return
+        asked.told.append(told)
         self.tell_directory(request)
 
     def delete(self, name: ObjectName, *, when_read: bool = False, after: int = 1) -> None:
@@ -377,6 +393,7 @@ class NodeStore:
             case say.ObjectFound():
                 self._found(message)
             case say.ObjectInline():
+                self._received_bytes += len(message.data)
                 if stored is None:
                     stored = self._make(name, message.meta)
                     stored.memory[:] = message.data
@@ -391,9 +408,9 @@ class NodeStore:
                     stored.is_settled = message.settled
                     self._restart(stored, message.stripe, message.generation)
             case say.ForgetObject():
-                self._asked.pop(name, None)
                 if stored is not None:
                     self._remove(stored)
+                self._end_asked(name, ObjectError(message.reason))
                 self._fail(name, ObjectError(message.reason))
             case say.VersionsKnown():
                 self._versions_known(message)
@@ -409,7 +426,7 @@ class NodeStore:
             case say.ReduceSmall():
                 self._add_small(message)
             case say.ReduceSettled():
-                self._asked.pop(name, None)
+                self._end_asked(name, None)
                 self.used[name] = message.used
                 if stored is not None:
                     stored.is_settled = True
@@ -419,10 +436,8 @@ class NodeStore:
                 if stored is not None and stored.is_own and not stored.is_taken:
                     stored.refused = error
                     self._remove(stored)
-                if self._asked.pop(name, None) is not None and not message.is_there:
-                    self._refuse_sum(name, error)
-                else:
-                    _log.warning("%s", error)
+                _log.warning("%s", error)
+                if not (self._end_asked(name, error) and message.is_there):  # else others wait for what is there
                     self._fail(name, error)
 
     # -- a directory that begins anew ----------------------------------------------------------------------------
@@ -442,9 +457,10 @@ class NodeStore:
             else:
                 parts.append(stored)
         yield from self._stages.reports(lambda name: self._directory_of(name) is link)
-        for request, until_s in self._asked.values():
+        for asked in self._asked.values():
+            request = asked.request
             if self._directory_of(request.name) is link:
-                left_s = None if request.patience_s is None else max(0.0, until_s - time.monotonic())
+                left_s = None if request.patience_s is None else max(0.0, asked.until_s - time.monotonic())
                 yield msgspec.structs.replace(request, patience_s=left_s)
         for name in self._waiting:
             known = self.objects.get(name)
@@ -463,9 +479,13 @@ class NodeStore:
 
     def directory_away(self, link: DirectoryLink, error: ObjectError) -> None:
         """A directory has been lost for long: nobody gets what it does not have a way to already."""
-        for name in {*self._waiting, *self._putting}:
+        for name in list(self._putting):
             if self._directory_of(name) is link:
-                self._fail(name, ObjectError(f"Cannot get or put {name}: {error}"))
+                self._remove(self.objects[name])  # so that it can be put again
+                self._fail(name, ObjectError(f"Cannot put {name}: {error}"))
+        for name in list(self._waiting):
+            if self._directory_of(name) is link:
+                self._fail(name, ObjectError(f"Cannot get {name}: {error}"))
         for id_ in list(self._wanting_versions):
             if self._directory_of(ObjectName(id_)) is link:
                 for wait in self._wanting_versions.pop(id_):
@@ -616,7 +636,10 @@ class NodeStore:
         if link.role == "onlooker" and self.accept_onlooker is not None:
             return self.accept_onlooker(link)
         if link.role != "peer":
-            raise PeerError(f"a {link.role} has nothing to say to a store of objects")
+            raise PeerError(
+                f"here it listens for other stores, and takes no {link.role}: use the address that it has printed "
+                "after OFFBEAT_OBJECTS="
+            )
         reader = ReaderLink(self, link)
         self._readers.add(reader)
         if len(self._readers) == 1:
@@ -684,7 +707,7 @@ class NodeStore:
             arithmetic.add(total, total, bytearray(part))
         if message.op == "mean" and total:
             arithmetic.divide(total, len(message.parts))
-        self._asked.pop(name, None)
+        self._end_asked(name, None)
         self.used[name] = message.used
         self.put_small(name, meta, bytes(total), lambda _: None)
 
@@ -770,14 +793,12 @@ class NodeStore:
         for told in self._waiting.pop(name, []):
             told(error)
 
-    def _refuse_sum(self, name: ObjectName, error: OffbeatError) -> None:
-        """Tell those who wait for a sum why there is none; where nobody does yet, the next one who wants it."""
-        _log.warning("%s", error)
-        if name not in self._waiting:
-            self._refused[name] = error
-            if len(self._refused) > _MOST_REFUSED:
-                self._refused.popitem(last=False)
-        self._fail(name, error)
+    def _end_asked(self, name: ObjectName, error: OffbeatError | None) -> bool:
+        """Tell those who have asked for a sum that it is made, or why not; returns whether there was one."""
+        asked = self._asked.pop(name, None)
+        for told in asked.told if asked is not None else ():
+            told(error)
+        return asked is not None
 
     def _want_again(self, name: ObjectName) -> None:
         """Ask again for an object that is waited for and that no store feeds."""

@@ -40,6 +40,9 @@ class Reduction:
         link: what is known of the links.
         next_attempt: numbers that were never used before.
         holders: the stores that have all of a source.
+
+    Attributes:
+        is_late: whether the patience is over.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class Reduction:
         self._spares: dict[ObjectName, str] = {}
         self.sums: list[StripeSum | None] = [None] * meta.stripes
         self._unreadable: set[tuple[ObjectName, str]] = set()  # sources, and the stores they could not be read from
-        self._is_closed = False
+        self._is_closed = self.is_late = False
 
     @classmethod
     def resumed(
@@ -208,7 +211,8 @@ class Reduction:
         if source in self.used:
             return self._settle()
         if not self.is_settled:
-            return self._admit(source, store) + self._settle()
+            told = self._admit(source, store) + self._settle()
+            return told + self.expire() if self.is_late else told
         self._spares.setdefault(source, store)
         return self._settle()
 
@@ -252,7 +256,8 @@ class Reduction:
         return self.end() if self.is_whole else []
 
     def expire(self) -> Instructions:
-        """The patience is over: make the sum of the sources that are there, if these are enough."""
+        """The patience is over: make the sum of the sources that are there, as soon as these are enough."""
+        self.is_late = True
         present = [member for member in self._members if member is not None and member.store is not None]
         taken = len(present) + (self._own is not None)
         if (

@@ -23,13 +23,14 @@ class SmallReduction:
 
     Attributes:
         meta: of the target; None as long as no source is there.
+        is_late: whether the patience is over.
     """
 
     def __init__(self, request: ReduceObjects, caller: str) -> None:
         self.request, self.caller = request, caller
         self.meta: ObjectMeta | None = None
         self._parts: dict[ObjectName, bytes] = {}
-        self._is_over = False
+        self._is_over = self.is_late = False
 
     @property
     def used(self) -> tuple[ObjectName, ...]:
@@ -43,14 +44,17 @@ class SmallReduction:
         if self._is_over or source in self._parts:
             return []
         self._parts[source] = data
-        return self._sum() if len(self._parts) == self.request.count else []
+        if len(self._parts) == self.request.count:
+            return self._sum()
+        return self.expire() if self.is_late else []
 
     def lost(self, store: str) -> Instructions:
         """A store is gone, which changes nothing: the bytes are here."""
         return []
 
     def expire(self) -> Instructions:
-        """The patience is over."""
+        """The patience is over: make the sum of the sources that are there, as soon as these are enough."""
+        self.is_late = True
         is_enough = len(self._parts) >= self.request.least and not self.request.in_order
         return self._sum() if is_enough and not self._is_over else []
 

@@ -33,7 +33,7 @@ from offbeat.protocol.object_calls import (
     ObjectAnswer,
     ProgressNote,
     PutSmallCall,
-    ReduceNote,
+    ReduceCall,
     ReleaseNote,
     StatusAnswer,
     StatusCall,
@@ -180,8 +180,8 @@ class StoreAccess(Protocol):
     def stop(self, future: ObjectFuture[Any]) -> None:
         """Withdraw a `get`, or a `versions`."""
 
-    def reduce(self, request: ReduceObjects) -> None:
-        """Have a sum made."""
+    def reduce(self, request: ReduceObjects) -> ObjectFuture[None]:
+        """Have a sum made; it is over once it is."""
 
     def delete(self, name: ObjectName, *, when_read: bool = False) -> None:
         """Have all stores let go of an object: at once, or when no store reads it any more."""
@@ -272,8 +272,11 @@ class EmbeddedStore:
         if (look := self._looks.pop(future, None)) is not None:
             self._loop.call(self._store.stop_wanting_versions, *look)
 
-    def reduce(self, request: ReduceObjects) -> None:
-        self._loop.call(self._store.reduce, request)
+    def reduce(self, request: ReduceObjects) -> ObjectFuture[None]:
+        future: ObjectFuture[None] = ObjectFuture()
+        future.value = None
+        self._call(future, self._store.reduce, request, future.end)
+        return future
 
     def delete(self, name: ObjectName, *, when_read: bool = False) -> None:
         self._loop.call(lambda: self._store.delete(name, when_read=when_read))
@@ -382,8 +385,8 @@ class RemoteStore:
                 self._gets.pop(call, None)
                 self._say(StopCall(call=call))
 
-    def reduce(self, request: ReduceObjects) -> None:
-        self._say(ReduceNote(request))
+    def reduce(self, request: ReduceObjects) -> ObjectFuture[None]:
+        return self._ask(lambda call: ReduceCall(call=call, request=request))
 
     def delete(self, name: ObjectName, *, when_read: bool = False) -> None:
         self._say(DeleteNote(name=name, when_read=when_read))

@@ -14,7 +14,9 @@ client                                          store
   | <----- VersionsAnswer(call, versions, ...) - |   at once, or as soon as there is one after that
   | -- StopCall(call) -------------------------> |   it does not wait any more
   | -- ReleaseNote(name) ----------------------> |   it does not look at the object any more
-  | -- ReduceNote(request), DeleteNote(name) --> |
+  | -- ReduceCall(call, request) --------------> |
+  | <----- DoneAnswer(call) -------------------- |   once it is made
+  | -- DeleteNote(name) -----------------------> |
   | -- StatusCall(call) -----------------------> |   also an onlooker
   | <----- StatusAnswer(call, ...) ------------- |
   | <----- CallFailed(call, kind, reason) ------ |   instead of any of these answers
@@ -109,8 +111,8 @@ class ReleaseNote(_Named, frozen=True, tag=True, kw_only=True):
     """The client has let go of an object's memory."""
 
 
-class ReduceNote(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A request for a sum; whether it can be had, who gets it is told."""
+class ReduceCall(_Numbered, frozen=True, tag=True, kw_only=True):
+    """A request for a sum; answered once it is made, or refused."""
 
     request: ReduceObjects
 
@@ -229,7 +231,7 @@ FromClient = (
     | VersionsCall
     | StopCall
     | ReleaseNote
-    | ReduceNote
+    | ReduceCall
     | DeleteNote
     | StatusCall
 )

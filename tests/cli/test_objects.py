@@ -143,6 +143,10 @@ def test_small_ones_and_what_is_refused(two: tuple[Served, Served]) -> None:
         here.reduce("mean of integers", ["n"], op="mean")
         with pytest.raises(DisagreementError, match=r"Cannot take the mean of 'n': it is int64\[2\]"):
             here.get("mean of integers", timeout=10)
+        here.reduce("a", ["b"])
+        with pytest.raises(ObjectError, match=r"Cannot reduce into 'a': it is there already"):
+            here.get("a", timeout=10)
+        assert there.get("a", timeout=10).tolist() == [1.0, 5.0], "who has not asked for that sum gets what there is"
         with pytest.raises(ObjectError, match="num_objects=3 and min_objects=3 have to be 1 to 2"):
             here.reduce("x", ["a", "b"], num_objects=3)
         with pytest.raises(ObjectError, match="say deadline="):

@@ -432,6 +432,25 @@ class TestReduce:
         world.run()
         assert used_in(world.stores["a"].values(W)) == set(SOURCES[:came])
 
+    @pytest.mark.parametrize("small", [True, False])
+    @pytest.mark.parametrize("seed", range(20))
+    def test_of_the_least_number_once_the_patience_is_over(self, seed: int, small: bool) -> None:
+        world = ObjectWorld(seed, stores=6)
+        world.reduce("a", W, SOURCES[:6], least=3, patience_s=1.0)
+        came = world.random.sample("abcdef", 3)
+        for number, store in enumerate(came[:2]):
+            if number == seed % 3:  # as late as can be: nobody has put anything yet
+                world.run()
+                world._tell(world.directory.expire(W))
+            world.put(store, SOURCES[number], 1 << number, small=small)
+        world.run()
+        world._tell(world.directory.expire(W))
+        world.run()
+        assert not world.stores["a"].values(W), "too few"
+        world.put(came[2], SOURCES[2], 4, small=small)
+        world.run()
+        assert used_in(world.stores["a"].values(W)) == set(SOURCES[:3])
+
     @pytest.mark.parametrize("seed", range(200))
     def test_whoever_dies(self, seed: int) -> None:
         check_losses(seed)
