@@ -6,7 +6,7 @@
 A chain begins with a store that has all of the object, or makes it; each other store is fed by the one before it, so it
 never has more than that one. A reader is put at the end of the shortest chain, so a holder that feeds nobody comes
 first, readers that ask together become one pipeline, and readers that ask one after another double the holders. Once a
-store has all of it, those before it in its chain are done and become chains of their own.
+store has all of it, it begins a chain of its own, so those before it in its chain feed one store less.
 
 Nobody is fed by a store that depends on it: a chain has no circle. A chain whose first store is lost is *orphaned*
 unless the next one has all of it: nobody may join it, and it is put after another chain as soon as there is one. Then
@@ -87,7 +87,7 @@ class Chains:
         return self._changed(before)
 
     def arrived(self, store: str) -> set[str]:
-        """A store has all of it now: those before it in its chain feed nobody any more."""
+        """A store has all of it now: it begins a chain, and the one before it feeds it no more."""
         before = self.feeders
         self._whole.add(store)
         for chains in (self._chains, self._orphans):
@@ -95,10 +95,8 @@ class Chains:
                 if store in chain:
                     at = chain.index(store)
                     chains.remove(chain)
-                    if chains is self._chains:
-                        self._chains += [[done] for done in chain[:at]]
-                    elif at:  # what those before it have is a part of what it has
-                        self._orphans.append(chain[:at])
+                    if at:  # it may have read from others before it was put here, so those before it may have less
+                        chains.append(chain[:at])
                     self._chains.append(chain[at:])
                     self._adopt()
                     return self._changed(before) - {store}

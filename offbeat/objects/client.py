@@ -394,9 +394,10 @@ class ObjectClient:
 
 
 def _named(id_: str, version: int) -> ObjectName:
-    if not isinstance(id_, str) or not 1 <= len(id_) <= 256 or not 0 <= version < 1 << 40:
+    is_text = isinstance(id_, str) and not any("\ud800" <= letter <= "\udfff" for letter in id_)
+    if not is_text or not 1 <= len(id_) <= 256 or not 0 <= version < 1 << 40:
         raise ObjectError(
-            f"Cannot use {id_!r:.60} version {version}: an object's name is a string of 1 to 256 characters, and a "
+            f"Cannot use {id_!a:.60} version {version}: an object's name is a string of 1 to 256 characters, and a "
             f"version is 0 to {(1 << 40) - 1}."
         )
     return ObjectName(id_, version)

@@ -555,7 +555,7 @@ class Directory:
 
     def _forget(self, entry: Entry, reason: str) -> Instructions:
         told = self._end_reduction(entry) if entry.reduction is not None else []
-        for one in sorted(entry.stores | entry.done_at):
+        for one in sorted(entry.stores):
             told.append((one, ForgetObject(name=entry.name, reason=reason)))
         for one in entry.waiting:
             self._parked[one] -= 1

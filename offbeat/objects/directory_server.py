@@ -38,6 +38,7 @@ class DirectoryServer:
         self._waits_for_stopped = waits_for_stopped
         self.directory = Directory(link, first_attempt=time.time_ns())
         self._stores: dict[str, StoreLink] = {}
+        self._seen: set[str] = set()  # the addresses of all stores that were ever here
         self._reports: list[tuple[str, FromStore]] | None = None  # as long as they are collected
         self._is_rebuilt = False
         self._listener: Listener | None = None
@@ -76,8 +77,9 @@ class DirectoryServer:
     def take(self, address: str, link: StoreLink, *, again: bool) -> None:
         """A store says who it is, and whether it has known a directory here before.
 
-        The first one of those shows that this directory takes the place of a lost one: the others are waited for, too,
-        for `_REPORTS_S`. Whoever comes later puts again what it has, and is compared with what is known then.
+        The first one that has, and that this directory does not know, shows that it takes the place of a lost one: it
+        waits for the others, too, for `_REPORTS_S`. A store that returns later, or was cut off from this directory,
+        puts again what it has, which is compared with what is known then.
         """
         if (known := self._stores.get(address)) is not None:  # it has lost that link, and this end has not noticed yet
             self.lost(address, known, None)
@@ -85,10 +87,11 @@ class DirectoryServer:
         self._stores[address] = link
         if self._waits_for_stopped:
             link.link.probe_at(address)
-        if again and not self._is_rebuilt:
+        if again and address not in self._seen and not self._is_rebuilt:
             _log.info("Collecting what stores have: the directory before this one is lost.")
             self._is_rebuilt, self._reports = True, []
             asyncio.get_running_loop().call_later(_REPORTS_S, self._rebuild)
+        self._seen.add(address)
 
     def handle(self, address: str, message: FromStore) -> None:
         """A store has said something."""

@@ -121,6 +121,7 @@ class NodeStore:
         self._arithmetic, self._stages = arithmetic, StageRunner(self, arithmetic)
         self.objects: OrderedDict[ObjectName, StoredObject] = OrderedDict()
         self._waiting: dict[ObjectName, list[Callable[[Outcome], None]]] = {}
+        self._retrying: set[ObjectName] = set()
         self._putting: dict[ObjectName, Callable[[Outcome], None]] = {}
         self._asked: dict[ObjectName, AskedSum] = {}
         self._wanting_versions: dict[str, list[VersionsWait]] = {}  # by id
@@ -128,10 +129,13 @@ class NodeStore:
         self.used: dict[ObjectName, tuple[ObjectName, ...]] = {}
         self._feeders: dict[str, FeederLink] = {}
         self._readers: set[ReaderLink] = set()
+        self._rates: asyncio.TimerHandle | None = None  # of the next look at how fast they are
         self._sent_bytes = self._received_bytes = 0  # over links that have ended
         self._listener: Listener | None = None
         self._directories: list[DirectoryLink] = []
         self._lacking: list[_Lacking] = []
+        self._dropping: dict[ObjectName, StoredObject] = {}  # that the directory was asked for
+        self._only_here: set[ObjectName] = set()  # what it refused to have dropped while some wait for room
         self._tasks: set[asyncio.Task[None]] = set()
         self.address = ""
         self.accept_onlooker: Callable[[PeerLink], Receiver] | None = None
@@ -269,9 +273,9 @@ class NodeStore:
 
     def abandon(self, stored: StoredObject) -> None:
         """Give up an object whose maker is gone before it was whole."""
-        self._remove(stored)
-        self._fail(stored.name, ObjectError(f"{stored.name} is lost: the client that put it has ended meanwhile."))
         if stored.refused is None:
+            self._remove(stored)
+            self._fail(stored.name, ObjectError(f"{stored.name} is lost: the client that put it has ended meanwhile."))
             self.tell_directory(say.WithdrawPut(name=stored.name))
 
     def want(
@@ -297,7 +301,7 @@ class NodeStore:
         waiting.append(told)
         if len(waiting) == 1 and (stored is None or not stored.is_own):
             self.tell_directory(say.WantObject(name=name))
-            self._later(_RETRY_S, lambda: self._want_again(name))
+            self._retry(name)
 
     def stop_wanting(self, name: ObjectName, told: Callable[[Outcome], None]) -> None:
         """Withdraw a `want`."""
@@ -377,7 +381,7 @@ class NodeStore:
         try:
             self._do(message)
         except ObjectError as error:
-            self._fail(message.name, error)
+            self._end_wait(message.name, error)
 
     def _do(self, message: FromDirectory) -> None:
         name = message.name
@@ -408,15 +412,15 @@ class NodeStore:
                     stored.is_settled = message.settled
                     self._restart(stored, message.stripe, message.generation)
             case say.ForgetObject():
+                forgotten = ObjectError(message.reason)
                 if stored is not None:
-                    self._remove(stored)
-                self._end_asked(name, ObjectError(message.reason))
-                self._fail(name, ObjectError(message.reason))
+                    self._end(stored, forgotten)
+                self._end_asked(name, forgotten)
+                self._fail(name, forgotten)
             case say.VersionsKnown():
                 self._versions_known(message)
             case say.ObjectDropped():
-                if message.granted and stored is not None:
-                    self._remove(stored)
+                self._dropped(message)
             case say.RunStage():
                 self._stages.run(message)
             case say.FeedStage():
@@ -433,12 +437,12 @@ class NodeStore:
                     self._tell_waiting(stored)
             case say.ObjectRefused():
                 error = (DisagreementError if message.differs else ObjectError)(message.reason)
-                if stored is not None and stored.is_own and not stored.is_taken:
-                    stored.refused = error
-                    self._remove(stored)
-                _log.warning("%s", error)
-                if not (self._end_asked(name, error) and message.is_there):  # else others wait for what is there
-                    self._fail(name, error)
+                if message.differs and stored is not None and (stored.is_own or stored.digest):
+                    self._end(stored, error)  # others say that the name stands for other bytes
+                if message.is_there and name in self._asked:  # others wait for what is there
+                    self._end_asked(name, error)
+                else:
+                    self._end_wait(name, error)
 
     # -- a directory that begins anew ----------------------------------------------------------------------------
 
@@ -452,6 +456,7 @@ class NodeStore:
         """Say what is here and made here, which stages run, and what is waited for."""
         parts = []
         for stored in self._objects_of(link):
+            self._dropping.pop(stored.name, None)
             if stored.digest or stored.is_own:
                 yield put_of(stored, self.used.get(stored.name, ()))
             else:
@@ -481,8 +486,10 @@ class NodeStore:
         """A directory has been lost for long: nobody gets what it does not have a way to already."""
         for name in list(self._putting):
             if self._directory_of(name) is link:
-                self._remove(self.objects[name])  # so that it can be put again
-                self._fail(name, ObjectError(f"Cannot put {name}: {error}"))
+                why = ObjectError(f"Cannot put {name}: {error}")
+                if (stored := self.objects.get(name)) is not None:
+                    self._end(stored, why)  # so that it can be put again
+                self._fail(name, why)
         for name in list(self._waiting):
             if self._directory_of(name) is link:
                 self._fail(name, ObjectError(f"Cannot get {name}: {error}"))
@@ -525,15 +532,23 @@ class NodeStore:
             self._read(stored, message)
             return
 
+        has_waited = False
+
         def told(error: ObjectError | None) -> None:
-            if error is None and name not in self.objects:
-                self._read(self._make(name, message.meta), message)
-            elif error is not None:
+            if name not in self._waiting or name in self.objects:
+                return
+            if error is not None:
                 self.tell_directory(say.StopWanting(name=name))
                 self._fail(name, error)
+                return
+            made = self._make(name, message.meta)
+            if has_waited:  # others may feed it by now
+                self.tell_directory(say.WantObject(name=name))
+            else:
+                self._read(made, message)
 
-        if name in self._waiting:
-            self.when_room(name, message.meta.size_bytes, told)
+        self.when_room(name, message.meta.size_bytes, told)
+        has_waited = True
 
     def _read(self, stored: StoredObject, message: say.ObjectFound) -> None:
         if stored.is_own:
@@ -642,8 +657,8 @@ class NodeStore:
             )
         reader = ReaderLink(self, link)
         self._readers.add(reader)
-        if len(self._readers) == 1:
-            self._later(_RATE_S, self._tell_rates)
+        if self._rates is None:
+            self._rates = asyncio.get_running_loop().call_later(_RATE_S, self._tell_rates)
         return reader
 
     def _tell_rates(self) -> None:
@@ -667,8 +682,7 @@ class NodeStore:
                         bytes_per_s=could,
                     )
                 )
-        if self._readers:
-            self._later(_RATE_S, self._tell_rates)
+        self._rates = asyncio.get_running_loop().call_later(_RATE_S, self._tell_rates) if self._readers else None
 
     def reader_left(self, link: ReaderLink) -> None:
         if link in self._readers:
@@ -707,9 +721,9 @@ class NodeStore:
             arithmetic.add(total, total, bytearray(part))
         if message.op == "mean" and total:
             arithmetic.divide(total, len(message.parts))
-        self._end_asked(name, None)
         self.used[name] = message.used
         self.put_small(name, meta, bytes(total), lambda _: None)
+        self._end_asked(name, None)
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -731,27 +745,50 @@ class NodeStore:
         return stored
 
     def _make_room(self, name: ObjectName, size_bytes: int) -> None:
-        """Ask to drop what was used least lately and others have; refuse what does not fit meanwhile."""
-        lacking = self.used_bytes + size_bytes - self.most_bytes
-        if lacking <= 0:
+        """Refuse what does not fit; ask to drop for it what was used least lately and others have."""
+        if self.used_bytes + size_bytes <= self.most_bytes:
             return
-        for stored in list(self.objects.values()):
-            if stored.is_whole and not stored.pins and not stored.readings:
-                self.tell_directory(say.DropObject(name=stored.name))
+        if size_bytes <= self.most_bytes:
+            self._ask_to_drop(size_bytes)
         raise ObjectError(
             f"Cannot keep {name} of {size_bytes:,} bytes: this store holds {self.used_bytes:,} of its "
             f"{self.most_bytes:,} bytes. Delete some, or give it more memory (offbeat objects serve --memory-mib)."
         )
 
+    def _ask_to_drop(self, size_bytes: int) -> None:
+        """Ask to drop what was used least lately, as much as is needed for this and for those that wait for room."""
+        lacking = self.used_bytes + size_bytes + sum(size for _, size, _ in self._lacking) - self.most_bytes
+        lacking -= sum(stored.meta.size_bytes for stored in self._dropping.values())
+        for stored in list(self.objects.values()):
+            if lacking <= 0:
+                return
+            is_idle = stored.is_whole and not stored.pins and not stored.readings
+            if is_idle and stored.name not in self._dropping and stored.name not in self._only_here:
+                lacking -= stored.meta.size_bytes
+                self._dropping[stored.name] = stored
+                self.tell_directory(say.DropObject(name=stored.name))
+
+    def _dropped(self, message: say.ObjectDropped) -> None:
+        asked = self._dropping.pop(message.name, None)
+        if asked is None or self.objects.get(message.name) is not asked:
+            return
+        if message.granted:
+            self._remove(asked)
+        elif self._lacking:
+            self._only_here.add(message.name)
+            self._ask_to_drop(0)
+
     def _end_lacking(self, waiting: _Lacking, error: ObjectError) -> None:
         if waiting in self._lacking:
             self._lacking.remove(waiting)
+            self._only_here.clear()
             waiting[2](error)
 
     def _give_room(self) -> None:
         """Tell the first ones that wait for room, as far as it goes."""
         while self._lacking and self.used_bytes + self._lacking[0][1] <= self.most_bytes:
             _, _, told = self._lacking.pop(0)
+            self._only_here.clear()
             told(None)
 
     def _keep_inline_copy(self, stored: StoredObject) -> None:
@@ -759,7 +796,9 @@ class NodeStore:
         self._inline_copies[stored.name] = None
         if len(self._inline_copies) > _MOST_INLINE_COPIES:
             oldest, _ = self._inline_copies.popitem(last=False)
-            self.tell_directory(say.DropObject(name=oldest))
+            if oldest in self.objects:
+                self._dropping[oldest] = self.objects[oldest]
+                self.tell_directory(say.DropObject(name=oldest))
 
     def _remove(self, stored: StoredObject) -> None:
         for stripe in list(stored.readings):
@@ -767,6 +806,17 @@ class NodeStore:
         for buffer in stored.stripes:
             self.end_lanes_of(buffer, f"{stored.name} is not here any more")
         self._let_go(stored)
+
+    def _end(self, stored: StoredObject, error: OffbeatError) -> None:
+        """Remove an object; whoever still makes it learns why when it is finished."""
+        stored.refused = error
+        self._remove(stored)
+
+    def _end_wait(self, name: ObjectName, error: OffbeatError) -> None:
+        """Tell those who wait for an object, or have asked for a sum, why there is none."""
+        _log.warning("%s", error)
+        self._end_asked(name, error)
+        self._fail(name, error)
 
     def _let_go(self, stored: StoredObject) -> None:
         if self.objects.pop(stored.name, None) is not None:
@@ -793,15 +843,20 @@ class NodeStore:
         for told in self._waiting.pop(name, []):
             told(error)
 
-    def _end_asked(self, name: ObjectName, error: OffbeatError | None) -> bool:
-        """Tell those who have asked for a sum that it is made, or why not; returns whether there was one."""
+    def _end_asked(self, name: ObjectName, error: OffbeatError | None) -> None:
+        """Tell those who have asked for a sum that it is made, or why not."""
         asked = self._asked.pop(name, None)
         for told in asked.told if asked is not None else ():
             told(error)
-        return asked is not None
+
+    def _retry(self, name: ObjectName) -> None:
+        if name not in self._retrying:
+            self._retrying.add(name)
+            self._later(_RETRY_S, lambda: self._want_again(name))
 
     def _want_again(self, name: ObjectName) -> None:
         """Ask again for an object that is waited for and that no store feeds."""
+        self._retrying.discard(name)
         if name not in self._waiting:
             return
         stored = self.objects.get(name)
@@ -810,7 +865,7 @@ class NodeStore:
         )
         if idle and stored is not None and not stored.is_own:
             self.tell_directory(say.WantObject(name=name))
-        self._later(_RETRY_S, lambda: self._want_again(name))
+        self._retry(name)
 
     def tell_directory(self, message: FromStore) -> None:
         self._directory_of(message.name).send(message)

@@ -14,7 +14,7 @@ import torch
 from offbeat.errors import ObjectError, ObjectTimeoutError, OffbeatError
 from offbeat.objects.store_access import CallDeadline
 from offbeat.objects.versions import check_id
-from offbeat.protocol.object_versions import DESCRIPTION, VersionRecord, delta_name, description_name
+from offbeat.protocol.object_versions import DESCRIPTION, MAX_RECORDS, VersionRecord, delta_name, description_name
 from offbeat.protocol.objects import ObjectName
 
 if TYPE_CHECKING:
@@ -113,11 +113,11 @@ class Publisher:
         return max(one.highest for one in known)
 
     def _retained(self, records: Sequence[VersionRecord]) -> list[VersionRecord]:
-        """The records of what is kept: some wholes, and deltas that are together smaller than one."""
+        """The records of what is kept: some wholes, and as many deltas as can be listed and are smaller than one."""
         left_bytes, retained, needed = records[-1].size_bytes, list[VersionRecord](), set[int]()
         for number, record in enumerate(reversed(records)):
             left_bytes -= record.delta_bytes
-            has_delta = record.base is not None and left_bytes > 0
+            has_delta = record.base is not None and left_bytes > 0 and number < MAX_RECORDS - 1
             if not has_delta:
                 record = msgspec.structs.replace(record, base=None, delta_bytes=0, delta_digest="")
                 left_bytes = 0 if number else left_bytes  # what is older leads nowhere

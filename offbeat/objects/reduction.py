@@ -120,6 +120,8 @@ class Reduction:
             self._parts[0].own = own
         if self._own is not None:
             sources.append(self._own.source)
+        elif any(part.taken is not None and not part.generation for part in self._parts):
+            return False  # a position is passed over: because no more sources come, or for one of the caller
         if len(set(sources)) < len(sources) or not set(sources) <= set(self.request.sources):
             return False
         if len(sources) > self.count or max(found, default=0) >= self.count:

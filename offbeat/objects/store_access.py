@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 import time
 import weakref
 from dataclasses import dataclass
@@ -246,7 +247,7 @@ class EmbeddedStore:
             if isinstance(what, OffbeatError):
                 future.end(what)
             else:
-                future.finish(FoundObject(what.meta, what.memory, self._store.used.get(name, ())))
+                future.finish(FoundObject(what.meta, private(what), self._store.used.get(name, ())))
 
         self._gets[future] = name, told
         self._call(future, self._store.want, name, told)
@@ -475,6 +476,13 @@ class RemoteStore:
                 self._link.send(pack_call(message))
 
         self._loop.call(send)
+
+
+def private(stored: StoredObject) -> Any:
+    """The bytes of an object of this process's store, so that nobody else sees what is written into them."""
+    if stored.segment is None:
+        return bytearray(stored.memory)
+    return map_segment(os.getpid(), stored.segment.descriptor, stored.meta.size_bytes)
 
 
 def copied(parts: Iterable[memoryview], memory: Any) -> Iterator[int]:

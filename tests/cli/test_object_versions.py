@@ -182,6 +182,19 @@ def test_old_versions_go(three: list[Served]) -> None:
         assert here["w"][0] == 11
 
 
+def test_many_small_changes(tmp_path: Path) -> None:
+    with served(tmp_path, "--directory") as first, first.client() as trainer:
+        tensors, publisher = {"w": torch.zeros(NUMEL)}, trainer.publisher("policy")
+        for number in range(300):
+            tensors["w"][number] = 1
+            publisher.publish(tensors)
+        assert soon(lambda: len(trainer.versions("policy@delta")) <= 256)
+        assert soon(lambda: len(trainer.versions("policy@description")) <= 256), "as many as one can list"
+        here = {"w": torch.zeros(NUMEL)}
+        trainer.get("policy", version=299, into=here, timeout=20)
+        assert bits(here) == bits(tensors)
+
+
 def test_a_store_without_room(tmp_path: Path) -> None:
     with (
         served(tmp_path, "--directory", "--memory-mib", 9) as first,

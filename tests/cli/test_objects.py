@@ -151,7 +151,7 @@ def test_small_ones_and_what_is_refused(two: tuple[Served, Served]) -> None:
             here.reduce("x", ["a", "b"], num_objects=3)
         with pytest.raises(ObjectError, match="say deadline="):
             here.reduce("x", ["a", "b"], min_objects=1)
-        for name, version in (("", 0), ("x" * 257, 0), (3, 0), ("a", -1)):
+        for name, version in (("", 0), ("x" * 257, 0), (3, 0), ("\ud800", 0), ("a", -1)):
             with pytest.raises(ObjectError, match="an object's name is a string of 1 to 256 characters"):
                 here.put(name, torch.ones(2), version=version)  # type: ignore[arg-type]
             with pytest.raises(ObjectError, match="an object's name is a string of 1 to 256 characters"):
@@ -273,6 +273,17 @@ def test_a_store_in_this_process(tmp_path: Path) -> None:
             assert torch.equal(there.get("w", timeout=20), torch.ones(LARGE))
             there.put("v", torch.ones(3))
             assert here.get("v", timeout=20).tolist() == [1, 1, 1]
+
+
+def test_what_a_reader_in_the_store_s_process_writes_nobody_else_sees(tmp_path: Path) -> None:
+    with served(tmp_path, "--directory") as first:
+        directories = first.directories.split(",")
+        with embedded(directories, credentials=Token(TOKEN.encode())) as here, first.client() as there:
+            for name, wanted in (("w", torch.ones(LARGE)), ("v", torch.ones(3))):
+                here.put(name, wanted)
+                here.get(name, timeout=20).zero_()
+                assert torch.equal(here.get(name, timeout=20), wanted)
+                assert torch.equal(there.get(name, timeout=20), wanted)
 
 
 HOLDS = """

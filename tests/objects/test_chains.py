@@ -174,6 +174,23 @@ class Readers:
             self.tell(self.chains.avoid(self.random.choice(stores)))
 
 
+@pytest.mark.parametrize("moved_by", ["a report of a slow link", "a broken link"])
+def test_a_store_that_was_moved_and_is_whole_does_not_free_those_before_it(moved_by: str) -> None:
+    chains = Chains()
+    chains.put("a")
+    for reader in "bcd":
+        chains.read(reader)
+    if moved_by == "a broken link":
+        chains.feeder_failed("c", "b")
+    else:
+        chains.avoid("b")
+    chains.arrived("b")  # by what "a" had sent it
+    assert chains.feeders == {"c": "a", "d": "c"}, "these have not all of it"
+    chains.lose("a")
+    chains.read("c")
+    assert chains.feeders == {"c": "b", "d": "c"}
+
+
 @pytest.mark.parametrize("seed", range(300))
 def test_any_order_of_events(seed: int) -> None:
     readers = Readers(seed)

@@ -530,7 +530,8 @@ class TestANewDirectory:
             twice += moved[1] > moved[0]
         assert twice < 5, "only where a stage that feeds another one had not begun and nobody knows of what"
 
-    @pytest.mark.parametrize("seed", range(200))
+    # In the last two a sum had passed over a position for a source of its caller, whose stage had not begun.
+    @pytest.mark.parametrize("seed", [*range(200), 200_466, 204_460])
     def test_whoever_else_dies(self, seed: int) -> None:
         check_losses(seed, restarts=True)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from offbeat.errors import DisagreementError, ObjectError, OffbeatError, PeerError
+from offbeat.errors import DisagreementError, NetworkError, ObjectError, OffbeatError, PeerError
 from offbeat.objects.adding import TorchArithmetic
 from offbeat.objects.client import tensor_of
 from offbeat.objects.directory_link import DIRECTORY_LIMITS
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from offbeat.objects.stored_object import Outcome, StoredObject
     from offbeat.protocol.objects import ReduceOp
+    from offbeat.wire.link import PeerLink
 
 JOB = "test/objects"
 LIMITS = Limits(timeout=timedelta(seconds=1), max_body_bytes=1 << 20)
@@ -103,6 +104,20 @@ class Cluster:
                 in_order=in_order,
             )
         )
+
+    def cut_off(self, store: int, until: asyncio.Event) -> None:
+        """Cut a store off from the directory, which lives on."""
+        link = self.stores[store]._directories[0]
+        dial = link._dial
+
+        async def later(patience: timedelta) -> PeerLink:
+            await until.wait()
+            return await dial(patience)
+
+        link._dial = later  # type: ignore[method-assign]
+        assert link._link is not None
+        link._link.abort()
+        link.lost(NetworkError("It was cut."))
 
     async def restart_directory(self) -> None:
         self.directory.abort()
@@ -232,6 +247,31 @@ async def test_a_sum_that_was_not_waited_for_long_enough() -> None:
         made.stores[0].stop_wanting(ObjectName("sum"), told)
         assert torch.equal(await made.get(0, "sum"), tensor(6))
         assert torch.equal(await made.get(1, "sum"), tensor(6))
+        over.cancel()
+
+
+@in_loop
+async def test_one_question_a_second_however_often_it_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster(1) as made:
+        store, name = made.stores[0], ObjectName("w")
+        for _ in range(30):
+            over, told = outcome()
+            store.want(name, told)
+            await asyncio.sleep(0.001)
+            store.stop_wanting(name, told)
+            over.cancel()
+        asked: list[ObjectName] = []
+        want_again = store._want_again
+
+        def counted(name: ObjectName) -> None:
+            asked.append(name)
+            want_again(name)
+
+        monkeypatch.setattr(store, "_want_again", counted)
+        over, told = outcome()
+        store.want(name, told)
+        await asyncio.sleep(2.2)
+        assert len(asked) <= 2
         over.cancel()
 
 
@@ -378,6 +418,39 @@ class TestANewDirectory:
             assert ObjectName("gone") not in made.stores[1].objects
 
     @in_loop
+    async def test_a_put_that_failed_without_it_can_be_done_again(self) -> None:
+        async with cluster(1, patience=timedelta(seconds=0.3)) as made:
+            made.directory.abort()
+            with pytest.raises(ObjectError, match="has been lost for"):
+                await made.put(0, "w", tensor(1))
+            await made.restart_directory()
+            await made.put(0, "w", tensor(2))
+            assert torch.equal(await made.get(0, "w"), tensor(2))
+
+    @pytest.mark.parametrize("numel", [3, LARGE])
+    @in_loop
+    async def test_a_store_that_was_cut_off_lets_go_of_what_was_replaced(self, numel: int) -> None:
+        async with cluster(3) as made:
+            for name in ("w", "kept"):
+                await made.put(0, name, tensor(1, numel))
+                await made.get(1, name)
+            gate = asyncio.Event()
+            for store in (0, 1):
+                made.cut_off(store, gate)
+            await asyncio.sleep(0.1)
+            made.stores[2].delete(ObjectName("w"))
+            await made.put(2, "w", tensor(2, numel))
+            gate.set()
+            began_s = asyncio.get_running_loop().time()
+            assert torch.equal(await made.get(2, "kept"), tensor(1, numel))
+            assert asyncio.get_running_loop().time() - began_s < 0.9, "it is the same directory, so it collects nothing"
+            while any(made.stores[store].directory_away_s(ObjectName("w")) for store in (0, 1)):
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)
+            for store in (0, 1):
+                assert torch.equal(await made.get(store, "w"), tensor(2, numel))
+
+    @in_loop
     async def test_it_does_not_come_back(self) -> None:
         async with cluster(2, patience=timedelta(seconds=0.5)) as made:
             waiting = asyncio.create_task(made.get(1, "w"))
@@ -498,6 +571,87 @@ class TestRefused:
             assert torch.equal(await made.get(1, "a"), tensor(3))
             with pytest.raises(ObjectError, match="Cannot keep 'b'"):
                 await made.get(1, "b")  # this is the only store now that has the other one
+
+    @in_loop
+    async def test_what_was_used_least_lately_is_dropped_and_no_more_than_that(self) -> None:
+        async with cluster(2, memory=20 << 20) as made:
+            for number in range(19):
+                await made.put(0, f"x{number}", tensor(1, 1 << 18))
+                if number != 1:
+                    await made.get(1, f"x{number}")
+            await made.get(0, "x0")
+            await made.put(0, "y", tensor(1, 1 << 19))
+            left = {name.id for name in made.stores[0].objects}
+            assert left == {"y", *(f"x{number}" for number in range(19))} - {"x2"}, "others have not 'x1'"
+            with pytest.raises(ObjectError, match="Cannot keep 'z'"):
+                await made.put(0, "z", tensor(1, 6 << 20))
+            assert len(made.stores[0].objects) == 19, "nothing is dropped for what does not fit at all"
+
+    @in_loop
+    async def test_it_is_not_kept_when_there_is_room_and_nobody_wants_it_any_more(self) -> None:
+        async with cluster(2, memory=13 << 20) as made:
+            await made.put(1, "a", tensor(1))
+            await made.put(0, "full", tensor(1))
+            over, told = outcome()
+            made.stores[0].want(ObjectName("a"), told)
+            await asyncio.sleep(0.1)
+            made.stores[0].stop_wanting(ObjectName("a"), told)
+            made.stores[0].delete(ObjectName("full"))
+            await asyncio.sleep(0.3)
+            assert not made.stores[0].objects
+            over.cancel()
+
+    @pytest.mark.parametrize("numel", [5, LARGE])
+    @pytest.mark.parametrize("first", ["the sum", "the question"])
+    @in_loop
+    async def test_no_room_for_a_sum(self, numel: int, first: str) -> None:
+        async with cluster(3, memory=13 << 20) as made:
+            for number in range(3):
+                await made.put(number, f"g{number}", tensor(1, numel if number else LARGE))
+            made.stores[0].most_bytes = made.stores[0].used_bytes
+            asked = asyncio.create_task(made.get(0, "sum")) if first == "the question" else None
+            await asyncio.sleep(0.05)
+            with pytest.raises(ObjectError, match="Cannot keep 'sum'"):
+                await made.reduced(0, "sum", ["g1", "g2"])
+            if asked is not None:
+                with pytest.raises(ObjectError, match="Cannot keep 'sum'"):
+                    await asyncio.wait_for(asked, 10)
+
+    @in_loop
+    async def test_deleted_before_it_was_whole(self) -> None:
+        async with cluster(2) as made:
+            store = made.stores[0]
+            stored = store.create(ObjectName("w"), ObjectMeta("float32", (LARGE,), LARGE * 4))
+            await asyncio.sleep(0.1)
+            made.stores[1].delete(ObjectName("w"))
+            await asyncio.sleep(0.1)
+            over, told = outcome()
+            store.finish(stored, told)
+            with pytest.raises(ObjectError, match="'w' was deleted by the store at"):
+                await asyncio.wait_for(over, 10)
+
+    @in_loop
+    async def test_a_refused_put_is_given_up_after_the_object_was_got(self) -> None:
+        async with cluster(2) as made:
+            await made.put(1, "w", tensor(1))
+            store = made.stores[0]
+            stored = store.create(ObjectName("w"), ObjectMeta("float64", (LARGE,), LARGE * 8))
+            while stored.refused is None:
+                await asyncio.sleep(0.01)
+            await made.get(0, "w")
+            store.abandon(stored)
+            assert store.objects[ObjectName("w")].is_whole
+            assert store.used_bytes == LARGE * 4
+
+    @in_loop
+    async def test_a_small_one_is_deleted_and_put_anew(self) -> None:
+        async with cluster(3) as made:
+            await made.put(0, "a", tensor(1, 5))
+            await made.get(1, "a")
+            made.stores[0].delete(ObjectName("a"))
+            await asyncio.sleep(0.2)
+            await made.put(2, "a", tensor(2, 5))
+            assert torch.equal(await made.get(1, "a"), tensor(2, 5))
 
     @in_loop
     async def test_what_was_deleted(self) -> None:
