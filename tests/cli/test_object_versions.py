@@ -550,7 +550,7 @@ def test_the_example(tmp_path: Path) -> None:
     ends = [int(version) for version in re.findall(r"A reader leaves with version (\d+)", done.stdout)]
     assert begin == [0, 0, 10]
     assert sorted(ends) == [10, 19, 19]
-    found = re.search(r"20 versions of ([\d,]+) bytes each: ([\d,]+) bytes went", done.stdout)
+    found = re.search(r"20 versions of ([\d,]+) bytes each: the readers' store received ([\d,]+) bytes", done.stdout)
     assert found is not None, done.stdout
     whole, sent = (int(number.replace(",", "")) for number in found.groups())
     assert whole < sent < 4 * whole, "one that two readers share, one for the late one, and deltas"
