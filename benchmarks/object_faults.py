@@ -32,7 +32,7 @@ FAULTS = {
     "broadcast": ("none", "absent", "slow link", *STRUCK, "directory"),
     "reduce": ("none", *STRUCK, "directory"),
 }
-RATE_MBPS, SIZE_BYTES, REPEATS, _TIMEOUT_S = 200, 64 << 20, 3, 130.0
+RATE_MBPS, SIZE_BYTES, REPEATS, _TIMEOUT_S = 200, 64 << 20, 2, 130.0
 
 
 class StruckObject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
