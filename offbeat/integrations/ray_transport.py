@@ -110,7 +110,7 @@ class ObjectTensorMetadata(TensorTransportMetadata):  # type: ignore[misc]
 
 @dataclass
 class ObjectFetch:
-    """A transfer that has begun; Ray's `FetchRequest`.
+    """A transfer that has begun; a FetchRequest of Ray.
 
     Args:
         obj_id: Ray's name for the reference.
