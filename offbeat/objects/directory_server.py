@@ -126,7 +126,8 @@ class DirectoryServer:
 
     def _tell(self, told: Instructions) -> None:
         for address, message in told:
-            if (store := self._stores.get(address)) is not None:
+            store = self._stores.get(address)
+            if store is not None and store.link.is_open:  # else it is about to be lost, and reports when it returns
                 store.link.send(pack(message))
 
 

@@ -20,7 +20,7 @@ from offbeat.objects.memory import map_segment
 from offbeat.objects.node_store import DIRECTORY_PATIENCE, NodeStore
 from offbeat.objects.reduce_plan import LinkEstimate
 from offbeat.objects.store_access import FoundObject
-from offbeat.protocol.objects import ObjectMeta, ObjectName, ReduceObjects
+from offbeat.protocol.objects import DeleteObject, ObjectMeta, ObjectName, ReduceObjects
 from offbeat.tensors import bytes_of, dtype_name
 from offbeat.wire import tcp
 from offbeat.wire.session import Limits
@@ -449,6 +449,18 @@ class TestANewDirectory:
             await asyncio.sleep(0.3)
             for store in (0, 1):
                 assert torch.equal(await made.get(store, "w"), tensor(2, numel))
+
+    @in_loop
+    async def test_a_link_that_ends_costs_no_other_store_its_own(self) -> None:
+        async with cluster(3) as made:
+            await made.put(0, "w", tensor(3))
+            await made.get(1, "w")
+            links = [made.directory._stores[store.address].link for store in made.stores]
+            links[1].abort()
+            made.directory.handle(made.stores[2].address, DeleteObject(name=ObjectName("w")))
+            await asyncio.sleep(0.2)
+            assert made.directory._stores[made.stores[2].address].link is links[2]
+            assert ObjectName("w") not in made.stores[0].objects
 
     @in_loop
     async def test_it_does_not_come_back(self) -> None:
