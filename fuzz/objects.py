@@ -20,7 +20,7 @@ _GOOD = [b"", *GOOD]
 
 
 def test_one_input(data: bytes) -> None:
-    """What the fuzzer calls."""
+    """Try one input of the fuzzer."""
     if len(data) < 3:
         return
     whole, at, rest = _GOOD[data[0] % len(_GOOD)], int.from_bytes(data[1:3], "little"), data[3:]

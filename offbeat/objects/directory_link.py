@@ -98,7 +98,7 @@ class DirectoryLink:
         self._link.send(say.pack(say.StoreHello(self._store.address)))
 
     def send(self, message: FromStore) -> None:
-        """Say something. What is lost on its way the next reports say, but for deletions, which are kept until then."""
+        """Say something. The next reports repeat messages that are lost on the way; deletions are kept until then."""
         sent = None
         if isinstance(message, say.DeleteObject) and len(self._deletes) < _MOST_DELETES:
             self._deletes[message.name] = message

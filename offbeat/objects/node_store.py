@@ -48,7 +48,7 @@ _log = logging.getLogger("offbeat.objects")
 LIMITS = Limits(timeout=timedelta(seconds=1), max_body_bytes=1 << 20)
 """The limits of links between stores: a reader leaves a feeder that is silent for a second."""
 DIRECTORY_PATIENCE = timedelta(seconds=30)
-"""Those who wait for an object wait for so long while its directory is lost."""
+"""The time for which a call waits while the directory of its object is lost."""
 _RETRY_S = 1.0  # after which what nobody feeds is asked for again
 _RATE_S, _MOST_RATES = 0.1, 8
 _ROOM_S = 1.0  # for which an object waits for others to be dropped

@@ -24,7 +24,7 @@ MAX_TENSORS = 1 << 16
 MAX_RECORDS = 256
 """Versions that a description may list."""
 DELTA, DESCRIPTION = "@delta", "@description"
-"""What is appended to an id to name the deltas and the descriptions of its versions."""
+"""The endings of an id that name the deltas and the descriptions of its versions."""
 _ContentDigest = Annotated[str, msgspec.Meta(max_length=32)]
 
 

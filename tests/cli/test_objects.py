@@ -226,7 +226,7 @@ os.kill(os.getpid(), 9)
 
 @pytest.mark.timeout(120)
 def test_a_directory_that_is_killed_and_started_again(tmp_path: Path) -> None:
-    """What its own store had is lost; what others have is not, and who waits for it gets it."""
+    """The objects of its own store are lost; those of others are not, and a task that waits for one gets it."""
     with (
         served(tmp_path, "--directory") as first,
         served(tmp_path, "--directories", first.directories) as second,
