@@ -29,6 +29,7 @@ from offbeat.protocol.object_calls import (
     from_client_of,
     pack_call,
 )
+from offbeat.protocol.objects import INLINE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,6 +84,10 @@ class ClientLink:
         store = self._store
         match message:
             case CreateCall():
+                if message.meta.size_bytes <= INLINE_BYTES or message.meta.stripes > 1:
+                    raise PeerError(
+                        f"Cannot make {message.name} of {message.meta.size_bytes} bytes in memory of its own."
+                    )
                 self._when_room(message, lambda: self._create(message))
             case FilledNote():
                 made = self._made(message.name)

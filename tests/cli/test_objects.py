@@ -17,6 +17,8 @@ import torch
 
 from offbeat.errors import DisagreementError, NetworkError, ObjectError, ObjectTimeoutError, PeerError
 from offbeat.objects.client import ObjectClient, connect, embedded, tensor_of
+from offbeat.protocol.object_calls import CreateCall
+from offbeat.protocol.objects import ObjectMeta, ObjectName
 from offbeat.wire.credentials import Token
 from tests.cli.commands import offbeat, start
 
@@ -209,6 +211,19 @@ def test_a_store_that_is_killed_leaves_what_is_mapped(two: tuple[Served, Served]
         with pytest.raises(ObjectError, match="is lost"):
             there.get("w", timeout=20)
         assert torch.equal(here.get("w", timeout=20), wanted), "the other store has it"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("numel", "stripes"), [(3, 1), (LARGE, 2)])
+def test_a_client_that_asks_for_memory_in_another_way(tmp_path: Path, numel: int, stripes: int) -> None:
+    with served(tmp_path, "--directory") as first, first.client() as good:
+        with first.client() as bad:
+            meta = ObjectMeta("float32", (numel,), 4 * numel, stripes)
+            asked = bad._access._ask(lambda call: CreateCall(call=call, name=ObjectName("w"), meta=meta))  # type: ignore[attr-defined]
+            assert asked.wait(timedelta(seconds=10))
+            assert "Cannot make 'w'" in str(asked.error)
+        good.put("w", torch.ones(numel))
+        assert torch.equal(good.get("w", timeout=10), torch.ones(numel))
 
 
 CRASH = """
