@@ -4,8 +4,10 @@
 * `publishing` - a trainer publishes a model, readers follow it; `versions` - how versions are put and loaded
 * `packed_tensors` - several tensors in one object; `delta` - what changed since the version before; `version_path` -
   what a reader gets; `tensor_writes` - how it loads that, all at once
-* `node_store` - the objects of one machine; `stored_object` - one of them; `memory` - that clients map; `client_link` -
-  a client; `data_links` - other stores that read here, or feed this one; `directory_link` - the way to a directory
+* `node_store` - the objects of one machine; `stored_object` - one of them; `memory` - that clients map; `room` -
+  what is dropped for others
+* `client_link` - a client; `data_links` - other stores that read here, or feed this one; `directory_link` - the
+  way to a directory
 * `stage_runner` - what a store adds for reduces; `stage` - one position of one; `adding` - by torch
 * `serve` - a store as a process; `store_doctor` - whether it works; `directory_server` - a directory over links
 * `directory` - who has what, who reads from whom, and which reduces are under way

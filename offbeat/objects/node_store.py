@@ -22,6 +22,7 @@ from offbeat.errors import DisagreementError, ObjectError, OffbeatError, PeerErr
 from offbeat.objects.data_links import FeederLink, ReaderLink
 from offbeat.objects.directory_link import DirectoryLink
 from offbeat.objects.memory import Segment
+from offbeat.objects.room import ObjectRoom
 from offbeat.objects.stage_runner import StageRunner
 from offbeat.objects.stored_object import LaneReading, Outcome, StoredObject
 from offbeat.objects.stripes import cut
@@ -51,9 +52,7 @@ DIRECTORY_PATIENCE = timedelta(seconds=30)
 """The time for which a call waits while the directory of its object is lost."""
 _RETRY_S = 1.0  # after which what nobody feeds is asked for again
 _RATE_S, _MOST_RATES = 0.1, 8
-_ROOM_S = 1.0  # for which an object waits for others to be dropped
 _MOST_TOLD = 4096
-_MOST_INLINE_COPIES = 256
 _MAPPED_S = 5.0  # within which a client maps an object that it was told of
 KnownVersions = say.VersionsKnown | OffbeatError
 """The versions of an id, or the reason why a directory does not say them."""
@@ -80,9 +79,6 @@ class AskedSum:
     request: say.ReduceObjects
     until_s: float
     told: list[Callable[[OffbeatError | None], None]] = field(default_factory=list)
-
-
-_Lacking = tuple[ObjectName, int, "Callable[[ObjectError | None], None]"]
 
 
 class NodeStore:
@@ -125,7 +121,6 @@ class NodeStore:
         self._putting: dict[ObjectName, Callable[[Outcome], None]] = {}
         self._asked: dict[ObjectName, AskedSum] = {}
         self._wanting_versions: dict[str, list[VersionsWait]] = {}  # by id
-        self._inline_copies: OrderedDict[ObjectName, None] = OrderedDict()
         self.used: dict[ObjectName, tuple[ObjectName, ...]] = {}
         self._feeders: dict[str, FeederLink] = {}
         self._readers: set[ReaderLink] = set()
@@ -133,9 +128,7 @@ class NodeStore:
         self._sent_bytes = self._received_bytes = 0  # over links that have ended
         self._listener: Listener | None = None
         self._directories: list[DirectoryLink] = []
-        self._lacking: list[_Lacking] = []
-        self._dropping: dict[ObjectName, StoredObject] = {}  # that the directory was asked for
-        self._only_here: set[ObjectName] = set()  # what it refused to have dropped while some wait for room
+        self._room = ObjectRoom(self)
         self._tasks: set[asyncio.Task[None]] = set()
         self.address = ""
         self.accept_onlooker: Callable[[PeerLink], Receiver] | None = None
@@ -210,14 +203,7 @@ class NodeStore:
 
         What others have, too, and nobody has mapped is dropped, which takes a moment.
         """
-        try:
-            self._make_room(name, size_bytes)
-        except ObjectError as error:
-            waiting, why = (name, size_bytes, told), error
-            self._lacking.append(waiting)
-            self._later(_ROOM_S, lambda: self._end_lacking(waiting, why))
-        else:
-            told(None)
+        self._room.when_there(name, size_bytes, told)
 
     def put_small(self, name: ObjectName, meta: ObjectMeta, data: bytes, told: Callable[[Outcome], None]) -> None:
         """Put an object that travels in a message; `told` is called as by `finish`.
@@ -266,15 +252,21 @@ class NodeStore:
         self.filled(stored, stored.meta.size_bytes)
         if stored.segment is not None:
             stored.segment.seal()
-        stored.digest = digest_of(stored.memory)
         self._putting[stored.name] = told
-        self.tell_directory(say.ObjectWhole(name=stored.name, digest=stored.digest))
         self._tell_waiting(stored)
+        self._spawn(self._tell_digest(stored))
+
+    async def _tell_digest(self, stored: StoredObject) -> None:
+        """Say that an object is whole; on a thread of its own a digest stops no beat of a link."""
+        digest = await asyncio.to_thread(digest_of, stored.memory)
+        if self.objects.get(stored.name) is stored:
+            stored.digest = digest
+            self.tell_directory(say.ObjectWhole(name=stored.name, digest=digest))
 
     def abandon(self, stored: StoredObject) -> None:
         """Give up an object whose maker is gone before it was whole."""
         if stored.refused is None:
-            self._remove(stored)
+            self.remove(stored)
             self._fail(stored.name, ObjectError(f"{stored.name} is lost: the client that put it has ended meanwhile."))
             self.tell_directory(say.WithdrawPut(name=stored.name))
 
@@ -314,7 +306,7 @@ class NodeStore:
             if stored is None or not (stored.is_own or stored.is_whole or stored.is_root):
                 self.tell_directory(say.StopWanting(name=name))
                 if stored is not None:
-                    self._remove(stored)
+                    self.remove(stored)
 
     def want_versions(self, id_: str, after: int, *, waits: bool, told: Callable[[KnownVersions], None]) -> None:
         """Ask which versions of an id are there; `told` is called once, as soon as one after `after` is, or at once."""
@@ -402,7 +394,6 @@ class NodeStore:
                     stored = self._make(name, message.meta)
                     stored.memory[:] = message.data
                     stored.stripes[0].grow(len(message.data))
-                    self._keep_inline_copy(stored)
                 self._tell_waiting(stored)
             case say.ChangeFeeder():
                 if stored is not None:
@@ -420,7 +411,7 @@ class NodeStore:
             case say.VersionsKnown():
                 self._versions_known(message)
             case say.ObjectDropped():
-                self._dropped(message)
+                self._room.dropped(message)
             case say.RunStage():
                 self._stages.run(message)
             case say.FeedStage():
@@ -456,7 +447,7 @@ class NodeStore:
         """Say what is here and made here, which stages run, and what is waited for."""
         parts = []
         for stored in self._objects_of(link):
-            self._dropping.pop(stored.name, None)
+            self._room.forget_question(stored.name)
             if stored.digest or stored.is_own:
                 yield put_of(stored, self.used.get(stored.name, ()))
             else:
@@ -728,7 +719,7 @@ class NodeStore:
     # -- memory --------------------------------------------------------------------------------------------------
 
     def _make(self, name: ObjectName, meta: ObjectMeta, *, is_own: bool = False) -> StoredObject:
-        self._make_room(name, meta.size_bytes)
+        self._room.take(name, meta.size_bytes)
         given, released = self._given.pop(name, (None, lambda: None))
         segment = Segment(meta.size_bytes) if given is None and meta.size_bytes > INLINE_BYTES else None
         if given is not None:
@@ -744,63 +735,7 @@ class NodeStore:
         self.used_bytes += meta.size_bytes
         return stored
 
-    def _make_room(self, name: ObjectName, size_bytes: int) -> None:
-        """Refuse what does not fit; ask to drop for it what was used least lately and others have."""
-        if self.used_bytes + size_bytes <= self.most_bytes:
-            return
-        if size_bytes <= self.most_bytes:
-            self._ask_to_drop(size_bytes)
-        raise ObjectError(
-            f"Cannot keep {name} of {size_bytes:,} bytes: this store holds {self.used_bytes:,} of its "
-            f"{self.most_bytes:,} bytes. Delete some, or give it more memory (offbeat objects serve --memory-mib)."
-        )
-
-    def _ask_to_drop(self, size_bytes: int) -> None:
-        """Ask to drop what was used least lately, as much as is needed for this and for those that wait for room."""
-        lacking = self.used_bytes + size_bytes + sum(size for _, size, _ in self._lacking) - self.most_bytes
-        lacking -= sum(stored.meta.size_bytes for stored in self._dropping.values())
-        for stored in list(self.objects.values()):
-            if lacking <= 0:
-                return
-            is_idle = stored.is_whole and not stored.pins and not stored.readings
-            if is_idle and stored.name not in self._dropping and stored.name not in self._only_here:
-                lacking -= stored.meta.size_bytes
-                self._dropping[stored.name] = stored
-                self.tell_directory(say.DropObject(name=stored.name))
-
-    def _dropped(self, message: say.ObjectDropped) -> None:
-        asked = self._dropping.pop(message.name, None)
-        if asked is None or self.objects.get(message.name) is not asked:
-            return
-        if message.granted:
-            self._remove(asked)
-        elif self._lacking:
-            self._only_here.add(message.name)
-            self._ask_to_drop(0)
-
-    def _end_lacking(self, waiting: _Lacking, error: ObjectError) -> None:
-        if waiting in self._lacking:
-            self._lacking.remove(waiting)
-            self._only_here.clear()
-            waiting[2](error)
-
-    def _give_room(self) -> None:
-        """Tell the first ones that wait for room, as far as it goes."""
-        while self._lacking and self.used_bytes + self._lacking[0][1] <= self.most_bytes:
-            _, _, told = self._lacking.pop(0)
-            self._only_here.clear()
-            told(None)
-
-    def _keep_inline_copy(self, stored: StoredObject) -> None:
-        """Keep a small object of others for a while: the directory does not say when its name ends."""
-        self._inline_copies[stored.name] = None
-        if len(self._inline_copies) > _MOST_INLINE_COPIES:
-            oldest, _ = self._inline_copies.popitem(last=False)
-            if oldest in self.objects:
-                self._dropping[oldest] = self.objects[oldest]
-                self.tell_directory(say.DropObject(name=oldest))
-
-    def _remove(self, stored: StoredObject) -> None:
+    def remove(self, stored: StoredObject) -> None:
         for stripe in list(stored.readings):
             self._stop_reading(stored, stripe)
         for buffer in stored.stripes:
@@ -810,7 +745,7 @@ class NodeStore:
     def _end(self, stored: StoredObject, error: OffbeatError) -> None:
         """Remove an object; whoever still makes it learns why when it is finished."""
         stored.refused = error
-        self._remove(stored)
+        self.remove(stored)
 
     def _end_wait(self, name: ObjectName, error: OffbeatError) -> None:
         """Tell those who wait for an object, or have asked for a sum, why there is none."""
@@ -827,7 +762,7 @@ class NodeStore:
             elif stored.segment is not None:
                 stored.segment.close()
             stored.released()
-            self._give_room()
+            self._room.give()
 
     # -- small things --------------------------------------------------------------------------------------------
 

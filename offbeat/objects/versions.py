@@ -7,7 +7,6 @@ then writes. What the reader has already, the digest of its tensors tells.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     Tensors = Tensor | Mapping[str, Tensor]
 
 _LOOK = timedelta(seconds=0.5)  # after which it is looked whether what is waited for is still there
-_TRIES, _ROOM_S = 4, 0.2  # of an object that others have, and for which there may be no room yet
 _MAX_ID = 256 - len(DESCRIPTION)
 
 
@@ -167,7 +165,6 @@ class VersionedObjects:
             return records
         held = digest_of_parts(layout.parts(into))
         gone: dict[ObjectName, str] = {}
-        failures: dict[ObjectName, int] = {}
         here: set[ObjectName] | None = None
         while True:
             path = cheapest(id_, records, held=held, here=here or (), gone=gone)
@@ -176,7 +173,7 @@ class VersionedObjects:
             if path.whole is not None and here is None:
                 here = self._here()
                 continue
-            found = self._get_all(path.names(id_), gone, failures, name, deadline)
+            found = self._get_all(path.names(id_), gone, name, deadline)
             if found is not None:
                 break
         self._prepare(name, path, {record.version: record for record in records}, found, layout, writes)
@@ -239,7 +236,6 @@ class VersionedObjects:
         self,
         names: Sequence[ObjectName],
         gone: dict[ObjectName, str],
-        failures: dict[ObjectName, int],
         wanted: ObjectName,
         deadline: CallDeadline,
     ) -> list[FoundObject] | None:
@@ -254,11 +250,7 @@ class VersionedObjects:
                         gone[name] = f"Nobody has {name}."
                         return None
                 if future.error is not None:
-                    failures[name] = failures.get(name, 0) + 1
-                    if failures[name] >= _TRIES or name.version not in self._known(name.id, deadline):
-                        gone[name] = str(future.error)
-                    else:  # the store drops what others have, too, to make room for it
-                        time.sleep(_ROOM_S)
+                    gone[name] = str(future.error)
                     return None
             return [future.value for future in futures.values()]
         finally:
