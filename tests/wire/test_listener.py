@@ -18,7 +18,7 @@ import pytest
 from offbeat.cli.certs import make
 from offbeat.errors import NetworkError, OffbeatError, PeerError
 from offbeat.testing.chaos_proxy import Damage, Proxy
-from offbeat.wire import handshake, listener
+from offbeat.wire import connector, handshake, listener
 from offbeat.wire.credentials import Certificates, Token
 from offbeat.wire.frame import VERSION, Frame, Reader, encode
 from offbeat.wire.messages import HandshakeClaim, HandshakeRefused, Hello, Message, pack, unpack
@@ -341,12 +341,14 @@ def test_nobody_there_says_what_was_tried() -> None:
         asyncio.run(dial(address, patience=QUICK))
 
 
-def test_one_attempt_is_said_to_be_one() -> None:
+def test_one_attempt_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector, "_FIRST_PAUSE_S", 600.0)  # longer than the patience
+    monkeypatch.setattr(connector, "_LONGEST_PAUSE_S", 600.0)
     says = r"^Cannot reach \S+ at the first attempt: .*\)\. Is the server running, and is this its address\?$"
     with socket.socket() as taken:  # nobody else may listen there meanwhile
         taken.bind(("127.0.0.1", 0))
         with pytest.raises(NetworkError, match=says):
-            asyncio.run(dial(f"127.0.0.1:{taken.getsockname()[1]}", patience=timedelta(seconds=0.01)))
+            asyncio.run(dial(f"127.0.0.1:{taken.getsockname()[1]}", patience=timedelta(seconds=60)))
 
 
 def test_a_server_may_start_later() -> None:
