@@ -203,7 +203,7 @@ def test_a_class_name_occurs_once() -> None:
 READS_THE_ENVIRONMENT = {
     "run/environment.py",
     "server/launch.py",
-    "objects/client.py",
+    "objects/local_store.py",
     "attack_spec.py",
     "fault_spec.py",
 }

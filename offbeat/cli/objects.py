@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import signal
 import sys
 from datetime import timedelta
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -18,8 +20,12 @@ from offbeat.cli.help_group import HelpGroup
 from offbeat.cli.job_address import Authority, Certificate, Key, TokenFile, credentials_given
 from offbeat.errors import NetworkError
 
+if TYPE_CHECKING:
+    from offbeat.wire.credentials import Credentials
+
 app = typer.Typer(cls=HelpGroup, help="Hand tensors from task to task.", no_args_is_help=True)
 
+_ADDRESS = "host:port of a store; else as OFFBEAT_OBJECTS says, or the one that the tasks of this machine have started."
 _Job = Annotated[str, typer.Option(help="Name of the job; stores and clients of another one are refused.")]
 
 
@@ -47,6 +53,10 @@ def serve(
         str, typer.Option(metavar="HOST:PORT,...", help="The directories, in the same order on all machines.")
     ] = "",
     memory_mib: Annotated[int, typer.Option(min=1, help="MiB for objects.")] = 1024,
+    until_unused: Annotated[
+        float | None,
+        typer.Option(min=0.1, metavar="SECONDS", help="End when nobody has used it for so long.", show_default="never"),
+    ] = None,
     job: _Job = "default",
     token_file: servers.TokenFile = None,
     certificate: servers.Certificate = None,
@@ -102,13 +112,41 @@ def serve(
                 patience=timedelta(seconds=20),
             ),
             say,
+            until_unused,
         )
     )
 
 
 @app.command()
+def stop(job: _Job = "default") -> None:
+    """End the store that the tasks of this machine have started, with its objects."""
+    from offbeat.objects.local_store import find
+
+    if (found := find(job)) is None:
+        raise NetworkError(
+            f"Cannot stop a store of job {job!r}: no task of this user has started one here that still runs."
+        )
+    os.kill(found.process, signal.SIGTERM)
+    sys.stdout.write(f"ended the store at {found.address} (process {found.process})\n")
+
+
+def _store_here(address: str, job: str, credentials: Credentials | None) -> tuple[str, Credentials | None]:
+    """The store that is meant, and what to prove to it."""
+    from offbeat.objects.local_store import STORE_VARIABLE, find
+
+    if address := address or os.environ.get(STORE_VARIABLE, ""):
+        return address, credentials
+    if (found := find(job)) is None:
+        raise NetworkError(
+            f"Cannot look at a store of objects: say its address, or set {STORE_VARIABLE}. No task of this user has "
+            f"started one of job {job!r} here that still runs."
+        )
+    return found.address, found.credentials(credentials)
+
+
+@app.command()
 def ls(
-    address: Annotated[str, typer.Argument(help="host:port of a store.")],
+    address: Annotated[str, typer.Argument(help=_ADDRESS, show_default=False)] = "",
     job: _Job = "default",
     token_file: TokenFile = None,
     certificate: Certificate = None,
@@ -117,12 +155,13 @@ def ls(
 ) -> None:
     """Show the objects of a store."""
     from offbeat.objects.client import job_name
-    from offbeat.objects.store_access import RemoteStore
+    from offbeat.objects.remote_store import RemoteStore
 
+    address, credentials = _store_here(address, job, credentials_given(token_file, certificate, key, authority))
     store = RemoteStore(
         address,
         job=job_name(job),
-        credentials=credentials_given(token_file, certificate, key, authority),
+        credentials=credentials,
         patience=timedelta(seconds=3),
         role="onlooker",
     )
@@ -155,9 +194,7 @@ def ls(
 
 @app.command()
 def doctor(
-    address: Annotated[
-        str, typer.Argument(help="host:port of this machine's store, for clients; else as OFFBEAT_OBJECTS says.")
-    ] = "",
+    address: Annotated[str, typer.Argument(help=_ADDRESS, show_default=False)] = "",
     job: _Job = "default",
     token_file: TokenFile = None,
     certificate: Certificate = None,
@@ -169,7 +206,7 @@ def doctor(
     from offbeat.cli.doctor import report
     from offbeat.objects.store_doctor import examine_store
 
-    credentials = credentials_given(token_file, certificate, key, authority)
+    address, credentials = _store_here(address, job, credentials_given(token_file, certificate, key, authority))
     with Console(stderr=True).status("") as status:
-        found = list(examine_store(address or None, job, credentials, status.update))
+        found = list(examine_store(address, job, credentials, status.update))
     report(found, json=json)

@@ -245,8 +245,9 @@ class ObjectGroup(BaseGroup):  # type: ignore[misc]
         while time.monotonic() < until_s and not future.wait(timedelta(seconds=0.05)):
             if future.progress and future.progress != NOBODY:
                 break
-        self._client.stop(future)
-        return not future.done() and future.progress in ("", NOBODY)
+        is_missing = not future.done() and future.progress in ("", NOBODY)
+        future.stop()
+        return is_missing
 
     # -- numbers -------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from offbeat.diagnosis.process_state import glance
 from offbeat.errors import NetworkError
 from offbeat.objects import client as clients
+from offbeat.objects.local_store import TOKEN_VARIABLE
 from offbeat.wire.credentials import Token
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class StoreKeeper:
             text=True,
             env={
                 **os.environ,
-                clients.TOKEN_VARIABLE: settings.token,
+                TOKEN_VARIABLE: settings.token,
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             },
         )

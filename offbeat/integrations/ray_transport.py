@@ -31,7 +31,6 @@ import torch
 
 from offbeat.errors import NetworkError, ObjectError, ObjectTimeoutError
 from offbeat.integrations import ray_objects
-from offbeat.objects.client import tensor_of
 from offbeat.objects.store_access import NOBODY
 from offbeat.tensors import flat_bytes
 
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from offbeat.objects.client import ObjectClient
-    from offbeat.objects.store_access import FoundObject, ObjectFuture
+    from offbeat.objects.object_future import ObjectFuture
 
 NAME = "OFFBEAT"
 _PARAMETERS = ("transport_name", "devices", "transport_manager_class", "data_type")
@@ -120,7 +119,7 @@ class ObjectFetch:
     """
 
     obj_id: str
-    future: ObjectFuture[FoundObject] | None
+    future: ObjectFuture[Tensor] | None
     metadata: ObjectTensorMetadata
     buffers: Sequence[Tensor] | None
 
@@ -137,7 +136,7 @@ class ObjectTransport(TensorTransportManager):  # type: ignore[misc]
         self._lock = threading.Lock()
         self._client: ObjectClient | None = None
         self._published: dict[str, str] = {}  # by Ray's name, ours
-        self._fetches: dict[str, list[ObjectFuture[FoundObject]]] = {}
+        self._fetches: dict[str, list[ObjectFuture[Tensor]]] = {}
 
     def tensor_transport_backend(self) -> str:
         return NAME
@@ -219,7 +218,7 @@ class ObjectTransport(TensorTransportManager):  # type: ignore[misc]
                         "had it are lost."
                     )
             self._forget(fetch_request.obj_id, future)
-            packed = tensor_of(future.outcome())
+            packed = future.outcome()
         else:
             packed = torch.empty(0, dtype=torch.uint8)
         tensors = _unpacked(packed, metadata.tensor_meta)
@@ -244,8 +243,8 @@ class ObjectTransport(TensorTransportManager):  # type: ignore[misc]
         with self._lock:
             futures = self._fetches.pop(obj_id, [])
         for future in futures:
-            self._connected().stop(future)
-            future.end(ObjectError(f"Cannot get the tensors of {obj_id}: Ray has given the transfer up."))
+            future.what = f"get the tensors of {obj_id}, as Ray has given the transfer up"
+            future.stop()
 
     def _connected(self) -> ObjectClient:
         with self._lock:
@@ -253,7 +252,7 @@ class ObjectTransport(TensorTransportManager):  # type: ignore[misc]
                 self._client = ray_objects.connect()
             return self._client
 
-    def _forget(self, obj_id: str, future: ObjectFuture[FoundObject]) -> None:
+    def _forget(self, obj_id: str, future: ObjectFuture[Tensor]) -> None:
         with self._lock:
             waiting = self._fetches.get(obj_id, [])
             if future in waiting:

@@ -1,6 +1,8 @@
 """How do tasks hand tensors to each other, and have them summed on the way?
 
-* `client` - what a task does; `store_access` - its way to the store of its machine, or to one in its own process
+* `client` - what a task does; `object_future` - a call that may be waited for
+* `store_access` - a task's way to a store: `remote_store` - to that of its machine, which `local_store` finds or
+  starts; `embedded_store` - to one in its own process
 * `publishing` - a trainer publishes a model, readers follow it; `versions` - how versions are put and loaded
 * `packed_tensors` - several tensors in one object; `delta` - what changed since the version before; `version_path` -
   what a reader gets; `tensor_writes` - how it loads that, all at once

@@ -1,6 +1,6 @@
 """The calls of a task: put, get, reduce.
 
-    client = objects.connect()                      # the store of this machine, as OFFBEAT_OBJECTS says
+    client = connect()                              # the store of this machine
     client.put("w", tensor)                         # on one machine
     tensor = client.get("w")                        # on any other
     client.reduce("sum", ["g0", "g1", "g2"], num_objects=2)
@@ -8,71 +8,94 @@
     client.publisher("policy").publish(model)       # versions: what changed travels
     client.follow("policy", model).update()         # on any other
 
-Each call that waits has a `start_...` beside it, whose `ObjectFuture` can be waited for later, or awaited.
+`start_put`, `start_get`, `start_get_tensors` and `start_allreduce` do not wait: what they return is an `ObjectFuture`,
+which can be waited for later (`.get(timeout)`), awaited (`await client.start_get("w")`), or withdrawn (`.stop()`).
 """
 
 from __future__ import annotations
 
+import math
 import os
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, TypeVar, overload
 
 import msgspec
 import torch
 
-from offbeat.errors import NetworkError, ObjectError, ObjectTimeoutError
+from offbeat.errors import NetworkError, ObjectError
 from offbeat.objects.adding import TorchArithmetic
+from offbeat.objects.embedded_store import EmbeddedStore
+from offbeat.objects.local_store import STORE_VARIABLE, TOKEN_VARIABLE, find_or_start
 from offbeat.objects.node_store import LIMITS, NodeStore
+from offbeat.objects.object_future import CallDeadline, ObjectFuture
 from offbeat.objects.packed_tensors import TensorLayout
 from offbeat.objects.publishing import Follower, Publisher
-from offbeat.objects.store_access import CallDeadline, EmbeddedStore, FoundObject, ObjectFuture, RemoteStore
+from offbeat.objects.remote_store import RemoteStore
+from offbeat.objects.store_access import FoundObject
 from offbeat.objects.versions import VersionedObjects, check_id
 from offbeat.protocol.object_versions import DELTA, DESCRIPTION, delta_name, description_name
-from offbeat.protocol.objects import ObjectName, ReduceObjects
+from offbeat.protocol.objects import INLINE_BYTES, ITEM_BYTES, ObjectMeta, ObjectName, ReduceObjects
+from offbeat.tensors import dtype_name
 from offbeat.wire.credentials import Token
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
+    from offbeat.objects.memory import MakerMap
     from offbeat.objects.store_access import StoreAccess
     from offbeat.protocol.object_calls import StatusAnswer
     from offbeat.protocol.objects import ReduceOp
     from offbeat.wire.credentials import Credentials
     from offbeat.wire.session import Limits
 
-STORE_VARIABLE = "OFFBEAT_OBJECTS"
-"""The environment variable that names the store of this machine: "host:port"."""
-TOKEN_VARIABLE = "OFFBEAT_TOKEN"
-"""The environment variable with the token that stores and clients prove to each other."""
 _PATIENCE = timedelta(seconds=20)
-_MOST_ASKED = 1024
+_MOST_KEPT = 1024  # sums that were asked for, and sets of which sums were made
+T = TypeVar("T")
 
 
-def connect(store: str | None = None, *, job: str = "default", credentials: Credentials | None = None) -> ObjectClient:
-    """Use the store of this machine, which `offbeat objects serve` has started.
+def connect(
+    store: str | None = None,
+    *,
+    job: str = "default",
+    credentials: Credentials | None = None,
+    memory_mib: int = 1024,
+    timeout: float = 20.0,
+) -> ObjectClient:
+    """Use the store of this machine: the one named, or the one that tasks share here, which the first of them starts.
+
+    A store that is started uses the directories in the environment variable OFFBEAT_DIRECTORIES ("host:port,...");
+    without it, it is for the tasks of this machine alone. It ends ten minutes after the last task that uses it.
 
     Args:
         store: its address, "host:port"; None for what the environment variable OFFBEAT_OBJECTS says.
         job: of the stores.
-        credentials: what store and client prove to each other; None for the token in OFFBEAT_TOKEN, if there is one.
+        credentials: that store and client prove to each other; None for the token in OFFBEAT_TOKEN, if there is one.
+        memory_mib: for the objects of a store that is started.
+        timeout: in seconds, for the store to answer.
 
     Raises:
-        NetworkError: if no store is named, or it cannot be reached.
+        NetworkError: if it cannot be reached, or not be started.
         PeerError: if it refuses.
     """
     address = store or os.environ.get(STORE_VARIABLE, "")
-    if not address:
-        raise NetworkError(
-            "Cannot connect to a store of objects: none is named. Start one with `offbeat objects serve`, and give its "
-            f"address to connect(), or in the environment variable {STORE_VARIABLE}."
-        )
-    if credentials is None and (secret := os.environ.get(TOKEN_VARIABLE)):
+    secret = "" if credentials is not None else os.environ.get(TOKEN_VARIABLE, "")
+    if secret:
         credentials = Token(secret.encode())
-    return ObjectClient(RemoteStore(address, job=job_name(job), credentials=credentials, patience=_PATIENCE))
+    if not address:
+        if credentials is not None and not secret:
+            raise NetworkError(
+                "Cannot start a store of objects with these credentials: give a token in the environment variable "
+                f"{TOKEN_VARIABLE}, or start one by `offbeat objects serve`, and give its address to connect()."
+            )
+        found = find_or_start(job, secret, memory_mib)
+        address, credentials = found.address, found.credentials(credentials)
+    patience = timedelta(seconds=timeout)
+    return ObjectClient(RemoteStore(address, job=job_name(job), credentials=credentials, patience=patience))
 
 
 def embedded(
@@ -122,8 +145,9 @@ class ObjectClient:
     def __init__(self, access: StoreAccess) -> None:
         self._access = access
         self._versions = VersionedObjects(access)
-        self._used: dict[ObjectName, tuple[ObjectName, ...]] = {}
-        self._asked: OrderedDict[ObjectName, ObjectFuture[None]] = OrderedDict()  # sums
+        self._used: OrderedDict[ObjectName, tuple[ObjectName, ...]] = OrderedDict()
+        self._asked: OrderedDict[ObjectName, ObjectFuture[bool]] = OrderedDict()  # sums
+        self._empty: dict[ObjectName, tuple[ObjectMeta, MakerMap]] = {}
 
     def put(
         self,
@@ -148,15 +172,17 @@ class ObjectClient:
             ObjectError: if there is no room for it, or nobody has the base.
             ObjectTimeoutError: if it has taken too long.
         """
-        if not isinstance(tensor, (torch.Tensor, Mapping)):
-            raise ObjectError(f"Cannot put {name!r}: it is a {type(tensor).__name__}, no tensor or dict of them.")
         if isinstance(tensor, torch.Tensor) and base is None:
-            self.start_put(name, tensor, version=version).get(f"put {name!r}", timeout)
+            self.start_put(name, tensor, version=version).get(timeout)
             return
         check_id(name, version)
-        deadline = CallDeadline(timeout)
-        if base is not None and base >= version:
+        if not _are_tensors(tensor):
+            raise ObjectError(
+                f"Cannot put {name!r}: it is no tensor or dict of tensors by name ({type(tensor).__name__})."
+            )
+        if base is not None and not (isinstance(base, int) and base < version):
             raise ObjectError(f"Cannot put {name!r} version {version} with base={base}: a base is an earlier version.")
+        deadline = CallDeadline(timeout)
         whole, records = (None, ()) if base is None else self._versions.base(name, base, deadline)
         self._versions.put(
             name,
@@ -167,13 +193,34 @@ class ObjectClient:
             deadline=deadline,
         )
 
-    def start_put(self, name: str, tensor: Tensor, *, version: int = 0) -> ObjectFuture[None]:
-        """Begin a `put`; the tensor may change once this returns."""
+    def start_put(self, name: str, tensor: Tensor, *, version: int = 0) -> ObjectFuture[bool]:
+        """Begin a `put`; the tensor may change once this returns. The outcome is whether it was not there before."""
         named = _named(name, version)
         if name.endswith((DELTA, DESCRIPTION)):
             check_id(name, version)
         layout = TensorLayout.of(tensor)
+        if named in self._empty:
+            return self._finish(named, tensor)
         return self._access.put(named, layout.meta, layout.parts(tensor))
+
+    def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32, *, version: int = 0) -> Tensor:
+        """Return a tensor in the store's memory, to be filled and `put` under this name: that copies nothing.
+
+        After `put` nobody else sees what is written into it. A tensor that is dropped before ends its name.
+
+        Raises:
+            ObjectError: if the name is taken, or there is no room for it.
+        """
+        named, size = _named(name, version), math.prod(shape) * dtype.itemsize
+        if len(shape) > 16 or min(shape, default=0) < 0 or size >= 1 << 40 or dtype_name(dtype) not in ITEM_BYTES:
+            raise ObjectError(f"Cannot have {name!r} as {dtype} of shape {list(shape)}: no object can be like that.")
+        meta = ObjectMeta(dtype_name(dtype), tuple(shape), size)
+        if meta.size_bytes <= INLINE_BYTES:  # a small one travels in a message
+            return torch.empty(tuple(shape), dtype=dtype)
+        memory, maker = self._access.create(named, meta).get()
+        self._empty[named] = meta, maker
+        weakref.finalize(memory, self._abandon, named)
+        return tensor_of(FoundObject(meta, memory, ()))
 
     @overload
     def get(self, name: str, *, version: int = 0, timeout: float | None = None) -> Tensor: ...
@@ -207,32 +254,26 @@ class ObjectClient:
         """
         if into is not None:
             _named(name, version)
+            if not _are_tensors(into):
+                raise ObjectError(f"Cannot get {name!r} into a {type(into).__name__}: give a tensor, or a dict.")
             if why := self._versions.load(name, version, into, CallDeadline(timeout)):
                 raise ObjectError(why)
             return None
-        return tensor_of(self._find(name, version, timeout))
+        return _once(self.start_get(name, version=version), timeout)
+
+    def start_get(self, name: str, *, version: int = 0) -> ObjectFuture[Tensor]:
+        """Begin a `get`."""
+        return self._start_get(_named(name, version), tensor_of)
 
     def get_tensors(self, name: str, *, version: int = 0, timeout: float | None = None) -> dict[str, Tensor]:
         """Wait for several tensors that were put in one object, and return them, as `get` does."""
-        found = self._find(name, version, timeout)
-        memory = memoryview(found.memory)[: found.meta.size_bytes]
-        return TensorLayout.read(found.meta, memory).tensors_in(memory)
+        return _once(self.start_get_tensors(name, version=version), timeout)
 
-    def start_get(self, name: str, *, version: int = 0) -> ObjectFuture[FoundObject]:
-        """Begin to wait for an object; `tensor_of` makes a tensor of the outcome."""
-        future = self._access.get(_named(name, version))
-        if (asked := self._asked.get(ObjectName(name, version))) is not None:  # a sum, which may be refused
-
-            def told() -> None:
-                if asked.error is not None:
-                    future.end(asked.error)
-
-            asked.add_done_callback(told)
-        return future
-
-    def stop(self, future: ObjectFuture[FoundObject]) -> None:
-        """Withdraw a `start_get`."""
-        self._access.stop(future)
+    def start_get_tensors(self, name: str, *, version: int = 0) -> ObjectFuture[dict[str, Tensor]]:
+        """Begin a `get_tensors`."""
+        return self._start_get(
+            _named(name, version), lambda found: TensorLayout.read(found.meta, found.view).tensors_in(found.view)
+        )
 
     def reduce(
         self,
@@ -279,8 +320,14 @@ class ObjectClient:
             ObjectTimeoutError: if it has not come in time.
             ObjectError: if it is lost, or was deleted.
         """
+        return _once(self.start_allreduce(target, sources, op=op, deterministic=deterministic), timeout)
+
+    def start_allreduce(
+        self, target: str, sources: Sequence[str], *, op: ReduceOp = "sum", deterministic: bool = False
+    ) -> ObjectFuture[Tensor]:
+        """Begin an `allreduce`."""
         self._reduce(target, sources, op, None, None, None, in_order=deterministic, striped=True)
-        return self.get(target, timeout=timeout)
+        return self.start_get(target)
 
     def reduced_set(self, target: str) -> list[str]:
         """The names of the sources of which a sum was made; after `get`.
@@ -296,7 +343,7 @@ class ObjectClient:
     def versions(self, name: str, *, timeout: float | None = None) -> list[int]:
         """The versions of a name that some store has all of, ascending."""
         _named(name, 0)
-        return list(self._access.versions(name).get(f"look for {name!r}", timeout).versions)
+        return list(self._access.versions(name).get(timeout).versions)
 
     def publisher(self, name: str, *, keep: int = 2) -> Publisher:
         """Publish versions of a model under a name; see `Publisher.publish`.
@@ -341,17 +388,36 @@ class ObjectClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _find(self, name: str, version: int, timeout: float | None) -> FoundObject:
-        future = self.start_get(name, version=version)
-        try:
-            found = future.get(f"get {ObjectName(name, version)}", timeout)
-            if (asked := self._asked.pop(ObjectName(name, version), None)) is not None:
-                asked.get(f"reduce into {name!r}", timeout)  # what there is may be something else
-        except ObjectTimeoutError:
-            self._access.stop(future)
-            raise
-        self._used[ObjectName(name, version)] = found.used
-        return found
+    def _start_get(self, name: ObjectName, make: Callable[[FoundObject], T]) -> ObjectFuture[T]:
+        def made(found: FoundObject) -> T:
+            if found.used:
+                _keep(self._used, name, found.used)
+            return make(found)
+
+        asked = self._asked.get(name)
+        future = self._access.get(name, made, asked)
+
+        def over() -> None:
+            if asked is not None and asked.done():
+                self._asked.pop(name, None)
+
+        future.add_done_callback(over)
+        return future
+
+    def _finish(self, name: ObjectName, tensor: Tensor) -> ObjectFuture[bool]:
+        """Put a tensor that `empty` has made."""
+        meta, maker = self._empty[name]
+        is_it = tensor.data_ptr() == maker.address and tensor.is_contiguous() and tensor.numel() == meta.numel
+        if not is_it or tensor.dtype != getattr(torch, meta.dtype):
+            raise ObjectError(f"Cannot put {name}: empty() has made a tensor for it. Put that one, or drop it.")
+        maker.make_private()
+        del self._empty[name]
+        return self._access.finish(name)
+
+    def _abandon(self, name: ObjectName) -> None:
+        if (empty := self._empty.pop(name, None)) is not None:
+            empty[1].close()
+            self._access.abandon(name)
 
     def _reduce(
         self,
@@ -388,9 +454,27 @@ class ObjectClient:
             msgspec.convert(msgspec.to_builtins(request), ReduceObjects)
         except msgspec.ValidationError as error:
             raise ObjectError(f"Cannot reduce into {target!r}: {error}.") from error
-        self._asked[request.name] = self._access.reduce(request)
-        if len(self._asked) > _MOST_ASKED:
-            self._asked.popitem(last=False)
+        _keep(self._asked, request.name, self._access.reduce(request))
+
+
+def _keep(book: OrderedDict[ObjectName, T], name: ObjectName, value: T) -> None:
+    book[name] = value
+    if len(book) > _MOST_KEPT:
+        book.popitem(last=False)
+
+
+def _once(future: ObjectFuture[T], timeout: float | None) -> T:
+    """Wait for a call, and withdraw it if it takes too long."""
+    try:
+        return future.get(timeout)
+    finally:
+        future.stop()
+
+
+def _are_tensors(given: object) -> bool:
+    if isinstance(given, Mapping):
+        return all(isinstance(name, str) and isinstance(one, torch.Tensor) for name, one in given.items())
+    return isinstance(given, torch.Tensor)
 
 
 def _named(id_: str, version: int) -> ObjectName:

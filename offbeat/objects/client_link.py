@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from offbeat.errors import DisagreementError, ObjectError, OffbeatError, PeerError
+from offbeat.objects.stored_object import AlreadyHereError
 from offbeat.protocol.object_calls import (
+    AbandonNote,
     CallFailed,
     CreateCall,
     DeleteNote,
@@ -95,11 +97,13 @@ class ClientLink:
             case FinishCall():
                 store.finish(self._made(message.name), self._done(message.call))
                 del self._making[message.name]
+            case AbandonNote():
+                if message.name in self._making:
+                    store.abandon(self._making.pop(message.name))
             case PutSmallCall():
                 if len(message.data) != message.meta.size_bytes:
                     raise PeerError(f"Cannot put {len(message.data)} bytes as {message.meta}.")
-                done = self._done(message.call)
-                self._when_room(message, lambda: store.put_small(message.name, message.meta, message.data, done))
+                self._when_room(message, lambda: self._put_small(message))
             case GetCall():
                 self._get(message)
             case VersionsCall():
@@ -126,7 +130,7 @@ class ClientLink:
                 if error is not None:
                     raise error
                 put()
-            except ObjectError as refused:
+            except OffbeatError as refused:
                 self._fail(message.call, refused)
 
         self._store.when_room(message.name, message.meta.size_bytes, told)
@@ -135,6 +139,12 @@ class ClientLink:
         stored = self._making[message.name] = self._store.create(message.name, message.meta)
         assert stored.segment is not None
         self._say(MemoryAnswer(call=message.call, process=os.getpid(), descriptor=stored.segment.descriptor))
+
+    def _put_small(self, message: PutSmallCall) -> None:
+        try:
+            self._store.put_small(message.name, message.meta, message.data, self._done(message.call))
+        except AlreadyHereError:
+            self._say(DoneAnswer(call=message.call, is_new=False))
 
     def _made(self, name: ObjectName) -> StoredObject:
         if (made := self._making.get(name)) is None:
@@ -225,8 +235,12 @@ class ClientLink:
         return told
 
     def _fail(self, call: int, error: OffbeatError) -> None:
-        kind = "differs" if isinstance(error, DisagreementError) else "object"
-        self._say(CallFailed(call=call, reason=str(error), kind=kind))  # type: ignore[arg-type]
+        kind: Literal["object", "differs", "here"] = "object"
+        if isinstance(error, DisagreementError):
+            kind = "differs"
+        elif isinstance(error, AlreadyHereError):
+            kind = "here"
+        self._say(CallFailed(call=call, reason=str(error), kind=kind))
 
     def _say(self, message: ToClient) -> None:
         if self._link.is_open:

@@ -54,6 +54,11 @@ class DirectoryServer:
         )
         return self._listener.address
 
+    @property
+    def stores(self) -> int:
+        """Return the number of stores that are connected."""
+        return 0 if self._listener is None else len(self._listener.links)
+
     async def close(self) -> None:
         """Say good-bye to all stores."""
         if self._listener is not None:

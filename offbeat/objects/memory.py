@@ -8,14 +8,17 @@ reader maps it privately, so what it writes nobody else sees.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
+from typing import Any
 
 from offbeat.errors import ObjectError
 
 _FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, which Python has no name for: this process goes on writing by its own map
 _SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_MAP_FIXED = 0x10
 
 
 class Segment:
@@ -48,27 +51,81 @@ class Segment:
             self.descriptor = -1
 
 
-def map_segment(process: int, descriptor: int, size_bytes: int, *, to_fill: bool = False) -> mmap.mmap:
-    """Map an object that another process of this machine has.
+class MakerMap:
+    """The shared map of an object that its maker fills, in the maker's process.
+
+    Args:
+        process, descriptor, size_bytes: as of `map_segment`.
+
+    Raises:
+        ObjectError: as `map_segment`.
+    """
+
+    def __init__(self, process: int, descriptor: int, size_bytes: int) -> None:
+        self._size = max(1, size_bytes)
+        self._descriptor = _opened(process, descriptor, os.O_RDWR)
+        try:
+            self._map: mmap.mmap | None = mmap.mmap(self._descriptor, self._size)
+            self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def take(self) -> mmap.mmap:
+        """Return the memory; from now on its user alone keeps it."""
+        memory, self._map = self._map, None
+        assert memory is not None
+        return memory
+
+    def make_private(self) -> None:
+        """Have nobody else see what is written into the memory from now on; it must still be mapped.
+
+        Raises:
+            ObjectError: if the kernel refuses.
+        """
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        made = _libc().mmap(self.address, self._size, access, mmap.MAP_PRIVATE | _MAP_FIXED, self._descriptor, 0)
+        if made != self.address:
+            raise ObjectError(
+                f"Cannot finish an object: its memory cannot be mapped ({os.strerror(ctypes.get_errno())})."
+            )
+        self.close()
+
+    def close(self) -> None:
+        """Keep the memory as it is."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    return libc
+
+
+def map_segment(process: int, descriptor: int, size_bytes: int) -> mmap.mmap:
+    """Map an object that another process of this machine has, for a reader: what is written nobody else sees.
 
     Args:
         process, descriptor: whose, and which of its.
-        to_fill: whether for its maker, who writes what all will read; else for a reader.
 
     Raises:
         ObjectError: if that process cannot be looked into: it is gone, another user's, or of another PID namespace.
     """
-    path = f"/proc/{process}/fd/{descriptor}"
+    opened = _opened(process, descriptor, os.O_RDONLY)
     try:
-        opened = os.open(path, os.O_RDWR if to_fill else os.O_RDONLY)
+        return mmap.mmap(opened, max(1, size_bytes), flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(opened)
+
+
+def _opened(process: int, descriptor: int, flags: int) -> int:
+    try:
+        return os.open(f"/proc/{process}/fd/{descriptor}", flags)
     except OSError as error:
         raise ObjectError(
             f"Cannot open the memory of the store with process id {process} ({error.strerror}). A client has to run on "
             "its store's machine, as the same user and in the same PID namespace (container)."
         ) from error
-    try:
-        if to_fill:
-            return mmap.mmap(opened, max(1, size_bytes))
-        return mmap.mmap(opened, max(1, size_bytes), flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    finally:
-        os.close(opened)

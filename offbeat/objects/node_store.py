@@ -24,7 +24,7 @@ from offbeat.objects.directory_link import DirectoryLink
 from offbeat.objects.memory import Segment
 from offbeat.objects.room import ObjectRoom
 from offbeat.objects.stage_runner import StageRunner
-from offbeat.objects.stored_object import LaneReading, Outcome, StoredObject
+from offbeat.objects.stored_object import AlreadyHereError, LaneReading, Outcome, StoredObject, other_bytes
 from offbeat.objects.stripes import cut
 from offbeat.protocol import objects as say
 from offbeat.protocol.object_calls import StatusAnswer, StoredStatus
@@ -157,6 +157,11 @@ class NodeStore:
             self._directories.append(link)
         return self.address
 
+    @property
+    def sent_bytes(self) -> int:
+        """Return the bytes of objects that were sent to other stores."""
+        return self._sent_bytes + sum(reader.sent_bytes for reader in self._readers)
+
     async def close(self) -> None:
         """Say good-bye to all."""
         for task in self._tasks:
@@ -189,11 +194,12 @@ class NodeStore:
         """Begin to make an object; its maker fills `memory` and calls `filled`, and at the end `finish`.
 
         Raises:
-            ObjectError: if it is here already, or there is no room for it.
+            AlreadyHereError: if the store has it, which may be the same.
+            ObjectError: if it is on its way here, or there is no room for it.
         """
         known = self.objects.get(name)
         if known is not None:
-            raise ObjectError(_is_here(known))
+            raise _is_here(known)
         stored = self._make(name, meta, is_own=True)
         self.tell_directory(put_of(stored))
         return stored
@@ -209,10 +215,13 @@ class NodeStore:
         """Put an object that travels in a message; `told` is called as by `finish`.
 
         Raises:
-            ObjectError: as `create`.
+            AlreadyHereError: if the same object is here.
+            DisagreementError: if another one is.
+            ObjectError: if it is on its way here, or there is no room for it.
         """
         if (known := self.objects.get(name)) is not None:
-            raise ObjectError(_is_here(known))
+            is_other = (known.meta.dtype, known.meta.shape) != (meta.dtype, meta.shape) or known.memory != data
+            raise other_bytes(name) if known.is_whole and is_other else _is_here(known)
         stored = self._make(name, meta, is_own=True)
         stored.memory[:] = data
         stored.stripes[0].grow(len(data))
@@ -230,7 +239,7 @@ class NodeStore:
             ObjectError: as `create`.
         """
         if (known := self.objects.get(name)) is not None:
-            raise ObjectError(_is_here(known))
+            raise _is_here(known)
         self._given[name] = memory, released
         stored = self._make(name, meta, is_own=True)
         stored.digest = f"{stored.stripes[0].generation:x}"
@@ -358,7 +367,7 @@ class NodeStore:
             address=self.address,
             used_bytes=self.used_bytes,
             most_bytes=self.most_bytes,
-            sent_bytes=self._sent_bytes + sum(reader.sent_bytes for reader in self._readers),
+            sent_bytes=self.sent_bytes,
             received_bytes=self._received_bytes + sum(feeder.received_bytes for feeder in self._feeders.values()),
             objects=tuple(
                 StoredStatus(stored.name, stored.meta, stored.have_bytes, stored.is_own, stored.pins)
@@ -834,10 +843,10 @@ def put_of(stored: StoredObject, used: tuple[ObjectName, ...] = ()) -> say.PutOb
     )
 
 
-def _is_here(stored: StoredObject) -> str:
-    if stored.is_whole:
-        return f"Cannot put {stored.name}: this store has it already, and the bytes of a name never change."
-    return f"Cannot put {stored.name}: it is on its way to this store."
+def _is_here(stored: StoredObject) -> ObjectError:
+    if stored.is_whole and stored.is_settled:
+        return AlreadyHereError(f"Cannot put {stored.name}: this store has it already, and its bytes never change.")
+    return ObjectError(f"Cannot put {stored.name}: it is on its way to this store.")
 
 
 def shard_of(name: ObjectName, shards: int) -> int:

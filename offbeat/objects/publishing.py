@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from offbeat.errors import ObjectError, ObjectTimeoutError, OffbeatError
-from offbeat.objects.store_access import CallDeadline
+from offbeat.errors import ObjectError, OffbeatError
+from offbeat.objects.object_future import CallDeadline
 from offbeat.objects.versions import check_id
 from offbeat.protocol.object_versions import DESCRIPTION, MAX_RECORDS, VersionRecord, delta_name, description_name
 from offbeat.protocol.objects import ObjectName
@@ -106,7 +106,7 @@ class Publisher:
             return self.version
         access, name = self._objects.access, self._name
         ids = (name, name + DESCRIPTION)
-        known = [access.versions(id_).get(f"look for {id_!r}", deadline) for id_ in ids]
+        known = [access.versions(id_).get(deadline) for id_ in ids]
         described, self._records = known[1].versions, ()
         if described:
             self._records = self._objects.described(description_name(name, described[-1]), deadline).records
@@ -188,12 +188,11 @@ class Follower:
     def _newest(self, after: int, deadline: CallDeadline, why: str, *, waits: bool) -> int:
         future = self._objects.access.versions(self._name + DESCRIPTION, after, waits=waits)
         future.progress = why or "nobody has published a newer one"
-        what = f"follow {self._name!r}" + (f" beyond version {after}" if after >= 0 else "")
+        future.what = f"follow {self._name!r}" + (f" beyond version {after}" if after >= 0 else "")
         try:
-            known = future.get(what, deadline)
-        except ObjectTimeoutError:
-            self._objects.access.stop(future)
-            raise
+            known = future.get(deadline)
+        finally:
+            future.stop()
         return known.versions[-1] if known.versions else -1
 
 

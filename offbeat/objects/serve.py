@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,11 @@ from offbeat.objects.directory_link import DIRECTORY_LIMITS
 from offbeat.objects.directory_server import DirectoryServer
 from offbeat.objects.node_store import NodeStore
 from offbeat.objects.reduce_plan import LinkEstimate
-from offbeat.objects.store_access import CLIENT_LIMITS
+from offbeat.objects.remote_store import CLIENT_LIMITS
 from offbeat.wire import tcp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from datetime import timedelta
 
     from offbeat.wire.credentials import Credentials
@@ -47,6 +48,11 @@ class ObjectServer:
     def client_address(self) -> str:
         """Return the address at which clients on this machine find the store."""
         return self._clients.address
+
+    @property
+    def has_users(self) -> bool:
+        """Whether a client is connected, or another machine's store uses the directory."""
+        return bool(self._clients.links) or (self._directory is not None and self._directory.stores > 1)
 
     async def close(self) -> None:
         """Say good-bye to all."""
@@ -113,17 +119,27 @@ async def open_store(
     return ObjectServer(store, clients, directory, known)
 
 
-async def serve(open_it: Callable[[], object], say: Callable[[ObjectServer], None]) -> None:
+async def serve(
+    open_it: Callable[[], Awaitable[ObjectServer]],
+    say: Callable[[ObjectServer], None],
+    unused_s: float | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT comes.
 
     Args:
         open_it: opens it, as `open_store`.
         say: called when clients may come.
+        unused_s: it ends when nobody has used it for so many seconds; None to stay.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    server: ObjectServer = await open_it()  # type: ignore[misc]
+    server = await open_it()
     say(server)
-    await stop.wait()
+    used_s, sent_bytes = loop.time(), 0
+    while not stop.is_set() and (unused_s is None or loop.time() - used_s < unused_s):
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), None if unused_s is None else min(1.0, unused_s / 4))
+        if server.has_users or server.store.sent_bytes > sent_bytes:
+            used_s, sent_bytes = loop.time(), server.store.sent_bytes
     await server.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offbeat.errors import OffbeatError
+from offbeat.errors import DisagreementError, ObjectError, OffbeatError
 from offbeat.objects.stripes import cut
 
 if TYPE_CHECKING:
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from offbeat.objects.memory import Segment
     from offbeat.protocol.objects import ObjectMeta, ObjectName
     from offbeat.wire.lane import GrowingBuffer
+
+
+class AlreadyHereError(ObjectError):
+    """A store has all of an object that is to be put."""
 
 
 @dataclass
@@ -77,3 +81,11 @@ class StoredObject:
 
 Outcome = StoredObject | OffbeatError
 """The object that a caller waits for, or the reason why it does not come."""
+
+
+def other_bytes(name: ObjectName) -> DisagreementError:
+    """The refusal of a second put."""
+    return DisagreementError(
+        f"Cannot put {name}: this store has other bytes under that name already, and the bytes of a name never change. "
+        "Put these under another version."
+    )

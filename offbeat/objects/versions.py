@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from offbeat.objects.store_access import CallDeadline, FoundObject, ObjectFuture, StoreAccess
+    from offbeat.objects.object_future import CallDeadline, ObjectFuture
+    from offbeat.objects.store_access import FoundObject, StoreAccess
     from offbeat.objects.version_path import VersionPath
 
     Tensors = Tensor | Mapping[str, Tensor]
@@ -96,7 +97,7 @@ class VersionedObjects:
         name = ObjectName(id_, version)
         tensors = _sorted(tensors)
         layout = TensorLayout.of(tensors)
-        self.access.put(name, layout.meta, layout.parts(tensors)).get(f"put {name}", deadline)
+        is_new = self.access.put(name, layout.meta, layout.parts(tensors)).get(deadline)
         try:
             made = self.whole(name, deadline)
             if base is not None and base.layout == layout:
@@ -104,9 +105,10 @@ class VersionedObjects:
             records = tuple(describe(made.record))[-MAX_RECORDS:]
             data = pack_part(VersionDescription(records))
             self._put_bytes(description_name(id_, version), [memoryview(data)], deadline)
-        except OffbeatError:  # nobody will describe it
-            for one in (description_name(id_, version), delta_name(id_, version), name):
-                self.access.delete(one)
+        except OffbeatError:
+            if is_new:  # nobody will describe it
+                for one in (description_name(id_, version), delta_name(id_, version), name):
+                    self.access.delete(one)
             raise
         return made
 
@@ -118,7 +120,7 @@ class VersionedObjects:
             ObjectTimeoutError: if it has taken too long.
         """
         found = self._get(name, deadline)
-        memory = _memory_of(found)
+        memory = found.view
         layout = TensorLayout.read(found.meta, memory)
         record = VersionRecord(name.version, digest_of_parts([memory]), found.meta.size_bytes)
         return WholeVersion(record, layout, memory)
@@ -144,7 +146,7 @@ class VersionedObjects:
 
     def described(self, about: ObjectName, deadline: CallDeadline) -> VersionDescription:
         """Get the description of a version."""
-        return description_of(_memory_of(self._get(about, deadline)))
+        return description_of(self._get(about, deadline).view)
 
     def load(self, id_: str, version: int, into: Tensors, deadline: CallDeadline) -> str:
         """Write a version into tensors, all of it or nothing; waits until it is there.
@@ -160,7 +162,7 @@ class VersionedObjects:
         into = _sorted(into)
         layout = TensorLayout.of(into)
         writes = TensorWrites({"": into} if isinstance(into, torch.Tensor) else into)
-        records = self._records(name, deadline, may_be_plain=not layout.head)
+        records = self._records(name, deadline, is_one=not layout.head)
         if isinstance(records, str):
             return records
         held = digest_of_parts(layout.parts(into))
@@ -201,25 +203,27 @@ class VersionedObjects:
             memory = _checked(delta_name(name.id, version), one, records[version].delta_digest)
             writes.change(delta.decode(layout, memory))
 
-    def _records(
-        self, name: ObjectName, deadline: CallDeadline, *, may_be_plain: bool
-    ) -> Sequence[VersionRecord] | str:
+    def _records(self, name: ObjectName, deadline: CallDeadline, *, is_one: bool) -> Sequence[VersionRecord] | str:
         """The records of a version and those before it, or why it cannot be had any more."""
-        about = description_name(name.id, name.version)
-        future = self.access.get(about)
+        about, plain = description_name(name.id, name.version), None
+        future = self.access.get(about, lambda found: found)
         try:
             while not future.done():
                 known = self._known(about.id, deadline)
                 is_past = bool(known) and known[-1] > name.version and name.version not in known
-                if may_be_plain and (is_past or not known) and name.version in self._known(name.id, deadline):
-                    return (self.whole(name, deadline).record,)  # it was put without a description
+                if not plain and (is_past or not known) and name.version in self._known(name.id, deadline):
+                    plain = self.whole(name, deadline)  # it was put without a description, or that is still to come
+                    if is_one:
+                        return (plain.record,)
+                    if not plain.layout.head:
+                        return f"Cannot load {name} into several tensors: it is one tensor, {plain.layout.meta}."
                 if is_past:
                     return f"Cannot get {name}: it is not there any more; versions {_listed(known)} are."
                 if not future.wait(_LOOK) and deadline.is_over:
                     raise _too_late(name, name, future, deadline)
-            records = description_of(_memory_of(future.outcome())).records
+            records = description_of(future.outcome().view).records
         finally:
-            self._stop(future)
+            future.stop()
         if records[-1].version != name.version:
             raise ObjectError(f"Cannot get {name}: its description is one of version {records[-1].version}.")
         return records
@@ -228,9 +232,9 @@ class VersionedObjects:
         """The versions of an id that some store has all of."""
         future = self.access.versions(id_)
         try:
-            return future.get(f"look for versions of {id_!r}", deadline).versions
+            return future.get(deadline).versions
         finally:
-            self._stop(future)
+            future.stop()
 
     def _get_all(
         self,
@@ -240,7 +244,7 @@ class VersionedObjects:
         deadline: CallDeadline,
     ) -> list[FoundObject] | None:
         """Get objects; None if one of them was not to be had, which is noted."""
-        futures = {name: self.access.get(name) for name in names}
+        futures = {name: self.access.get(name, lambda found: found) for name in names}
         try:
             for name, future in futures.items():
                 while not future.wait(_LOOK):
@@ -255,7 +259,7 @@ class VersionedObjects:
             return [future.value for future in futures.values()]
         finally:
             for future in futures.values():
-                self._stop(future)
+                future.stop()
 
     def _here(self) -> set[ObjectName]:
         """The objects that are in this machine's store."""
@@ -280,18 +284,14 @@ class VersionedObjects:
 
     def _put_bytes(self, name: ObjectName, parts: Sequence[memoryview], deadline: CallDeadline) -> None:
         size = sum(map(len, parts))
-        self.access.put(name, ObjectMeta("uint8", (size,), size), parts).get(f"put {name}", deadline)
+        self.access.put(name, ObjectMeta("uint8", (size,), size), parts).get(deadline)
 
     def _get(self, name: ObjectName, deadline: CallDeadline) -> FoundObject:
-        future = self.access.get(name)
+        future = self.access.get(name, lambda found: found)
         try:
-            return future.get(f"get {name}", deadline)
+            return future.get(deadline)
         finally:
-            self._stop(future)
-
-    def _stop(self, future: ObjectFuture[Any]) -> None:
-        if not future.done():
-            self.access.stop(future)
+            future.stop()
 
 
 def check_id(id_: str, version: int = 0) -> None:
@@ -321,12 +321,8 @@ def _too_late(
     return ObjectTimeoutError(f"Cannot get {wanted} within {deadline.timeout:g} s: {what}.")
 
 
-def _memory_of(found: FoundObject) -> memoryview:
-    return memoryview(found.memory)[: found.meta.size_bytes]
-
-
 def _checked(name: ObjectName, found: FoundObject, digest: str) -> memoryview:
-    memory = _memory_of(found)
+    memory = found.view
     if (is_one := digest_of_parts([memory])) != digest:
         raise ObjectError(f"Cannot use {name}: its digest is {is_one}, and its description says {digest}.")
     return memory

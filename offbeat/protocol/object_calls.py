@@ -5,6 +5,7 @@ client                                          store
   | <----- MemoryAnswer(call, process, ...) ---- |   whose descriptor is to be mapped
   | -- FilledNote(name, have) -----------------> |   so much of it is there
   | -- FinishCall(call, name) -----------------> |   all of it
+  | -- AbandonNote(name) ------------------------> |   it will never be finished
   | -- PutSmallCall(call, name, meta, data) ---> |   a small one, at once
   | <----- DoneAnswer(call) -------------------- |
   | -- GetCall(call, name) --------------------> |
@@ -76,6 +77,10 @@ class FinishCall(_Numbered, frozen=True, tag=True, kw_only=True):
     name: ObjectName
 
 
+class AbandonNote(_Named, frozen=True, tag=True, kw_only=True):
+    """An object that this client makes will not be finished."""
+
+
 class PutSmallCall(_Numbered, frozen=True, tag=True, kw_only=True):
     """A small object."""
 
@@ -132,7 +137,13 @@ class StatusCall(_Numbered, frozen=True, tag=True, kw_only=True):
 
 
 class DoneAnswer(_Numbered, frozen=True, tag=True, kw_only=True):
-    """Word that a call is done."""
+    """Word that a call is done.
+
+    Args:
+        is_new: whether what was put was not there before.
+    """
+
+    is_new: bool = True
 
 
 class MemoryAnswer(_Numbered, frozen=True, tag=True, kw_only=True):
@@ -215,17 +226,19 @@ class CallFailed(_Numbered, frozen=True, tag=True, kw_only=True):
     """A call cannot be granted.
 
     Args:
-        kind: whose fault it is: the object's, or that others said something else of it.
+        kind: the object's fault ("object"), or others said something else of it ("differs"), or what is to be put is
+            here already ("here").
     """
 
     reason: Text
-    kind: Literal["object", "differs"] = "object"
+    kind: Literal["object", "differs", "here"] = "object"
 
 
 FromClient = (
     CreateCall
     | FilledNote
     | FinishCall
+    | AbandonNote
     | PutSmallCall
     | GetCall
     | VersionsCall

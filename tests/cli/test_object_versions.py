@@ -315,10 +315,10 @@ def test_a_version_that_is_damaged_is_not_loaded(three: list[Served]) -> None:
         here = {"w": torch.ones(NUMEL)}
         other.get("policy", into=here, timeout=20)
         one.put("policy@nothing", torch.zeros(3))
-        one._access.put(*described("policy", 1, digest="abc", base=0)).get("put", 20)
+        one._access.put(*described("policy", 1, digest="abc", base=0)).get(20)
         junk = torch.zeros(100, dtype=torch.uint8)
         layout = TensorLayout.of(junk)
-        one._access.put(delta_name("policy", 1), layout.meta, layout.parts(junk)).get("put", 20)
+        one._access.put(delta_name("policy", 1), layout.meta, layout.parts(junk)).get(20)
         with pytest.raises(ObjectError, match="Cannot use 'policy@delta' version 1: its digest is"):
             other.get("policy", version=1, into=here, timeout=20)
         assert not here["w"].any()

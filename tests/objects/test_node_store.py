@@ -16,7 +16,7 @@ from offbeat.objects.adding import TorchArithmetic
 from offbeat.objects.client import tensor_of
 from offbeat.objects.directory_link import DIRECTORY_LIMITS
 from offbeat.objects.directory_server import DirectoryServer
-from offbeat.objects.memory import map_segment
+from offbeat.objects.memory import MakerMap
 from offbeat.objects.node_store import DIRECTORY_PATIENCE, NodeStore
 from offbeat.objects.reduce_plan import LinkEstimate
 from offbeat.objects.store_access import FoundObject
@@ -548,7 +548,7 @@ class TestRefused:
                 segment = store.objects[ObjectName("w")].segment
                 assert segment is not None
                 with pytest.raises(OSError, match="Operation not permitted"):
-                    map_segment(os.getpid(), segment.descriptor, LARGE * 4, to_fill=True)
+                    MakerMap(os.getpid(), segment.descriptor, LARGE * 4)
 
     @in_loop
     async def test_no_room_for_what_was_asked_for(self) -> None:
