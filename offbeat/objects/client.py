@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, overload
 import msgspec
 import torch
 
+from offbeat.codec import Cast
 from offbeat.errors import NetworkError, ObjectError, ObjectTimeoutError
 from offbeat.objects.adding import TorchArithmetic
 from offbeat.objects.node_store import LIMITS, NodeStore
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
     from offbeat.objects.store_access import StoreAccess
     from offbeat.protocol.object_calls import StatusAnswer
-    from offbeat.protocol.objects import ReduceOp
+    from offbeat.protocol.objects import ReduceOp, WireDtype
     from offbeat.wire.credentials import Credentials
     from offbeat.wire.session import Limits
 
@@ -244,8 +245,14 @@ class ObjectClient:
         min_objects: int | None = None,
         deadline: float | None = None,
         deterministic: bool = False,
+        wire: Cast | None = None,
     ) -> None:
         """Have the sum of the sources that are there first made on this machine; does not wait: `get` it.
+
+        With `wire=Cast("bf16")` float32 sources and partial sums travel in 16 bits, and are added in float32. Each is
+        rounded to the nearest on its way from one store to the next, by at most 1/256 of itself; with `Cast("fp16")` by
+        1/2048, and what is beyond 65,504 becomes infinite. Along a chain that are as many roundings as sources. Objects
+        that travel in messages (64 KiB) are not rounded.
 
         Args:
             target: its name.
@@ -255,11 +262,13 @@ class ObjectClient:
             min_objects: with so many it is made at the deadline, if there are not more.
             deadline: in seconds from now.
             deterministic: add in the order of `sources`, so that the sum has the same bits each time.
+            wire: in which sources and partial sums travel over slow links; None for all bits.
 
         Raises:
-            ObjectError: if the numbers do not fit each other.
+            ObjectError: if the numbers do not fit each other, or `wire` is another codec.
         """
-        self._reduce(target, sources, op, num_objects, min_objects, deadline, in_order=deterministic, striped=False)
+        numbers = num_objects, min_objects
+        self._reduce(target, sources, op, *numbers, deadline, in_order=deterministic, striped=False, wire=wire)
 
     def allreduce(
         self,
@@ -268,18 +277,20 @@ class ObjectClient:
         *,
         op: ReduceOp = "sum",
         deterministic: bool = False,
+        wire: Cast | None = None,
         timeout: float | None = None,
     ) -> Tensor:
         """Have the sum of all sources made, a stripe of it by each of their stores, and get it here.
 
-        Any number of tasks may call this, all with the same arguments.
+        Any number of tasks may call this, all with the same arguments, which are those of `reduce`. With `wire` the
+        parts of the sum travel in 16 bits, and the result does in its own.
 
         Raises:
             DisagreementError: if another task calls it with other arguments.
             ObjectTimeoutError: if it has not come in time.
             ObjectError: if it is lost, or was deleted.
         """
-        self._reduce(target, sources, op, None, None, None, in_order=deterministic, striped=True)
+        self._reduce(target, sources, op, None, None, None, in_order=deterministic, striped=True, wire=wire)
         return self.get(target, timeout=timeout)
 
     def reduced_set(self, target: str) -> list[str]:
@@ -364,6 +375,7 @@ class ObjectClient:
         *,
         in_order: bool,
         striped: bool,
+        wire: Cast | None,
     ) -> None:
         count = len(sources) if count is None else count
         least = count if least is None else least
@@ -383,6 +395,7 @@ class ObjectClient:
             patience_s=deadline,
             in_order=in_order,
             striped=striped,
+            wire=_wire_dtype(target, wire),
         )
         try:  # a store ends the session of a client that it cannot understand
             msgspec.convert(msgspec.to_builtins(request), ReduceObjects)
@@ -401,6 +414,15 @@ def _named(id_: str, version: int) -> ObjectName:
             f"version is 0 to {(1 << 40) - 1}."
         )
     return ObjectName(id_, version)
+
+
+def _wire_dtype(target: str, wire: Cast | None) -> WireDtype:
+    if wire is not None and not isinstance(wire, Cast):
+        raise ObjectError(
+            f"Cannot reduce into {target!r} with wire={wire!r}: between stores partial sums travel as they are, or as "
+            'Cast("bf16") or Cast("fp16").'
+        )
+    return "" if wire is None else {"bf16": "bfloat16", "fp16": "float16"}[wire.dtype]  # type: ignore[return-value]
 
 
 def tensor_of(found: FoundObject) -> Tensor:

@@ -22,6 +22,7 @@ import msgspec
 
 from offbeat.objects.chains import Chains
 from offbeat.objects.goodput import Goodput
+from offbeat.objects.reduce_checks import why_not_of, why_not_so
 from offbeat.objects.reduction import Reduction
 from offbeat.objects.running_stages import collect
 from offbeat.objects.small_reduction import SMALL_SUM_BYTES, SmallReduction
@@ -623,17 +624,8 @@ class Directory:
             return f"Cannot reduce into {name}: another reduce makes it, of other sources or in another way."
         if entry.meta is not None and not (entry.is_orphaned and entry.meta.stripes <= message.count):
             return f"Cannot reduce into {name}: it is there already, and the bytes of a name never change."
-        if len(set(sources)) < len(sources):
-            return f"Cannot reduce into {name}: a source is named twice."
-        if not message.least <= message.count <= len(sources):
-            return (
-                f"Cannot reduce {message.count} (at least {message.least}) of {len(sources)} sources into {name}: "
-                "at least, number and sources have to be in this order."
-            )
-        if message.in_order and message.count < len(sources):
-            return (
-                f"Cannot reduce {message.count} of {len(sources)} sources into {name} in a fixed order: it takes all."
-            )
+        if why := why_not_so(message):
+            return why
         if name in self._ingredients(sources):
             return f"Cannot reduce into {name}: it would be a source of itself."
         return ""
@@ -655,18 +647,11 @@ class Directory:
         reduction = entry.reduction
         assert reduction is not None
         assert source.meta is not None
-        if reduction.request.op == "mean" and not source.meta.dtype.startswith(("float", "bfloat", "complex")):
-            reason = f"Cannot take the mean of {source.name}: it is {source.meta}. Take the sum, and divide it."
+        if reason := why_not_of(reduction.request, source.name, source.meta, reduction.meta):
             return self._refuse_reduction(entry, reason)
         told = self._plan(entry, reduction, source.meta) if reduction.meta is None else []
         reduction = entry.reduction
         assert reduction is not None
-        assert reduction.meta is not None
-        if (source.meta.dtype, source.meta.shape) != (reduction.meta.dtype, reduction.meta.shape):
-            reason = (
-                f"Cannot reduce into {entry.name}: {source.name} is {source.meta}, another source {reduction.meta}."
-            )
-            return [*told, *self._refuse_reduction(entry, reason)]
         if isinstance(reduction, SmallReduction):
             if source.inline is not None:
                 told += reduction.ready(source.name, source.inline)
@@ -739,6 +724,8 @@ class Directory:
         entry = self._entries.get(message.name)
         if entry is None or not isinstance(entry.reduction, Reduction):
             return []
+        if message.again:
+            return entry.reduction.retry() + self._sync_target(entry)
         told = entry.reduction.child_failed(message.stripe, message.slot, message.attempt, message.child, message.store)
         return told + self._sync_target(entry)
 

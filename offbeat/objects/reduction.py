@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from offbeat.objects.reduce_plan import ReduceTree, choose, in_order
+from offbeat.objects.edge_dtypes import EdgeDtypes
+from offbeat.objects.reduce_plan import choose, in_order, ring
 from offbeat.objects.stripe_sum import Place, StripeSum, SumTerms
 from offbeat.objects.stripes import turned
+from offbeat.protocol.objects import ITEM_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from offbeat.objects.reduce_plan import LinkEstimate
+    from offbeat.objects.reduce_plan import LinkEstimate, ReduceTree
     from offbeat.objects.running_stages import RunningStage
     from offbeat.objects.stripe_sum import Instructions
     from offbeat.protocol.objects import ObjectMeta, ObjectName, ReduceObjects
@@ -56,6 +58,7 @@ class Reduction:
     ) -> None:
         self.request, self.caller, self.meta = request, caller, meta
         self._link, self._next_attempt, self._holders = link, next_attempt, holders
+        self._dtypes = EdgeDtypes.of(meta.dtype, request.op, request.wire)
         self._own: Place | None = None  # of the caller, with which the sum begins there
         self._members: list[Place | None] = []
         self._spares: dict[ObjectName, str] = {}
@@ -83,10 +86,11 @@ class Reduction:
         made = cls(msgspec.structs.replace(request, striped=striped), caller, meta, link, next_attempt, holders)
         if meta.stripes > 1 and not striped:
             return None
-        if any(stage.order.meta != meta or stage.order.op != request.op for stage in stages):
+        how = meta, request.op, request.wire
+        if any((stage.order.meta, stage.order.op, stage.order.wire) != how for stage in stages):
             return None
         for stripe in range(meta.stripes):
-            terms = SumTerms(request.name, meta, request.op, stripe)
+            terms = SumTerms(request.name, meta, request.op, stripe, request.wire)
             running = [stage for stage in stages if stage.order.stripe == stripe]
             part = StripeSum.resumed(terms, caller, running, next_attempt) if running else None
             if running and part is None:
@@ -138,7 +142,7 @@ class Reduction:
                         return False  # nobody knows where its sum is made
                     continue
                 if part is None:
-                    part = self._begin(stripe, ReduceTree(self.count - 1, 1), root)
+                    part = self._begin(stripe, self._ring(), root)
                 elif not part.generation:
                     part.root, part.own = root.store or "", root.source
             if part is None:
@@ -278,7 +282,7 @@ class Reduction:
         if not present and self._own is not None:
             present, self._own = [self._own], None
         self._members = list(present)
-        self._begin(0, choose(len(present), self.meta.size_bytes, self._link))
+        self._begin(0, self._tree(len(present)))
         return told + self._fill_all(0)
 
     def end(self) -> Instructions:
@@ -311,11 +315,10 @@ class Reduction:
             self._members[index : index + 1] = [member]
         told: Instructions = []
         if self.request.striped and index < len(self.sums):
-            self._begin(index, ReduceTree(self.count - 1, 1), member)
+            self._begin(index, self._ring(), member)
             told += self._fill_all(index)
         elif part is None and not self.request.striped:
-            positions, size = self.count - (self._own is not None), self.meta.size_bytes
-            self._begin(0, in_order(positions, size) if self.request.in_order else choose(positions, size, self._link))
+            self._begin(0, self._tree(self.count - (self._own is not None)))
         for stripe, known in enumerate(self.sums):
             if known is not None and not self._is_root(stripe, index):
                 told += known.put(self._position(stripe, index), source, store)
@@ -329,8 +332,17 @@ class Reduction:
         part.divisor = len(self.used)
         return part.close(len(self._members))
 
+    def _tree(self, positions: int) -> ReduceTree:
+        if self.request.in_order:
+            return in_order(positions, self.meta.size_bytes)
+        leaf_bytes = self.meta.numel * ITEM_BYTES[self._dtypes.leaf]
+        return choose(positions, leaf_bytes, self._link, self._dtypes.inner_factor)
+
+    def _ring(self) -> ReduceTree:
+        return ring(self.count - 1, self._dtypes.inner_factor)
+
     def _begin(self, stripe: int, tree: ReduceTree, root: Place | None = None) -> StripeSum:
-        terms = SumTerms(self.request.name, self.meta, self.request.op, stripe)
+        terms = SumTerms(self.request.name, self.meta, self.request.op, stripe, self.request.wire)
         if root is None:
             own, store = self._own, self.caller
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -659,7 +660,7 @@ class TestBadRequests:
         return refused.reason
 
     def test_they_are_refused_in_a_sentence(self) -> None:
-        def ask(name: str, *sources: str, count: int = 1, **more: bool) -> str:
+        def ask(name: str, *sources: str, count: int = 1, **more: Any) -> str:
             names = tuple(ObjectName(source) for source in sources)
             return self.refusal(
                 say.ReduceObjects(name=ObjectName(name), sources=names, op="sum", count=count, least=count, **more)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,12 +14,14 @@ import torch
 from offbeat.errors import DisagreementError, NetworkError, ObjectError, OffbeatError, PeerError
 from offbeat.objects.adding import TorchArithmetic
 from offbeat.objects.client import tensor_of
+from offbeat.objects.data_links import FeederLink
 from offbeat.objects.directory_link import DIRECTORY_LIMITS
 from offbeat.objects.directory_server import DirectoryServer
 from offbeat.objects.memory import map_segment
 from offbeat.objects.node_store import DIRECTORY_PATIENCE, NodeStore
 from offbeat.objects.reduce_plan import LinkEstimate
 from offbeat.objects.store_access import FoundObject
+from offbeat.protocol.object_lanes import ReaderHello
 from offbeat.protocol.objects import DeleteObject, ObjectMeta, ObjectName, ReduceObjects
 from offbeat.tensors import bytes_of, dtype_name
 from offbeat.wire import tcp
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from offbeat.objects.stored_object import Outcome, StoredObject
-    from offbeat.protocol.objects import ReduceOp
+    from offbeat.protocol.objects import ReduceOp, WireDtype
     from offbeat.wire.link import PeerLink
 
 JOB = "test/objects"
@@ -90,6 +92,7 @@ class Cluster:
         count: int = 0,
         striped: bool = False,
         in_order: bool = False,
+        wire: WireDtype = "",
     ) -> None:
         number = count or len(sources)
         names = tuple(ObjectName(source) for source in sources)
@@ -102,6 +105,7 @@ class Cluster:
                 least=number,
                 striped=striped,
                 in_order=in_order,
+                wire=wire,
             )
         )
 
@@ -335,6 +339,27 @@ class TestLosses:
             assert torch.equal(got, tensor(value, size // 4)), "of the same sources in each block"
             used = {source.id for source in made.stores[0].used[ObjectName("sum")]}
             assert sum(2 ** int(name[1:]) for name in used) == value
+
+    @in_loop
+    async def test_a_link_that_could_not_be_made_is_tried_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with cluster(3) as made:
+            for number in range(3):
+                await made.put(number, f"g{number}", tensor(2**number))
+            dial = FeederLink.dial
+            failures: list[str] = []
+            reader, feeder = made.stores[1].address, made.stores[0].address
+
+            async def failing(link: FeederLink, **more: Any) -> None:
+                if not failures and link.address == feeder and link._unsent[0] == ReaderHello(reader):
+                    failures.append(link.address)
+                    link.lost(NetworkError("It was busy."))
+                else:
+                    await dial(link, **more)
+
+            monkeypatch.setattr(FeederLink, "dial", failing)
+            made.reduce(0, "sum", ["g0", "g1", "g2"], striped=True)
+            assert torch.equal(await made.get(0, "sum"), tensor(7)), "the store that adds does not wait for it itself"
+            assert failures
 
     @in_loop
     async def test_the_maker_is_lost_and_another_one_makes_it_again(self) -> None:
