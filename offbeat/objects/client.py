@@ -29,9 +29,10 @@ from offbeat.objects.node_store import LIMITS, NodeStore
 from offbeat.objects.packed_tensors import TensorLayout
 from offbeat.objects.publishing import Follower, Publisher
 from offbeat.objects.store_access import CallDeadline, EmbeddedStore, FoundObject, ObjectFuture, RemoteStore
+from offbeat.objects.stripes import stripes_for
 from offbeat.objects.versions import VersionedObjects, check_id
 from offbeat.protocol.object_versions import DELTA, DESCRIPTION, delta_name, description_name
-from offbeat.protocol.objects import ObjectName, ReduceObjects
+from offbeat.protocol.objects import MAX_STRIPES, ObjectName, ReduceObjects
 from offbeat.wire.credentials import Token
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class ObjectClient:
         *,
         version: int = 0,
         base: int | None = None,
+        stripes: int = 1,
         timeout: float | None = None,
     ) -> None:
         """Give others a tensor, or several in one object, under a name, whose bytes never change: they are copied.
@@ -142,6 +144,8 @@ class ObjectClient:
             tensor: dense; or several by name.
             version: of several under this name.
             base: the version since which to publish what changed, too, for those who have that.
+            stripes: into which a large tensor is cut, each of which has its own way to the readers: those that ask
+                together have several feeders, and the loss of one stops them in its stripes alone.
             timeout: in seconds, for the directory to take it; None for as long as it takes.
 
         Raises:
@@ -152,8 +156,10 @@ class ObjectClient:
         if not isinstance(tensor, (torch.Tensor, Mapping)):
             raise ObjectError(f"Cannot put {name!r}: it is a {type(tensor).__name__}, no tensor or dict of them.")
         if isinstance(tensor, torch.Tensor) and base is None:
-            self.start_put(name, tensor, version=version).get(f"put {name!r}", timeout)
+            self.start_put(name, tensor, version=version, stripes=stripes).get(f"put {name!r}", timeout)
             return
+        if stripes != 1:
+            raise ObjectError(f"Cannot put {name!r} with stripes={stripes}: only one tensor, without base=, is cut.")
         check_id(name, version)
         deadline = CallDeadline(timeout)
         if base is not None and base >= version:
@@ -168,13 +174,16 @@ class ObjectClient:
             deadline=deadline,
         )
 
-    def start_put(self, name: str, tensor: Tensor, *, version: int = 0) -> ObjectFuture[None]:
+    def start_put(self, name: str, tensor: Tensor, *, version: int = 0, stripes: int = 1) -> ObjectFuture[None]:
         """Begin a `put`; the tensor may change once this returns."""
         named = _named(name, version)
         if name.endswith((DELTA, DESCRIPTION)):
             check_id(name, version)
+        if not 1 <= stripes <= MAX_STRIPES:
+            raise ObjectError(f"Cannot put {name!r} with stripes={stripes}: 1 to {MAX_STRIPES} are possible.")
         layout = TensorLayout.of(tensor)
-        return self._access.put(named, layout.meta, layout.parts(tensor))
+        meta = msgspec.structs.replace(layout.meta, stripes=stripes_for(layout.meta.size_bytes, stripes))
+        return self._access.put(named, meta, layout.parts(tensor))
 
     @overload
     def get(self, name: str, *, version: int = 0, timeout: float | None = None) -> Tensor: ...

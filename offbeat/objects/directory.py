@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from offbeat.objects.chains import Chains
+from offbeat.objects.chains import Chains, Turn
 from offbeat.objects.goodput import Goodput
 from offbeat.objects.reduce_checks import why_not_of, why_not_so
 from offbeat.objects.reduction import Reduction
@@ -96,6 +96,7 @@ class Entry:
         deleted_because: why it is to be deleted once no store reads it any more; "" if it is not.
         moved: the slow stores that nobody else waits for; `suspected` are those that perhaps are slow.
         done_at: the stores that have no use for it any more.
+        begun: the stores that were seen to read it.
     """
 
     name: ObjectName
@@ -115,6 +116,7 @@ class Entry:
     moved: set[str] = field(default_factory=set)
     suspected: set[str] = field(default_factory=set)
     done_at: set[str] = field(default_factory=set)
+    begun: set[str] = field(default_factory=set)
 
     @property
     def whole_at(self) -> set[str]:
@@ -322,6 +324,8 @@ class Directory:
         name, meta = message.name, message.meta
         if isinstance(entry.reduction, Reduction) or (entry.reduction is not None and entry.reduction.caller != store):
             return f"Cannot put {name}: a reduce makes it. Give one of the two another name."
+        if entry.meta is not None and msgspec.structs.replace(entry.meta, stripes=meta.stripes) == meta != entry.meta:
+            return f"Cannot put {name} with stripes={meta.stripes}: it is there in {entry.meta.stripes}. Say as many."
         if entry.meta is not None and entry.meta != meta:
             return f"Cannot put {name} as {meta}: it is {entry.meta} already, and the bytes of a name never change."
         if message.whole and entry.digest and message.digest != entry.digest:
@@ -433,6 +437,7 @@ class Directory:
         ):
             return []
         assert entry.meta is not None
+        entry.begun.add(store)
         takes_long = entry.meta.size_bytes / entry.meta.stripes > _TRIED_S * rate
         slow = self.goodput.slow_of(feeder, store, rate)
         if not (rate < usual / 2 if usual else takes_long) or slow in entry.moved:
@@ -454,7 +459,7 @@ class Directory:
             others: Instructions = []
             for stripe, chains in enumerate(entry.chains):
                 later = entry.reduction.later(stripe, store) if isinstance(entry.reduction, Reduction) else ()
-                changed = chains.read(store, self.goodput.slow, later)
+                changed = chains.read(store, self.goodput.slow, later, self._turn(entry, stripe))
                 others += self._tell_feeders(entry, stripe, changed - {store})
             feeders = tuple(
                 StripeFeeder(generation, chains.feeders.get(store) or "")
@@ -468,6 +473,12 @@ class Directory:
         if entry.used:
             told.append((store, ReduceSettled(name=entry.name, used=entry.used)))
         return told
+
+    def _turn(self, entry: Entry, stripe: int) -> Turn | None:
+        """The turn of a stripe of an object that was put; those of a sum are read around the ring of its roots."""
+        if len(entry.chains) == 1 or entry.made_by is not None:
+            return None
+        return Turn(stripe, len(entry.chains), entry.begun.union(*(chains.whole for chains in entry.chains)))
 
     def _answer_waiting(self, entry: Entry) -> Instructions:
         waiting, entry.waiting = entry.waiting, {}

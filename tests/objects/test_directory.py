@@ -107,6 +107,51 @@ class TestBroadcast:
         assert world.stores["b"].values(W) == [7] * BLOCKS
 
 
+class TestStripes:
+    """The stripes of an object that was put reach its readers in another order each."""
+
+    META = ObjectMeta(META.dtype, META.shape, META.size_bytes, 3)
+
+    def chains(self, directory: Directory) -> list[list[list[str]]]:
+        (entry,) = directory.entries()
+        return [chains._chains for chains in entry.chains]
+
+    def put(self, directory: Directory, store: str) -> None:
+        directory.handle(store, say.PutObject(name=W, meta=self.META, generations=(1, 1, 1), whole=True, digest="1"))
+
+    def test_readers_that_ask_together_have_several_feeders(self) -> None:
+        directory = Directory(LINKS["chain"])
+        self.put(directory, "a")
+        for reader in "bcde":
+            directory.handle(reader, say.WantObject(name=W))
+        assert self.chains(directory) == [[[*"abcde"]], [[*"abedc"]], [[*"aedcb"]]]
+
+    def test_whoever_has_begun_does_not_wait_for_one_that_has_nothing_yet(self) -> None:
+        directory = Directory(LINKS["chain"])
+        self.put(directory, "a")
+        directory.handle("b", say.WantObject(name=W))
+        rate = say.ReaderRate(name=W, stripe=0, generation=1, reader="b", bytes_per_s=1e9)
+        directory.handle("a", rate)
+        for reader in "cd":
+            directory.handle(reader, say.WantObject(name=W))
+        assert self.chains(directory) == [[[*"abcd"]], [[*"abcd"]], [[*"abdc"]]]
+
+    def test_each_stripe_comes_from_another_holder(self) -> None:
+        directory = Directory(LINKS["chain"])
+        for holder in "abc":
+            self.put(directory, holder)
+        ((_, found),) = directory.handle("d", say.WantObject(name=W))
+        assert isinstance(found, say.ObjectFound)
+        assert [feeder.store for feeder in found.stripes] == [*"abc"]
+
+    def test_a_second_put_in_other_stripes_is_refused(self) -> None:
+        directory = Directory(LINKS["chain"])
+        self.put(directory, "a")
+        ((_, refused),) = directory.handle("b", put("w", META))
+        assert isinstance(refused, say.ObjectRefused)
+        assert refused.reason == "Cannot put 'w' with stripes=1: it is there in 3. Say as many."
+
+
 class TestSlowStores:
     """Nobody waits for a store whose link is slow."""
 

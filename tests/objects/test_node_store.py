@@ -51,10 +51,10 @@ class Cluster:
     def __init__(self, stores: list[NodeStore], directory: DirectoryServer, address: str) -> None:
         self.stores, self.directory, self.address = stores, directory, address
 
-    async def put(self, store: int, name: str, tensor: Tensor, *, version: int = 0) -> None:
+    async def put(self, store: int, name: str, tensor: Tensor, *, version: int = 0, stripes: int = 1) -> None:
         node, data = self.stores[store], bytes_of(tensor)
         called = ObjectName(name, version)
-        meta = ObjectMeta(dtype_name(tensor.dtype), tuple(tensor.shape), len(data))
+        meta = ObjectMeta(dtype_name(tensor.dtype), tuple(tensor.shape), len(data), stripes)
         room: asyncio.Future[ObjectError | None] = asyncio.get_running_loop().create_future()
         node.when_room(called, len(data), room.set_result)
         if (error := await room) is not None:
@@ -321,6 +321,28 @@ class TestLosses:
             readers[victim].cancel()
             again = made.sent_bytes() - 4 * size
             assert again < 4 << 20, "what was on its way to the lost one, or from it"
+
+    @pytest.mark.parametrize("holders", [1, 2])
+    @in_loop
+    async def test_one_of_several_feeders_costs_its_stripes_alone(self, holders: int) -> None:
+        size, name = 48 << 20, ObjectName("w")
+        async with cluster(5) as made:
+            for store in range(holders):
+                await made.put(store, "w", tensor(3, size // 4), stripes=3)
+            readers = {store: asyncio.create_task(made.get(store, "w")) for store in range(holders, 5)}
+            sent, went = made.sent_bytes(), len(readers) * size
+            while made.sent_bytes() - sent < size:
+                await asyncio.sleep(0.001)
+            addresses = [store.address for store in made.stores]
+            fed = [[*made.stores[reader].objects[name].feeders.values()] for reader in readers]
+            victim = next(
+                store for store in range(holders, 5) if any(0 < one.count(addresses[store]) < 3 for one in fed)
+            )
+            made.stores[victim].abort()
+            for store in set(readers) - {victim}:
+                assert torch.equal(await readers[store], tensor(3, size // 4))
+            readers[victim].cancel()
+            assert made.sent_bytes() - sent - went < 4 << 20, "what was on its way to the lost one, or from it"
 
     @in_loop
     async def test_a_source_is_lost_and_a_spare_takes_its_place(self) -> None:
