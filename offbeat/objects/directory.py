@@ -604,7 +604,7 @@ class Directory:
         reduction = None
         if not self._why_not_reduce(entry, message):
             reduction = Reduction.resumed(
-                message, store, stages, self.measured_link, lambda: next(self._attempts), self._holders
+                message, store, stages, self.measured_link, lambda: next(self._attempts), self._holders, self._slow
             )
         if reduction is None:
             return [(stage.store, stage.end()) for stage in stages] + self._reduce(message, store)
@@ -693,7 +693,13 @@ class Directory:
         self._describe(entry, target)
         entry.used = ()
         entry.reduction = Reduction(
-            request, reduction.caller, target, self.measured_link, lambda: next(self._attempts), self._holders
+            request,
+            reduction.caller,
+            target,
+            self.measured_link,
+            lambda: next(self._attempts),
+            self._holders,
+            self._slow,
         )
         entry.reduction.is_late = reduction.is_late
         return self._answer_waiting(entry)
@@ -701,6 +707,9 @@ class Directory:
     def _holders(self, source: ObjectName) -> set[str]:
         entry = self._entries.get(source)
         return set() if entry is None else entry.whole_at
+
+    def _slow(self) -> set[str]:
+        return self.goodput.slow
 
     def _sync_target(self, entry: Entry) -> Instructions:
         """Publish what the roots of a reduce make, and have its readers begin anew where a root does."""

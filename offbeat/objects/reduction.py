@@ -42,6 +42,7 @@ class Reduction:
         link: what is known of the links.
         next_attempt: numbers that were never used before.
         holders: the stores that have all of a source.
+        slow: the stores whose links are slow.
 
     Attributes:
         is_late: whether the patience is over.
@@ -55,9 +56,10 @@ class Reduction:
         link: LinkEstimate,
         next_attempt: Callable[[], int],
         holders: Callable[[ObjectName], set[str]],
+        slow: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self.request, self.caller, self.meta = request, caller, meta
-        self._link, self._next_attempt, self._holders = link, next_attempt, holders
+        self._link, self._next_attempt, self._holders, self._slow = link, next_attempt, holders, slow
         self._dtypes = EdgeDtypes.of(meta.dtype, request.op, request.wire)
         self._own: Place | None = None  # of the caller, with which the sum begins there
         self._members: list[Place | None] = []
@@ -75,6 +77,7 @@ class Reduction:
         link: LinkEstimate,
         next_attempt: Callable[[], int],
         holders: Callable[[ObjectName], set[str]],
+        slow: Callable[[], Collection[str]] = tuple,
     ) -> Reduction | None:
         """Make the reduce whose stages run already, as an earlier directory planned them.
 
@@ -83,7 +86,7 @@ class Reduction:
         """
         meta = stages[0].order.meta
         striped = request.striped and meta.stripes > 1
-        made = cls(msgspec.structs.replace(request, striped=striped), caller, meta, link, next_attempt, holders)
+        made = cls(msgspec.structs.replace(request, striped=striped), caller, meta, link, next_attempt, holders, slow)
         if meta.stripes > 1 and not striped:
             return None
         how = meta, request.op, request.wire
@@ -311,8 +314,11 @@ class Reduction:
             self._members += [None] * (self.count - len(self._members))
             self._members[index] = member
         else:
-            index = self._members.index(None) if None in self._members else len(self._members)
-            self._members[index : index + 1] = [member]
+            if part is None and not self.request.striped:
+                part = self._begin(0, self._tree(self.count - (self._own is not None)))
+            index = self._free_position(store)
+            self._members += [None] * (index + 1 - len(self._members))
+            self._members[index] = member
         told: Instructions = []
         if self.request.striped and index < len(self.sums):
             self._begin(index, self._ring(), member)
@@ -327,6 +333,16 @@ class Reduction:
         if part is not None and not self.request.striped and self.is_settled and len(self._members) < part.tree.n:
             told += self._close(part)
         return told
+
+    def _free_position(self, store: str) -> int:
+        """The first position that nobody has taken; of a slow store the first one without children, as far as there is
+        one, so that nobody's sum goes through it."""
+        most = self.count - (self._own is not None)
+        free = [at for at in range(most) if at >= len(self._members) or self._members[at] is None]
+        part = self.sums[0]
+        if self.request.striped or part is None or store not in self._slow():
+            return free[0]
+        return next((at for at in free if at < part.tree.n and not part.tree.children[at]), free[0])
 
     def _close(self, part: StripeSum) -> Instructions:
         part.divisor = len(self.used)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from offbeat.objects.directory import MAX_PARKED, Directory
+from offbeat.objects.reduction import Reduction
 from offbeat.protocol import objects as say
 from offbeat.protocol.objects import ObjectMeta, ObjectName
 from offbeat.testing.object_stores import BLOCKS, LINKS, META, SMALL, ObjectWorld
@@ -477,6 +478,50 @@ class TestReduce:
         world._tell(world.directory.expire(W))
         world.run()
         assert used_in(world.stores["a"].values(W)) == set(SOURCES[:came])
+
+    @pytest.mark.parametrize("links", ["chain", "tree"])
+    def test_no_sum_goes_through_a_slow_store_while_a_leaf_is_free(self, links: str) -> None:
+        for seed in range(40):
+            world = ObjectWorld(seed, stores=8, links=links)
+            for fast in "abcd":
+                world.directory.goodput.saw(fast, "h", 1e9)
+            for slow in "ef":
+                world.directory.goodput.saw(slow, "h", 1e7)
+            world.reduce("g", W, SOURCES[:6])
+            while world.stores["g"].outbox:
+                world._tell_directory(world.stores["g"])
+            homes = world.random.sample("abcdef", 6)
+            taken: dict[int, str] = {}
+            for number, home in enumerate(homes):
+                world.put(home, SOURCES[number], 1 << number)
+                while world.stores[home].outbox:
+                    world._tell_directory(world.stores[home])
+                (entry,) = [entry for entry in world.directory.entries() if entry.name == W]
+                assert isinstance(entry.reduction, Reduction)
+                (part,) = entry.reduction.sums
+                assert part is not None
+                (at,) = part.places.keys() - taken.keys()
+                leaves = {leaf for leaf, below in part.tree.children.items() if leaf >= 0 and not below}
+                assert home not in "ef" or at in leaves or leaves <= taken.keys()
+                assert home in "ef" or at == min(set(range(6)) - taken.keys()), "in the order in which they come"
+                taken[at] = home
+            world.run()
+            assert used_in(world.stores["g"].values(W)) == set(SOURCES[:6])
+
+    @pytest.mark.parametrize("seed", range(100))
+    def test_of_slow_stores_and_a_source_of_the_callers_own(self, seed: int) -> None:
+        world = ObjectWorld(seed, stores=6, links="tree")
+        for store in "abcdef":
+            world.directory.goodput.saw(store, "x", 1e7 if world.random.random() < 0.4 else 1e9)
+        world.reduce("a", W, SOURCES[:6], count=4 + seed % 3)
+        for number, store in enumerate(world.random.sample("abcdef", 6)):
+            world.put(store, SOURCES[number], 1 << number)
+            for _ in range(world.random.randrange(10)):
+                world.step()
+            if world.random.random() < 0.1:
+                world.restart_directory()
+        world.run()
+        assert len(used_in(world.stores["a"].values(W))) == 4 + seed % 3
 
     @pytest.mark.parametrize("small", [True, False])
     @pytest.mark.parametrize("seed", range(20))
