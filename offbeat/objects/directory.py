@@ -156,6 +156,7 @@ class Directory:
         self._parked: dict[str, int] = {}  # by store, objects and versions that it waits for and nobody has put
         self._attempts = itertools.count(first_attempt)
         self._inline_bytes = 0
+        self._inlined: dict[ObjectName, None] = {}  # the oldest first
 
     @property
     def measured_link(self) -> LinkEstimate:
@@ -572,6 +573,7 @@ class Directory:
         for one in entry.waiting:
             self._parked[one] -= 1
         self._inline_bytes -= len(entry.inline or b"")
+        self._inlined.pop(entry.name, None)
         if entry.watched_by:  # whoever puts it again makes it for them
             self._entries[entry.name] = Entry(entry.name, watched_by=entry.watched_by)
         else:
@@ -806,12 +808,20 @@ class Directory:
         """Keep the bytes of a small object, which its store has as well; of all of them the oldest go first."""
         entry.inline = data
         self._inline_bytes += len(data)
-        for known in self._entries.values():
+        self._inlined[entry.name] = None
+        gone = []
+        for name in self._inlined:
             if self._inline_bytes <= _INLINE_CACHE_BYTES:
                 break
-            if known.inline is not None and known is not entry and not known.watched_by:
+            known = self._entries.get(name)
+            if known is None or known.inline is None:
+                gone.append(name)
+            elif known is not entry and not known.watched_by:
                 self._inline_bytes -= len(known.inline)
                 known.inline = None
+                gone.append(name)
+        for name in gone:
+            del self._inlined[name]
 
 
 def _is_same_sum(one: ReduceObjects, other: ReduceObjects) -> bool:

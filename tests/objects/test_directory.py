@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.objects.directory import MAX_PARKED, Directory
+from offbeat.objects.directory import MAX_PARKED, Directory, Entry
 from offbeat.objects.reduction import Reduction
 from offbeat.protocol import objects as say
 from offbeat.protocol.objects import ObjectMeta, ObjectName
@@ -809,3 +809,18 @@ def test_small_objects_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -
         directory.handle("a", put)
     assert told(directory, "b", say.WantObject(name=ObjectName("0"))) == [("b", "ObjectFound")], "from its store"
     assert told(directory, "b", say.WantObject(name=ObjectName("4"))) == [("b", "ObjectInline")]
+
+
+def test_room_for_a_small_object_is_found_without_a_walk_over_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.objects.directory._INLINE_CACHE_BYTES", 3 * SMALL.size_bytes)
+    directory = Directory(LINKS["chain"])
+
+    class Entries(dict[ObjectName, Entry]):
+        def values(self) -> Any:
+            raise AssertionError("there may be a million of them")
+
+    directory._entries = Entries()
+    for number in range(9):
+        directory.handle("a", put(f"{number}", SMALL, bytes(16)))
+    assert [name.id for name, entry in directory._entries.items() if entry.inline] == ["6", "7", "8"]
+    assert len(directory._inlined) == 3

@@ -465,6 +465,19 @@ class TestANewDirectory:
             assert ObjectName("gone") not in made.stores[1].objects
 
     @in_loop
+    async def test_a_deletion_does_not_come_after_a_later_put(self) -> None:
+        async with cluster(2) as made:
+            made.directory.abort()
+            await asyncio.sleep(0.3)
+            made.stores[0].delete(ObjectName("w"))
+            put = asyncio.create_task(made.put(0, "w", tensor(3)))
+            await asyncio.sleep(0.1)
+            await made.restart_directory()
+            await asyncio.wait_for(put, 20)
+            await asyncio.sleep(0.3)
+            assert torch.equal(await made.get(1, "w"), tensor(3))
+
+    @in_loop
     async def test_a_put_that_failed_without_it_can_be_done_again(self) -> None:
         async with cluster(1, patience=timedelta(seconds=0.3)) as made:
             made.directory.abort()
