@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """The turn of one of the stripes of an object, in whose chain readers come in another order than in the others'.
+class StripeOrder:
+    """The order of readers in the chain of one stripe of an object, which is another one in each stripe.
 
     In the first stripe a reader is put after those that ask at the same time, in the last one before them, and in
     between in between. So each reader has several feeders, and the loss of one stops it in some stripes alone. Whoever
@@ -98,7 +98,7 @@ class Chains:
         return self._changed(before)
 
     def read(
-        self, store: str, slow: Collection[str] = (), later: Collection[str] = (), turn: Turn | None = None
+        self, store: str, slow: Collection[str] = (), later: Collection[str] = (), order: StripeOrder | None = None
     ) -> set[str]:
         """A store asks for it: at the end of the shortest chain, but before the stores of it that are slow, or `later`.
 
@@ -107,14 +107,14 @@ class Chains:
         Args:
             store: that asks.
             slow, later: before which it is put.
-            turn: of the stripe, so that it has another feeder in each; None for an object without stripes.
+            order: of its stripe, so that it has another feeder in each; None for an object without stripes.
         """
         before = self.feeders
         if store not in self:
             self._orphans.append([store])
         elif before.get(store, "") is None:  # it has waited, and perhaps the link that failed is there again
             self._apart = {pair for pair in self._apart if store not in pair}
-        self._adopt(slow, later, turn)
+        self._adopt(slow, later, order)
         return self._changed(before)
 
     def arrived(self, store: str) -> set[str]:
@@ -184,12 +184,12 @@ class Chains:
                 self._adopt({store, *slow})
         return self._changed(before)
 
-    def _adopt(self, slow: Collection[str] = (), later: Collection[str] = (), turn: Turn | None = None) -> None:
+    def _adopt(self, slow: Collection[str] = (), later: Collection[str] = (), order: StripeOrder | None = None) -> None:
         """Put each orphaned chain after the shortest one that may feed it."""
         for orphan in list(self._orphans):
-            first = 0 if turn is None else turn.stripe % max(1, len(self._chains))
+            first = 0 if order is None else order.stripe % max(1, len(self._chains))
             chains = self._chains[first:] + self._chains[:first]
-            places = [(chain, self._end_of(chain, orphan[0], slow, later, turn)) for chain in chains]
+            places = [(chain, self._end_of(chain, orphan[0], slow, later, order)) for chain in chains]
             places = [(chain, at) for chain, at in places if frozenset((chain[at - 1], orphan[0])) not in self._apart]
             if places:
                 chain, at = min(places, key=lambda place: (place[0][place[1] - 1] in slow, len(place[0])))
@@ -197,12 +197,12 @@ class Chains:
                 self._orphans.remove(orphan)
 
     def _end_of(
-        self, chain: list[str], reader: str, slow: Collection[str], later: Collection[str], turn: Turn | None
+        self, chain: list[str], reader: str, slow: Collection[str], later: Collection[str], order: StripeOrder | None
     ) -> int:
         """Find the place of a reader in a chain: its end, but before slow ones unless it is slow, too."""
         at = next((at for at, store in enumerate(chain) if at and store in later), len(chain))
-        if turn is not None:
-            at -= turn.skips(chain)
+        if order is not None:
+            at -= order.skips(chain)
         while reader not in slow and at > 1 and chain[at - 1] in slow:
             at -= 1
         return at

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from offbeat.objects.chains import Chains, Turn
+from offbeat.objects.chains import Chains, StripeOrder
 from offbeat.objects.goodput import Goodput
 from offbeat.objects.reduce_checks import why_not_of, why_not_so
 from offbeat.objects.reduction import Reduction
@@ -460,7 +460,7 @@ class Directory:
             others: Instructions = []
             for stripe, chains in enumerate(entry.chains):
                 later = entry.reduction.later(stripe, store) if isinstance(entry.reduction, Reduction) else ()
-                changed = chains.read(store, self.goodput.slow, later, self._turn(entry, stripe))
+                changed = chains.read(store, self.goodput.slow, later, self._stripe_order(entry, stripe))
                 others += self._tell_feeders(entry, stripe, changed - {store})
             feeders = tuple(
                 StripeFeeder(generation, chains.feeders.get(store) or "")
@@ -475,11 +475,11 @@ class Directory:
             told.append((store, ReduceSettled(name=entry.name, used=entry.used)))
         return told
 
-    def _turn(self, entry: Entry, stripe: int) -> Turn | None:
-        """The turn of a stripe of an object that was put; those of a sum are read around the ring of its roots."""
+    def _stripe_order(self, entry: Entry, stripe: int) -> StripeOrder | None:
+        """Return the order of readers in a stripe of an object that was put; stripes of a sum have a ring."""
         if len(entry.chains) == 1 or entry.made_by is not None:
             return None
-        return Turn(stripe, len(entry.chains), entry.begun.union(*(chains.whole for chains in entry.chains)))
+        return StripeOrder(stripe, len(entry.chains), entry.begun.union(*(chains.whole for chains in entry.chains)))
 
     def _answer_waiting(self, entry: Entry) -> Instructions:
         waiting, entry.waiting = entry.waiting, {}
