@@ -10,7 +10,8 @@
   what is dropped for others
 * `client_link` - a client; `data_links` - other stores that read here, or feed this one; `directory_link` - the
   way to a directory
-* `stage_runner` - what a store adds for reduces; `stage` - one position of one; `adding` - by torch
+* `stage_runner` - what a store adds for reduces; `stage` - one position of one; `adding` - by torch;
+  `edge_dtypes` - the dtypes of what travels between stages; `rounded_part` - a source that is sent in another one
 * `serve` - a store as a process; `store_doctor` - whether it works; `directory_server` - a directory over links
 * `directory` - who has what, who reads from whom, and which reduces are under way
 * `version_index` - which versions there are, and who waits for a newer one
@@ -18,7 +19,7 @@
 * `reduction` - which sources are in a sum, and who takes whose place; `stripe_sum` - the stages that add one stripe of
   it; `small_reduction` - a sum of objects that travel in messages; `running_stages` - what a new
   directory hears of them
-* `reduce_plan` - the tree along which the sources of a reduce are summed
+* `reduce_plan` - the tree along which the sources of a reduce are summed; `reduce_checks` - why one is refused
 * `stripes` - how an object is cut into ranges that each have a way of their own
 
 The directory and what it consists of are without I/O. After Hoplite (Zhuang et al., "Hoplite: Efficient and

@@ -20,6 +20,7 @@ _OPS: dict[ReduceOp, Callable[..., Tensor]] = {
     "max": torch.maximum,
     "prod": torch.mul,
 }
+_Bytes = memoryview | bytearray
 
 
 class TorchArithmetic:
@@ -27,17 +28,27 @@ class TorchArithmetic:
 
     Args:
         op: how two are made one.
-        dtype: of their elements, as torch calls it.
+        dtype: in which that is done, as torch calls it.
     """
 
     def __init__(self, op: ReduceOp, dtype: str) -> None:
         self._combine, self._dtype = _OPS[op], getattr(torch, dtype)
 
-    def add(self, out: memoryview, own: memoryview, received: bytearray) -> None:
-        """out = own and received, made one; `out` may be `own`."""
-        mine, theirs = torch.frombuffer(own, dtype=self._dtype), torch.frombuffer(received, dtype=self._dtype)
-        self._combine(mine, theirs, out=torch.frombuffer(out, dtype=self._dtype))
+    def add(self, out: memoryview, own: memoryview, received: _Bytes, own_dtype: str, received_dtype: str) -> None:
+        """out = own and received, made one; `out` may be `own`. Without `own` it is what was received."""
+        total, theirs = torch.frombuffer(out, dtype=self._dtype), self._read(received, received_dtype)
+        if len(own):
+            self._combine(self._read(own, own_dtype), theirs, out=total)
+        else:
+            total.copy_(theirs)
 
     def divide(self, memory: memoryview, divisor: int) -> None:
         """Divide what is there."""
         torch.frombuffer(memory, dtype=self._dtype).div_(divisor)
+
+    def convert(self, out: memoryview, memory: memoryview, dtype: str, to: str) -> None:
+        """Write elements of one dtype into `out` as another one."""
+        torch.frombuffer(out, dtype=getattr(torch, to)).copy_(torch.frombuffer(memory, dtype=getattr(torch, dtype)))
+
+    def _read(self, memory: _Bytes, dtype: str) -> Tensor:
+        return torch.frombuffer(memory, dtype=getattr(torch, dtype)).to(self._dtype)

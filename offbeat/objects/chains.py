@@ -18,10 +18,34 @@ code attaches an orphaned chain twice and answers a second report of the same lo
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+
+
+@dataclass(frozen=True)
+class StripeOrder:
+    """The order of readers in the chain of one stripe of an object, which is another one in each stripe.
+
+    In the first stripe a reader is put after those that ask at the same time, in the last one before them, and in
+    between in between. So each reader has several feeders, and the loss of one stops it in some stripes alone. Whoever
+    has begun to read is not put after one that has nothing yet.
+
+    Args:
+        stripe, stripes: its number, of so many.
+        begun: the stores that have begun to read the object, or have read it.
+    """
+
+    stripe: int
+    stripes: int
+    begun: Collection[str]
+
+    def skips(self, chain: list[str]) -> int:
+        """Return how many of those at the end of a chain a new reader is put before."""
+        begun = next((at for at in range(len(chain) - 1, 0, -1) if chain[at] in self.begun), 0)
+        return round((len(chain) - 1 - begun) * self.stripe / max(1, self.stripes - 1))
 
 
 class Chains:
@@ -73,17 +97,24 @@ class Chains:
         self._adopt()
         return self._changed(before)
 
-    def read(self, store: str, slow: Collection[str] = (), later: Collection[str] = ()) -> set[str]:
+    def read(
+        self, store: str, slow: Collection[str] = (), later: Collection[str] = (), order: StripeOrder | None = None
+    ) -> set[str]:
         """A store asks for it: at the end of the shortest chain, but before the stores of it that are slow, or `later`.
 
         Without any chain it waits as an orphan.
+
+        Args:
+            store: that asks.
+            slow, later: before which it is put.
+            order: of its stripe, so that it has another feeder in each; None for an object without stripes.
         """
         before = self.feeders
         if store not in self:
             self._orphans.append([store])
         elif before.get(store, "") is None:  # it has waited, and perhaps the link that failed is there again
             self._apart = {pair for pair in self._apart if store not in pair}
-        self._adopt(slow, later)
+        self._adopt(slow, later, order)
         return self._changed(before)
 
     def arrived(self, store: str) -> set[str]:
@@ -153,19 +184,25 @@ class Chains:
                 self._adopt({store, *slow})
         return self._changed(before)
 
-    def _adopt(self, slow: Collection[str] = (), later: Collection[str] = ()) -> None:
+    def _adopt(self, slow: Collection[str] = (), later: Collection[str] = (), order: StripeOrder | None = None) -> None:
         """Put each orphaned chain after the shortest one that may feed it."""
         for orphan in list(self._orphans):
-            places = [(chain, self._end_of(chain, orphan[0], slow, later)) for chain in self._chains]
+            first = 0 if order is None else order.stripe % max(1, len(self._chains))
+            chains = self._chains[first:] + self._chains[:first]
+            places = [(chain, self._end_of(chain, orphan[0], slow, later, order)) for chain in chains]
             places = [(chain, at) for chain, at in places if frozenset((chain[at - 1], orphan[0])) not in self._apart]
             if places:
                 chain, at = min(places, key=lambda place: (place[0][place[1] - 1] in slow, len(place[0])))
                 chain[at:at] = orphan
                 self._orphans.remove(orphan)
 
-    def _end_of(self, chain: list[str], reader: str, slow: Collection[str], later: Collection[str]) -> int:
+    def _end_of(
+        self, chain: list[str], reader: str, slow: Collection[str], later: Collection[str], order: StripeOrder | None
+    ) -> int:
         """Find the place of a reader in a chain: its end, but before slow ones unless it is slow, too."""
         at = next((at for at, store in enumerate(chain) if at and store in later), len(chain))
+        if order is not None:
+            at -= order.skips(chain)
         while reader not in slow and at > 1 and chain[at - 1] in slow:
             at -= 1
         return at

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, TypeVar, overload
 import msgspec
 import torch
 
+from offbeat.codec import Cast
 from offbeat.errors import NetworkError, ObjectError
 from offbeat.objects.adding import TorchArithmetic
 from offbeat.objects.embedded_store import EmbeddedStore
@@ -35,9 +36,10 @@ from offbeat.objects.packed_tensors import TensorLayout
 from offbeat.objects.publishing import Follower, Publisher
 from offbeat.objects.remote_store import RemoteStore
 from offbeat.objects.store_access import FoundObject
+from offbeat.objects.stripes import stripes_for
 from offbeat.objects.versions import VersionedObjects, check_id
 from offbeat.protocol.object_versions import DELTA, DESCRIPTION, delta_name, description_name
-from offbeat.protocol.objects import INLINE_BYTES, ITEM_BYTES, ObjectMeta, ObjectName, ReduceObjects
+from offbeat.protocol.objects import INLINE_BYTES, ITEM_BYTES, MAX_STRIPES, ObjectMeta, ObjectName, ReduceObjects
 from offbeat.tensors import dtype_name
 from offbeat.wire.credentials import Token
 
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
     from offbeat.objects.memory import MakerMap
     from offbeat.objects.store_access import StoreAccess
     from offbeat.protocol.object_calls import StatusAnswer
-    from offbeat.protocol.objects import ReduceOp
+    from offbeat.protocol.objects import ReduceOp, WireDtype
     from offbeat.wire.credentials import Credentials
     from offbeat.wire.session import Limits
 
@@ -156,6 +158,7 @@ class ObjectClient:
         *,
         version: int = 0,
         base: int | None = None,
+        stripes: int = 1,
         timeout: float | None = None,
     ) -> None:
         """Give others a tensor, or several in one object, under a name, whose bytes never change: they are copied.
@@ -165,6 +168,8 @@ class ObjectClient:
             tensor: dense; or several by name.
             version: of several under this name.
             base: the version since which to publish what changed, too, for those who have that.
+            stripes: into which a large tensor is cut, each of which has its own way to the readers: those that ask
+                together have several feeders, and the loss of one stops them in its stripes alone.
             timeout: in seconds, for the directory to take it; None for as long as it takes.
 
         Raises:
@@ -173,8 +178,10 @@ class ObjectClient:
             ObjectTimeoutError: if it has taken too long.
         """
         if isinstance(tensor, torch.Tensor) and base is None:
-            self.start_put(name, tensor, version=version).get(timeout)
+            self.start_put(name, tensor, version=version, stripes=stripes).get(timeout)
             return
+        if stripes != 1:
+            raise ObjectError(f"Cannot put {name!r} with stripes={stripes}: only one tensor, without base=, is cut.")
         check_id(name, version)
         if not _are_tensors(tensor):
             raise ObjectError(
@@ -193,15 +200,18 @@ class ObjectClient:
             deadline=deadline,
         )
 
-    def start_put(self, name: str, tensor: Tensor, *, version: int = 0) -> ObjectFuture[bool]:
+    def start_put(self, name: str, tensor: Tensor, *, version: int = 0, stripes: int = 1) -> ObjectFuture[bool]:
         """Begin a `put`; the tensor may change once this returns. The outcome is whether it was not there before."""
         named = _named(name, version)
         if name.endswith((DELTA, DESCRIPTION)):
             check_id(name, version)
+        if not 1 <= stripes <= MAX_STRIPES:
+            raise ObjectError(f"Cannot put {name!r} with stripes={stripes}: 1 to {MAX_STRIPES} are possible.")
         layout = TensorLayout.of(tensor)
         if named in self._empty:
             return self._finish(named, tensor)
-        return self._access.put(named, layout.meta, layout.parts(tensor))
+        meta = msgspec.structs.replace(layout.meta, stripes=stripes_for(layout.meta.size_bytes, stripes))
+        return self._access.put(named, meta, layout.parts(tensor))
 
     def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32, *, version: int = 0) -> Tensor:
         """Return a tensor in the store's memory, to be filled and `put` under this name: that copies nothing.
@@ -285,8 +295,14 @@ class ObjectClient:
         min_objects: int | None = None,
         deadline: float | None = None,
         deterministic: bool = False,
+        wire: Cast | None = None,
     ) -> None:
         """Have the sum of the sources that are there first made on this machine; does not wait: `get` it.
+
+        With `wire=Cast("bf16")` float32 sources and partial sums travel in 16 bits, and are added in float32. Each is
+        rounded to the nearest on its way from one store to the next, by at most 1/256 of itself; with `Cast("fp16")` by
+        1/2048, and what is beyond 65,504 becomes infinite. Along a chain that are as many roundings as sources. Objects
+        that travel in messages (64 KiB) are not rounded.
 
         Args:
             target: its name.
@@ -296,11 +312,13 @@ class ObjectClient:
             min_objects: with so many it is made at the deadline, if there are not more.
             deadline: in seconds from now.
             deterministic: add in the order of `sources`, so that the sum has the same bits each time.
+            wire: in which sources and partial sums travel over slow links; None for all bits.
 
         Raises:
-            ObjectError: if the numbers do not fit each other.
+            ObjectError: if the numbers do not fit each other, or `wire` is another codec.
         """
-        self._reduce(target, sources, op, num_objects, min_objects, deadline, in_order=deterministic, striped=False)
+        numbers = num_objects, min_objects
+        self._reduce(target, sources, op, *numbers, deadline, in_order=deterministic, striped=False, wire=wire)
 
     def allreduce(
         self,
@@ -309,24 +327,32 @@ class ObjectClient:
         *,
         op: ReduceOp = "sum",
         deterministic: bool = False,
+        wire: Cast | None = None,
         timeout: float | None = None,
     ) -> Tensor:
         """Have the sum of all sources made, a stripe of it by each of their stores, and get it here.
 
-        Any number of tasks may call this, all with the same arguments.
+        Any number of tasks may call this, all with the same arguments, which are those of `reduce`. With `wire` the
+        parts of the sum travel in 16 bits, and the result does in its own.
 
         Raises:
             DisagreementError: if another task calls it with other arguments.
             ObjectTimeoutError: if it has not come in time.
             ObjectError: if it is lost, or was deleted.
         """
-        return _once(self.start_allreduce(target, sources, op=op, deterministic=deterministic), timeout)
+        return _once(self.start_allreduce(target, sources, op=op, deterministic=deterministic, wire=wire), timeout)
 
     def start_allreduce(
-        self, target: str, sources: Sequence[str], *, op: ReduceOp = "sum", deterministic: bool = False
+        self,
+        target: str,
+        sources: Sequence[str],
+        *,
+        op: ReduceOp = "sum",
+        deterministic: bool = False,
+        wire: Cast | None = None,
     ) -> ObjectFuture[Tensor]:
         """Begin an `allreduce`."""
-        self._reduce(target, sources, op, None, None, None, in_order=deterministic, striped=True)
+        self._reduce(target, sources, op, None, None, None, in_order=deterministic, striped=True, wire=wire)
         return self.start_get(target)
 
     def reduced_set(self, target: str) -> list[str]:
@@ -430,6 +456,7 @@ class ObjectClient:
         *,
         in_order: bool,
         striped: bool,
+        wire: Cast | None,
     ) -> None:
         count = len(sources) if count is None else count
         least = count if least is None else least
@@ -449,6 +476,7 @@ class ObjectClient:
             patience_s=deadline,
             in_order=in_order,
             striped=striped,
+            wire=_wire_dtype(target, wire),
         )
         try:  # a store ends the session of a client that it cannot understand
             msgspec.convert(msgspec.to_builtins(request), ReduceObjects)
@@ -485,6 +513,15 @@ def _named(id_: str, version: int) -> ObjectName:
             f"version is 0 to {(1 << 40) - 1}."
         )
     return ObjectName(id_, version)
+
+
+def _wire_dtype(target: str, wire: Cast | None) -> WireDtype:
+    if wire is not None and not isinstance(wire, Cast):
+        raise ObjectError(
+            f"Cannot reduce into {target!r} with wire={wire!r}: between stores partial sums travel as they are, or as "
+            'Cast("bf16") or Cast("fp16").'
+        )
+    return "" if wire is None else {"bf16": "bfloat16", "fp16": "float16"}[wire.dtype]  # type: ignore[return-value]
 
 
 def tensor_of(found: FoundObject) -> Tensor:

@@ -86,7 +86,7 @@ class ClientLink:
         store = self._store
         match message:
             case CreateCall():
-                if message.meta.size_bytes <= INLINE_BYTES or message.meta.stripes > 1:
+                if message.meta.size_bytes <= INLINE_BYTES:
                     raise PeerError(
                         f"Cannot make {message.name} of {message.meta.size_bytes} bytes in memory of its own."
                     )

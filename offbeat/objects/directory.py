@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from offbeat.objects.chains import Chains
+from offbeat.objects.chains import Chains, StripeOrder
 from offbeat.objects.goodput import Goodput
+from offbeat.objects.reduce_checks import why_not_of, why_not_so
 from offbeat.objects.reduction import Reduction
 from offbeat.objects.running_stages import collect
 from offbeat.objects.small_reduction import SMALL_SUM_BYTES, SmallReduction
@@ -95,6 +96,7 @@ class Entry:
         deleted_because: why it is to be deleted once no store reads it any more; "" if it is not.
         moved: the slow stores that nobody else waits for; `suspected` are those that perhaps are slow.
         done_at: the stores that have no use for it any more.
+        begun: the stores that were seen to read it.
     """
 
     name: ObjectName
@@ -114,6 +116,7 @@ class Entry:
     moved: set[str] = field(default_factory=set)
     suspected: set[str] = field(default_factory=set)
     done_at: set[str] = field(default_factory=set)
+    begun: set[str] = field(default_factory=set)
 
     @property
     def whole_at(self) -> set[str]:
@@ -153,6 +156,7 @@ class Directory:
         self._parked: dict[str, int] = {}  # by store, objects and versions that it waits for and nobody has put
         self._attempts = itertools.count(first_attempt)
         self._inline_bytes = 0
+        self._inlined: dict[ObjectName, None] = {}  # the oldest first
 
     @property
     def measured_link(self) -> LinkEstimate:
@@ -321,6 +325,8 @@ class Directory:
         name, meta = message.name, message.meta
         if isinstance(entry.reduction, Reduction) or (entry.reduction is not None and entry.reduction.caller != store):
             return f"Cannot put {name}: a reduce makes it. Give one of the two another name."
+        if entry.meta is not None and msgspec.structs.replace(entry.meta, stripes=meta.stripes) == meta != entry.meta:
+            return f"Cannot put {name} with stripes={meta.stripes}: it is there in {entry.meta.stripes}. Say as many."
         if entry.meta is not None and entry.meta != meta:
             return f"Cannot put {name} as {meta}: it is {entry.meta} already, and the bytes of a name never change."
         if message.whole and entry.digest and message.digest != entry.digest:
@@ -432,6 +438,7 @@ class Directory:
         ):
             return []
         assert entry.meta is not None
+        entry.begun.add(store)
         takes_long = entry.meta.size_bytes / entry.meta.stripes > _TRIED_S * rate
         slow = self.goodput.slow_of(feeder, store, rate)
         if not (rate < usual / 2 if usual else takes_long) or slow in entry.moved:
@@ -453,7 +460,7 @@ class Directory:
             others: Instructions = []
             for stripe, chains in enumerate(entry.chains):
                 later = entry.reduction.later(stripe, store) if isinstance(entry.reduction, Reduction) else ()
-                changed = chains.read(store, self.goodput.slow, later)
+                changed = chains.read(store, self.goodput.slow, later, self._stripe_order(entry, stripe))
                 others += self._tell_feeders(entry, stripe, changed - {store})
             feeders = tuple(
                 StripeFeeder(generation, chains.feeders.get(store) or "")
@@ -467,6 +474,12 @@ class Directory:
         if entry.used:
             told.append((store, ReduceSettled(name=entry.name, used=entry.used)))
         return told
+
+    def _stripe_order(self, entry: Entry, stripe: int) -> StripeOrder | None:
+        """Return the order of readers in a stripe of an object that was put; stripes of a sum have a ring."""
+        if len(entry.chains) == 1 or entry.made_by is not None:
+            return None
+        return StripeOrder(stripe, len(entry.chains), entry.begun.union(*(chains.whole for chains in entry.chains)))
 
     def _answer_waiting(self, entry: Entry) -> Instructions:
         waiting, entry.waiting = entry.waiting, {}
@@ -560,6 +573,7 @@ class Directory:
         for one in entry.waiting:
             self._parked[one] -= 1
         self._inline_bytes -= len(entry.inline or b"")
+        self._inlined.pop(entry.name, None)
         if entry.watched_by:  # whoever puts it again makes it for them
             self._entries[entry.name] = Entry(entry.name, watched_by=entry.watched_by)
         else:
@@ -592,7 +606,7 @@ class Directory:
         reduction = None
         if not self._why_not_reduce(entry, message):
             reduction = Reduction.resumed(
-                message, store, stages, self.measured_link, lambda: next(self._attempts), self._holders
+                message, store, stages, self.measured_link, lambda: next(self._attempts), self._holders, self._slow
             )
         if reduction is None:
             return [(stage.store, stage.end()) for stage in stages] + self._reduce(message, store)
@@ -623,17 +637,8 @@ class Directory:
             return f"Cannot reduce into {name}: another reduce makes it, of other sources or in another way."
         if entry.meta is not None and not (entry.is_orphaned and entry.meta.stripes <= message.count):
             return f"Cannot reduce into {name}: it is there already, and the bytes of a name never change."
-        if len(set(sources)) < len(sources):
-            return f"Cannot reduce into {name}: a source is named twice."
-        if not message.least <= message.count <= len(sources):
-            return (
-                f"Cannot reduce {message.count} (at least {message.least}) of {len(sources)} sources into {name}: "
-                "at least, number and sources have to be in this order."
-            )
-        if message.in_order and message.count < len(sources):
-            return (
-                f"Cannot reduce {message.count} of {len(sources)} sources into {name} in a fixed order: it takes all."
-            )
+        if why := why_not_so(message):
+            return why
         if name in self._ingredients(sources):
             return f"Cannot reduce into {name}: it would be a source of itself."
         return ""
@@ -655,18 +660,11 @@ class Directory:
         reduction = entry.reduction
         assert reduction is not None
         assert source.meta is not None
-        if reduction.request.op == "mean" and not source.meta.dtype.startswith(("float", "bfloat", "complex")):
-            reason = f"Cannot take the mean of {source.name}: it is {source.meta}. Take the sum, and divide it."
+        if reason := why_not_of(reduction.request, source.name, source.meta, reduction.meta):
             return self._refuse_reduction(entry, reason)
         told = self._plan(entry, reduction, source.meta) if reduction.meta is None else []
         reduction = entry.reduction
         assert reduction is not None
-        assert reduction.meta is not None
-        if (source.meta.dtype, source.meta.shape) != (reduction.meta.dtype, reduction.meta.shape):
-            reason = (
-                f"Cannot reduce into {entry.name}: {source.name} is {source.meta}, another source {reduction.meta}."
-            )
-            return [*told, *self._refuse_reduction(entry, reason)]
         if isinstance(reduction, SmallReduction):
             if source.inline is not None:
                 told += reduction.ready(source.name, source.inline)
@@ -697,7 +695,13 @@ class Directory:
         self._describe(entry, target)
         entry.used = ()
         entry.reduction = Reduction(
-            request, reduction.caller, target, self.measured_link, lambda: next(self._attempts), self._holders
+            request,
+            reduction.caller,
+            target,
+            self.measured_link,
+            lambda: next(self._attempts),
+            self._holders,
+            self._slow,
         )
         entry.reduction.is_late = reduction.is_late
         return self._answer_waiting(entry)
@@ -705,6 +709,9 @@ class Directory:
     def _holders(self, source: ObjectName) -> set[str]:
         entry = self._entries.get(source)
         return set() if entry is None else entry.whole_at
+
+    def _slow(self) -> set[str]:
+        return self.goodput.slow
 
     def _sync_target(self, entry: Entry) -> Instructions:
         """Publish what the roots of a reduce make, and have its readers begin anew where a root does."""
@@ -739,6 +746,8 @@ class Directory:
         entry = self._entries.get(message.name)
         if entry is None or not isinstance(entry.reduction, Reduction):
             return []
+        if message.again:
+            return entry.reduction.retry() + self._sync_target(entry)
         told = entry.reduction.child_failed(message.stripe, message.slot, message.attempt, message.child, message.store)
         return told + self._sync_target(entry)
 
@@ -799,12 +808,20 @@ class Directory:
         """Keep the bytes of a small object, which its store has as well; of all of them the oldest go first."""
         entry.inline = data
         self._inline_bytes += len(data)
-        for known in self._entries.values():
+        self._inlined[entry.name] = None
+        gone = []
+        for name in self._inlined:
             if self._inline_bytes <= _INLINE_CACHE_BYTES:
                 break
-            if known.inline is not None and known is not entry and not known.watched_by:
+            known = self._entries.get(name)
+            if known is None or known.inline is None:
+                gone.append(name)
+            elif known is not entry and not known.watched_by:
                 self._inline_bytes -= len(known.inline)
                 known.inline = None
+                gone.append(name)
+        for name in gone:
+            del self._inlined[name]
 
 
 def _is_same_sum(one: ReduceObjects, other: ReduceObjects) -> bool:

@@ -100,6 +100,8 @@ class DirectoryLink:
     def send(self, message: FromStore) -> None:
         """Say something. The next reports repeat messages that are lost on the way; deletions are kept until then."""
         sent = None
+        if isinstance(message, say.PutObject):  # a deletion from before it must not come after it
+            self._forget_delete(message.name)
         if isinstance(message, say.DeleteObject) and len(self._deletes) < _MOST_DELETES:
             self._deletes[message.name] = message
             sent = partial(self._forget_delete, message.name)
@@ -159,7 +161,8 @@ class DirectoryLink:
                 continue
             self._link = link
             link.send(say.pack(say.StoreHello(self._store.address, again=True)))
-            for message in [*self._store.reports(self), *self._deletes.values()]:
+            deletes = list(self._deletes.values())
+            for message in [*self._store.reports(self), *deletes]:
                 self.send(message)
             return
 

@@ -88,7 +88,7 @@ class NodeStore:
         job: to which all stores of a cluster belong.
         credentials: what stores prove to each other.
         most_bytes: of all objects.
-        arithmetic: (op, dtype) -> what adds objects.
+        arithmetic: (op, dtype in which it adds) -> what adds objects.
         limits: of the links between stores.
         directory_patience: for how long those who wait do without a directory.
         waits_for_stopped: whether a silent peer is waited for as long as its machine says that its process is there.
@@ -114,7 +114,7 @@ class NodeStore:
         self.on_directory_lost: Callable[[str, OffbeatError | None], None] = lambda address, error: None
         self._job, self._credentials, self._limits = job, credentials, limits
         self.most_bytes, self.used_bytes = most_bytes, 0
-        self._arithmetic, self._stages = arithmetic, StageRunner(self, arithmetic)
+        self._stages = StageRunner(self, arithmetic)
         self.objects: OrderedDict[ObjectName, StoredObject] = OrderedDict()
         self._waiting: dict[ObjectName, list[Callable[[Outcome], None]]] = {}
         self._retrying: set[ObjectName] = set()
@@ -707,22 +707,16 @@ class NodeStore:
         if not 0 <= begin <= end <= stored.meta.size_bytes:
             raise PeerError(f"Cannot send bytes {begin} to {end} of {message.name}: it has {stored.meta.size_bytes}.")
         if stored.is_whole and (stored.is_own or not generation):
-            return GrowingBuffer(stored.memory[begin:end], None, generation)
-        if message.stripe >= stored.meta.stripes or (begin, end) != stored.range_of(message.stripe):
+            return self._stages.part_of(stored, message)
+        if message.wire or message.stripe >= stored.meta.stripes or (begin, end) != stored.range_of(message.stripe):
             return None
         buffer = stored.stripes[message.stripe]
         return buffer if buffer.generation == generation else None
 
     def _add_small(self, message: say.ReduceSmall) -> None:
-        name, meta = message.name, message.meta
-        arithmetic = self._arithmetic(message.op, meta.dtype)
-        total = memoryview(bytearray(message.parts[0]))
-        for part in message.parts[1:] if total else ():
-            arithmetic.add(total, total, bytearray(part))
-        if message.op == "mean" and total:
-            arithmetic.divide(total, len(message.parts))
+        name = message.name
         self.used[name] = message.used
-        self.put_small(name, meta, bytes(total), lambda _: None)
+        self.put_small(name, message.meta, self._stages.add_small(message), lambda _: None)
         self._end_asked(name, None)
 
     # -- memory --------------------------------------------------------------------------------------------------

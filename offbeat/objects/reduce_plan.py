@@ -100,14 +100,27 @@ class ReduceTree:
             path.append(position)
         return path
 
-    def seconds(self, size_bytes: int, link: LinkEstimate) -> float:
-        """The time until the caller has the sum of objects of so many bytes that are all ready.
+    def seconds(self, size_bytes: int, link: LinkEstimate, inner_factor: float = 1.0) -> float:
+        """The time until the caller has the sum of objects that are all ready.
 
         A block goes to the next node once it is there whole; a node's children share its link.
+
+        Args:
+            size_bytes: of a source on its way.
+            link: that each node has.
+            inner_factor: how many times these bytes a partial sum has.
         """
         block_bytes = min(size_bytes, link.block_bytes)
-        hop_s = link.latency_s + self.degree * block_bytes / link.bytes_per_s
-        return max(self.levels) * hop_s + self.degree * (size_bytes - block_bytes) / link.bytes_per_s
+        busiest = self.busiest(inner_factor)
+        hop_s = link.latency_s + busiest * block_bytes / link.bytes_per_s
+        return max(self.levels) * hop_s + busiest * (size_bytes - block_bytes) / link.bytes_per_s
+
+    def busiest(self, inner_factor: float) -> float:
+        """Return how many times the bytes of a source the node takes in that takes in most."""
+        if inner_factor == 1.0:
+            return self.degree
+        takes = {at: inner_factor if below else 1.0 for at, below in self.children.items()}
+        return max(sum(takes[child] for child in below) for below in self.children.values())
 
     @property
     def _nodes(self) -> range:
@@ -133,8 +146,12 @@ class ReduceTree:
         return numbers
 
 
-def choose(n: int, size_bytes: int, link: LinkEstimate) -> ReduceTree:
+def choose(n: int, size_bytes: int, link: LinkEstimate, inner_factor: float = 1.0) -> ReduceTree:
     """Choose the tree that sums `n` sources of so many bytes first; of equal ones that of the least degree.
+
+    Args:
+        n, size_bytes, link: as said.
+        inner_factor: as of `ReduceTree.seconds`.
 
     >>> link = LinkEstimate(latency_s=0.0002, bytes_per_s=118e6, block_bytes=512 << 10)
     >>> [choose(8, size, link).degree for size in (1 << 10, 32 << 10, 1 << 20, 100 << 20)]
@@ -145,7 +162,17 @@ def choose(n: int, size_bytes: int, link: LinkEstimate) -> ReduceTree:
     """
     if n < 1:
         raise ValueError("Cannot plan a reduce without sources.")
-    return min((ReduceTree(n, degree) for degree in _degrees(n)), key=lambda tree: tree.seconds(size_bytes, link))
+    trees = (ReduceTree(n, degree) for degree in _degrees(n))
+    return min(trees, key=lambda tree: tree.seconds(size_bytes, link, inner_factor))
+
+
+def ring(n: int, inner_factor: float = 1.0) -> ReduceTree:
+    """Choose the tree of one stripe of a sum whose other stripes are made by its `n` sources.
+
+    Each node has as much to do as the others, in a chain as in a star. Where partial sums are wider than sources no
+    partial sum travels: each stripe's node gets it from all sources.
+    """
+    return ReduceTree(n, n if inner_factor > 1 else 1)
 
 
 def in_order(n: int, size_bytes: int) -> ReduceTree:

@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from offbeat.objects.reduce_plan import ReduceTree, choose, in_order
+from offbeat.objects.edge_dtypes import EdgeDtypes
+from offbeat.objects.reduce_plan import choose, in_order, ring
 from offbeat.objects.stripe_sum import Place, StripeSum, SumTerms
 from offbeat.objects.stripes import turned
+from offbeat.protocol.objects import ITEM_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from offbeat.objects.reduce_plan import LinkEstimate
+    from offbeat.objects.reduce_plan import LinkEstimate, ReduceTree
     from offbeat.objects.running_stages import RunningStage
     from offbeat.objects.stripe_sum import Instructions
     from offbeat.protocol.objects import ObjectMeta, ObjectName, ReduceObjects
@@ -40,6 +42,7 @@ class Reduction:
         link: what is known of the links.
         next_attempt: numbers that were never used before.
         holders: the stores that have all of a source.
+        slow: the stores whose links are slow.
 
     Attributes:
         is_late: whether the patience is over.
@@ -53,9 +56,11 @@ class Reduction:
         link: LinkEstimate,
         next_attempt: Callable[[], int],
         holders: Callable[[ObjectName], set[str]],
+        slow: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self.request, self.caller, self.meta = request, caller, meta
-        self._link, self._next_attempt, self._holders = link, next_attempt, holders
+        self._link, self._next_attempt, self._holders, self._slow = link, next_attempt, holders, slow
+        self._dtypes = EdgeDtypes.of(meta.dtype, request.op, request.wire)
         self._own: Place | None = None  # of the caller, with which the sum begins there
         self._members: list[Place | None] = []
         self._spares: dict[ObjectName, str] = {}
@@ -72,6 +77,7 @@ class Reduction:
         link: LinkEstimate,
         next_attempt: Callable[[], int],
         holders: Callable[[ObjectName], set[str]],
+        slow: Callable[[], Collection[str]] = tuple,
     ) -> Reduction | None:
         """Make the reduce whose stages run already, as an earlier directory planned them.
 
@@ -80,13 +86,14 @@ class Reduction:
         """
         meta = stages[0].order.meta
         striped = request.striped and meta.stripes > 1
-        made = cls(msgspec.structs.replace(request, striped=striped), caller, meta, link, next_attempt, holders)
+        made = cls(msgspec.structs.replace(request, striped=striped), caller, meta, link, next_attempt, holders, slow)
         if meta.stripes > 1 and not striped:
             return None
-        if any(stage.order.meta != meta or stage.order.op != request.op for stage in stages):
+        how = meta, request.op, request.wire
+        if any((stage.order.meta, stage.order.op, stage.order.wire) != how for stage in stages):
             return None
         for stripe in range(meta.stripes):
-            terms = SumTerms(request.name, meta, request.op, stripe)
+            terms = SumTerms(request.name, meta, request.op, stripe, request.wire)
             running = [stage for stage in stages if stage.order.stripe == stripe]
             part = StripeSum.resumed(terms, caller, running, next_attempt) if running else None
             if running and part is None:
@@ -138,7 +145,7 @@ class Reduction:
                         return False  # nobody knows where its sum is made
                     continue
                 if part is None:
-                    part = self._begin(stripe, ReduceTree(self.count - 1, 1), root)
+                    part = self._begin(stripe, self._ring(), root)
                 elif not part.generation:
                     part.root, part.own = root.store or "", root.source
             if part is None:
@@ -278,7 +285,7 @@ class Reduction:
         if not present and self._own is not None:
             present, self._own = [self._own], None
         self._members = list(present)
-        self._begin(0, choose(len(present), self.meta.size_bytes, self._link))
+        self._begin(0, self._tree(len(present)))
         return told + self._fill_all(0)
 
     def end(self) -> Instructions:
@@ -307,15 +314,17 @@ class Reduction:
             self._members += [None] * (self.count - len(self._members))
             self._members[index] = member
         else:
-            index = self._members.index(None) if None in self._members else len(self._members)
-            self._members[index : index + 1] = [member]
+            if part is None and not self.request.striped:
+                part = self._begin(0, self._tree(self.count - (self._own is not None)))
+            index = self._free_position(store)
+            self._members += [None] * (index + 1 - len(self._members))
+            self._members[index] = member
         told: Instructions = []
         if self.request.striped and index < len(self.sums):
-            self._begin(index, ReduceTree(self.count - 1, 1), member)
+            self._begin(index, self._ring(), member)
             told += self._fill_all(index)
         elif part is None and not self.request.striped:
-            positions, size = self.count - (self._own is not None), self.meta.size_bytes
-            self._begin(0, in_order(positions, size) if self.request.in_order else choose(positions, size, self._link))
+            self._begin(0, self._tree(self.count - (self._own is not None)))
         for stripe, known in enumerate(self.sums):
             if known is not None and not self._is_root(stripe, index):
                 told += known.put(self._position(stripe, index), source, store)
@@ -325,12 +334,31 @@ class Reduction:
             told += self._close(part)
         return told
 
+    def _free_position(self, store: str) -> int:
+        """The first position that nobody has taken; of a slow store the first one without children, as far as there is
+        one, so that nobody's sum goes through it."""
+        most = self.count - (self._own is not None)
+        free = [at for at in range(most) if at >= len(self._members) or self._members[at] is None]
+        part = self.sums[0]
+        if self.request.striped or part is None or store not in self._slow():
+            return free[0]
+        return next((at for at in free if at < part.tree.n and not part.tree.children[at]), free[0])
+
     def _close(self, part: StripeSum) -> Instructions:
         part.divisor = len(self.used)
         return part.close(len(self._members))
 
+    def _tree(self, positions: int) -> ReduceTree:
+        if self.request.in_order:
+            return in_order(positions, self.meta.size_bytes)
+        leaf_bytes = self.meta.numel * ITEM_BYTES[self._dtypes.leaf]
+        return choose(positions, leaf_bytes, self._link, self._dtypes.inner_factor)
+
+    def _ring(self) -> ReduceTree:
+        return ring(self.count - 1, self._dtypes.inner_factor)
+
     def _begin(self, stripe: int, tree: ReduceTree, root: Place | None = None) -> StripeSum:
-        terms = SumTerms(self.request.name, self.meta, self.request.op, stripe)
+        terms = SumTerms(self.request.name, self.meta, self.request.op, stripe, self.request.wire)
         if root is None:
             own, store = self._own, self.caller
         else:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TYPE_CHECKING, Protocol
 
-from offbeat.objects.stage import CREDIT_BYTES, Stage
-from offbeat.objects.stripes import cut
+from offbeat.errors import PeerError
+from offbeat.objects.edge_dtypes import EdgeDtypes, why_no_wire
+from offbeat.objects.rounded_part import rounded_part
+from offbeat.objects.stage import Stage, range_of
 from offbeat.protocol import objects as say
-from offbeat.protocol.object_lanes import ALL_BYTES, ReadObject, ReadStage
+from offbeat.protocol.object_lanes import ReadObject, ReadStage
+from offbeat.protocol.objects import ITEM_BYTES
 from offbeat.wire.lane import GrowingBuffer, StagingPool
 
 if TYPE_CHECKING:
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from offbeat.wire.lane import Sink
 
 _MOST_SPARE_BYTES = 256 << 20
+_RETRY_S = 1.0  # after which a child that could not be read is asked for again
 _log = logging.getLogger("offbeat.objects")
 
 
@@ -56,7 +61,7 @@ class StageRunner:
 
     Args:
         store: that they are of.
-        arithmetic: (op, dtype) -> what adds.
+        arithmetic: (op, dtype in which it adds) -> what adds.
     """
 
     def __init__(self, store: StageOwner, arithmetic: Callable[[ReduceOp, str], Arithmetic]) -> None:
@@ -72,6 +77,36 @@ class StageRunner:
         if stage is None or stage.order.attempt < message.attempt:
             return None
         return stage.out if stage.order.attempt == message.attempt else f"{message.name} is summed anew"
+
+    def part_of(self, stored: StoredObject, message: ReadObject) -> GrowingBuffer:
+        """Return a part of an object that is whole, in the dtype in which it is to be sent.
+
+        Raises:
+            PeerError: if its elements cannot be sent so.
+        """
+        part, dtype = stored.memory[message.begin : message.end], stored.meta.dtype
+        if message.wire in ("", dtype):
+            return GrowingBuffer(part, None, message.generation)
+        if (why := why_no_wire(dtype, message.wire)) or (message.begin | message.end) % stored.meta.item_bytes:
+            raise PeerError(f"Cannot send a part of {message.name}, {stored.meta}: {why or 'an element is cut'}.")
+        return rounded_part(part, dtype, message.wire, self._arithmetic("sum", dtype), message.generation)
+
+    def add_small(self, message: say.ReduceSmall) -> bytes:
+        """Return the bytes of a sum of parts that have come in a message."""
+        dtype, size = message.meta.dtype, message.meta.size_bytes
+        if not size:
+            return b""
+        total_dtype = EdgeDtypes.of(dtype, message.op).total
+        arithmetic = self._arithmetic(message.op, total_dtype)
+        own, total = memoryview(b""), memoryview(bytearray(message.meta.numel * ITEM_BYTES[total_dtype]))
+        for part in message.parts:
+            arithmetic.add(total, own, bytearray(part), total_dtype, dtype)
+            own = total
+        if message.op == "mean":
+            arithmetic.divide(total, len(message.parts))
+        made = memoryview(bytearray(size))
+        arithmetic.convert(made, total, total_dtype, dtype)
+        return bytes(made)
 
     def reports(self, belongs: Callable[[ObjectName], bool]) -> Iterator[FromStore]:
         """Say to a directory that begins anew which stages run, and what feeds them."""
@@ -106,14 +141,13 @@ class StageRunner:
             if source is None or not source.is_whole:
                 _log.warning("Cannot add %s to %s: it is not here any more.", order.source, order.name)
                 return
-            begin, end = _range_of(order)
+            begin, end = range_of(order)
             own = GrowingBuffer(source.memory[begin:end])
-        arithmetic = self._arithmetic(order.op, order.meta.dtype)
-        if order.slot >= 0:
-            begin, end = _range_of(order)
-            stage = Stage(order, own, memoryview(self._sums.take(end - begin)), arithmetic, self._pool)
-        else:
-            stage = Stage(order, own, self._store.memory_for(order), arithmetic, self._pool)
+        dtypes = EdgeDtypes.of(order.meta.dtype, order.op, order.wire)
+        target = self._store.memory_for(order) if order.slot < 0 else None
+        arithmetic = self._arithmetic(order.op, dtypes.total)
+        stage = Stage(order, own, target, arithmetic, blocks=self._pool, sums=self._sums)
+        if target is not None:
             self._store.publish(order, stage.out)
             self._when_whole(stage.out, lambda: self._root_whole(order))
         self._stages[key] = stage
@@ -154,12 +188,12 @@ class StageRunner:
             self._readings.pop(key, None)
             stage.failed.add(feed.child)
             self._store.tell_directory(_failure(feed))
+            asyncio.get_running_loop().call_later(_RETRY_S, self._try_again, stage, feed)
 
         key = feed.name, feed.stripe, feed.slot, feed.child
         sink, start = stage.sink(feed.child, arrived)
-        begin, end = _range_of(stage.order)
-        before = stage.before(feed.child)
-        until = ALL_BYTES if before is None else before.progress + CREDIT_BYTES
+        begin, end = range_of(stage.order)
+        before, until = stage.before(feed.child), stage.allowed(feed.child)
 
         def ask(lane: int) -> ReadObject | ReadStage:
             if feed.source is None:
@@ -173,12 +207,32 @@ class StageRunner:
                     until=until,
                 )
             return ReadObject(
-                lane=lane, name=feed.source, stripe=0, generation=0, begin=begin, end=end, start=start, until=until
+                lane=lane,
+                name=feed.source,
+                stripe=0,
+                generation=0,
+                begin=begin,
+                end=end,
+                start=start,
+                until=until,
+                wire=stage.order.wire,
             )
 
         reading = self._readings[key] = self._store.read(feed.store, ask, Regenerated(sink, feed), failed)
         if before is not None and not before.is_whole:
-            before.follow(lambda: reading.link.allow(reading.lane, before.progress + CREDIT_BYTES))
+            before.follow(lambda: reading.link.allow(reading.lane, stage.allowed(feed.child)))
+
+    def _try_again(self, stage: Stage, feed: say.FeedStage) -> None:
+        """Remind the directory of a child that nobody sends: perhaps a link that could not be made can be now."""
+        runs = self._stages.get((feed.name, feed.stripe, feed.slot)) is stage
+        if (
+            runs
+            and feed.child in stage.failed
+            and stage.feeds[feed.child] is feed
+            and feed.child < stage.order.children
+        ):
+            self._store.tell_directory(_failure(feed, again=True))
+            asyncio.get_running_loop().call_later(_RETRY_S, self._try_again, stage, feed)
 
     def _stop_child(self, stage: Stage, child: int) -> None:
         order = stage.order
@@ -192,21 +246,20 @@ class StageRunner:
             self._stop_child(stage, child)
         stage.end()
         self._stages.pop((order.name, order.stripe, order.slot), None)
-        if order.slot >= 0 and not self._store.end_lanes_of(stage.out, f"{order.name} is done"):
-            memory = stage.out.memory.obj
-            assert isinstance(memory, bytearray)
-            self._sums.give(memory)
+        is_sent = order.slot >= 0 and self._store.end_lanes_of(stage.out, f"{order.name} is done")
+        stage.free(is_sent=is_sent)
 
 
-def _failure(feed: say.FeedStage) -> say.ChildFailed:
+def _failure(feed: say.FeedStage, *, again: bool = False) -> say.ChildFailed:
     return say.ChildFailed(
-        name=feed.name, stripe=feed.stripe, slot=feed.slot, attempt=feed.attempt, child=feed.child, store=feed.store
+        name=feed.name,
+        stripe=feed.stripe,
+        slot=feed.slot,
+        attempt=feed.attempt,
+        child=feed.child,
+        store=feed.store,
+        again=again,
     )
-
-
-def _range_of(order: say.RunStage) -> tuple[int, int]:
-    """The bytes of an order's stripe."""
-    return cut(order.meta.size_bytes, order.meta.stripes, order.meta.item_bytes)[order.stripe]
 
 
 class Regenerated:

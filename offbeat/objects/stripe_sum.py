@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from offbeat.objects.running_stages import RunningStage
-    from offbeat.protocol.objects import ObjectMeta, ReduceOp
+    from offbeat.protocol.objects import ObjectMeta, ReduceOp, WireDtype
 
 Instructions = list[tuple[str, FromDirectory]]
 """Messages to stores, by their addresses, in their order."""
@@ -38,12 +38,14 @@ class SumTerms:
         name, meta: of the target.
         op: how.
         stripe: which.
+        wire: the dtype in which its parts travel, if it is another one than they have.
     """
 
     name: ObjectName
     meta: ObjectMeta
     op: ReduceOp
     stripe: int
+    wire: WireDtype = ""
 
 
 @dataclass
@@ -318,6 +320,7 @@ class StripeSum:
             degree=self.tree.degree,
             taken=self._taken,
             divisor=self.divisor if stage == CALLER and self._terms.op == "mean" else 1,
+            wire=self._terms.wire,
         )
 
     def _feed(self, stage: int, child: int) -> Instructions:

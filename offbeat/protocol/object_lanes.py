@@ -20,7 +20,7 @@ import msgspec
 
 from offbeat.protocol.bounds import Count, Text
 from offbeat.protocol.decoding import read_message
-from offbeat.protocol.objects import Address, Generation, ObjectName, Slot, Stripe
+from offbeat.protocol.objects import Address, Generation, ObjectName, Slot, Stripe, WireDtype
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -40,6 +40,7 @@ class ReadObject(_LaneMessage, frozen=True, tag=True, kw_only=True):
     Args:
         stripe, generation: of which these are the bytes; the generation is 0 where they are a part of a whole object.
         until: of them, how many may be sent.
+        wire: a dtype to which a part of a whole object is rounded on its way; `start` and `until` count those bytes.
     """
 
     name: ObjectName
@@ -49,6 +50,7 @@ class ReadObject(_LaneMessage, frozen=True, tag=True, kw_only=True):
     end: Count
     start: Count
     until: Count
+    wire: WireDtype = ""
 
 
 class ReadStage(_LaneMessage, frozen=True, tag=True, kw_only=True):

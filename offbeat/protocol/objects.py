@@ -64,6 +64,8 @@ _Inline = Annotated[bytes, msgspec.Meta(max_length=INLINE_BYTES)]
 _ContentDigest = Annotated[str, msgspec.Meta(max_length=32)]
 Dimension = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 ReduceOp = Literal["sum", "mean", "min", "max", "prod"]
+WireDtype = Literal["", "bfloat16", "float16"]
+"""The dtype in which sources and partial sums of a reduce travel; "" for their own."""
 
 
 class ObjectName(msgspec.Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
@@ -365,6 +367,7 @@ class ReduceObjects(_Message, frozen=True, tag=True, kw_only=True):
         striped: whether each of the first `count` sources' stores makes the sum of one stripe, for all to read; else
             the store that asks makes all of it.
         most_stripes: with stripes, so many at most.
+        wire: the dtype in which sources and partial sums travel, if it is another one than they have.
     """
 
     sources: Annotated[tuple[ObjectName, ...], msgspec.Meta(min_length=1, max_length=MAX_SOURCES)]
@@ -375,6 +378,7 @@ class ReduceObjects(_Message, frozen=True, tag=True, kw_only=True):
     in_order: bool = False
     striped: bool = False
     most_stripes: Annotated[int, msgspec.Meta(ge=1, le=MAX_STRIPES)] = MAX_STRIPES
+    wire: WireDtype = ""
 
 
 class RunStage(_Message, frozen=True, tag=True, kw_only=True):
@@ -388,6 +392,7 @@ class RunStage(_Message, frozen=True, tag=True, kw_only=True):
         positions, degree: of the tree that it is a part of.
         taken: positions that are not passed over; all of them if None.
         divisor: of the sum, at the root of a mean.
+        wire: as of `ReduceObjects`.
     """
 
     meta: ObjectMeta
@@ -401,6 +406,7 @@ class RunStage(_Message, frozen=True, tag=True, kw_only=True):
     degree: _Sources
     taken: Annotated[int, msgspec.Meta(ge=0, le=MAX_SOURCES)] | None = None
     divisor: _Sources = 1
+    wire: WireDtype = ""
 
     def __post_init__(self) -> None:
         if self.degree > self.positions:
@@ -464,13 +470,18 @@ class ChildArrived(_Message, frozen=True, tag=True, kw_only=True):
 
 
 class ChildFailed(_Message, frozen=True, tag=True, kw_only=True):
-    """A stage cannot read what its child at this store sends."""
+    """A stage cannot read what its child at this store sends.
+
+    Args:
+        again: whether it has said so before and nothing came of it: perhaps the child can be read now.
+    """
 
     stripe: Stripe
     slot: Slot
     attempt: Generation
     child: Annotated[int, msgspec.Meta(ge=0, lt=MAX_SOURCES)]
     store: Address
+    again: bool = False
 
 
 class ReduceSmall(_Message, frozen=True, tag=True, kw_only=True):

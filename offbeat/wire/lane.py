@@ -438,15 +438,16 @@ class StagingPool:
 
 
 class AddingSink:
-    """Received bytes are added to what is there: out = own + received, as far as both have come.
+    """Received elements are added to what is there: out = own + received, as far as both have come.
 
     Args:
         own: what is there.
         out: where the sum belongs; it may be the memory of `own`.
-        add: adds: (out, own, received), all of the same bytes.
+        add: adds: (out, own, received), all of the same elements.
         pool: of memory for blocks.
         done: called when all is added.
-        start: the bytes that are added already, as far as `out` goes.
+        start: the received bytes that are added already, as far as `out` goes.
+        item_bytes: of an element in `own`, received, and in `out`; 0 of `own` if there is none.
 
     Attributes:
         end: to be called where the sum is given up before it is whole.
@@ -461,8 +462,11 @@ class AddingSink:
         done: Callable[[], None] = lambda: None,
         *,
         start: int = 0,
+        item_bytes: tuple[int, int, int] = (1, 1, 1),
     ) -> None:
         self._own, self._out, self._add, self._pool, self._done = own, out, add, pool, done
+        self._item_bytes = item_bytes
+        self._size = len(out.memory) // item_bytes[2] * item_bytes[1]
         self._staged: deque[tuple[int, bytearray]] = deque()
         self._coming: bytearray = bytearray()
         self._end = start
@@ -472,10 +476,12 @@ class AddingSink:
 
     @property
     def is_whole(self) -> bool:
-        return self.have_bytes == len(self._out.memory)
+        return self.have_bytes == self._size
 
     def destination(self, offset: int, size: int) -> memoryview:
-        self._end = _check_next(offset, size, self._end, len(self._out.memory))
+        self._end = _check_next(offset, size, self._end, self._size)
+        if size % self._item_bytes[1]:
+            raise PeerError(f"Cannot add {size} bytes of elements of {self._item_bytes[1]}: one of them is cut.")
         self._coming = self._pool.take(size)
         return memoryview(self._coming)
 
@@ -485,16 +491,18 @@ class AddingSink:
         self._go_on()
 
     def _go_on(self) -> None:
+        of_own, of_received, of_out = self._item_bytes
         while self._staged:
             offset, block = self._staged[0]
-            end = offset + len(block)
-            if self._own.progress < end:
+            begin, end = offset // of_received, (offset + len(block)) // of_received
+            if self._own.progress < end * of_own:
                 return
             self._staged.popleft()
-            self._add(self._out.memory[offset:end], self._own.memory[offset:end], block)
+            own = self._own.memory[begin * of_own : end * of_own]
+            self._add(self._out.memory[begin * of_out : end * of_out], own, block)
             self._pool.give(block)
-            self._out.grow(end)
-            if end == len(self._out.memory):
+            self._out.grow(end * of_out)
+            if self._out.is_whole:
                 self._done()
 
 

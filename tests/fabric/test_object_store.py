@@ -79,6 +79,28 @@ def test_workers_that_arrive_at_different_times(numel: int) -> None:
             torch.testing.assert_close(summed, parts[0] + parts[1] + parts[2])
 
 
+def sum_of_16_bits(spec: ObjectStore) -> torch.Tensor:
+    fabric = bind(spec)
+    summed = total(fabric.start(Sum(digits(fabric.rank))))
+    fabric.close()
+    torch.distributed.destroy_process_group()
+    return summed
+
+
+def digits(rank: int) -> torch.Tensor:
+    """Numbers whose sums float32 holds exactly, and bfloat16 does not."""
+    generator = torch.Generator().manual_seed(rank)
+    return (torch.randint(-127, 128, (300_001,), generator=generator) / 2.0 ** (2 * rank)).bfloat16()
+
+
+@pytest.mark.parametrize("spec", [ObjectStore(), ObjectStore(1), ObjectStore(deterministic=False)], ids=repr)
+def test_16_bits_are_added_in_32_and_rounded_once(spec: ObjectStore) -> None:
+    parts = [digits(rank) for rank in range(3)]
+    for summed in run_workers(3, sum_of_16_bits, spec):
+        assert torch.equal(summed, torch.stack(parts).float().sum(0).bfloat16())
+        assert not torch.equal(summed, parts[0] + parts[1] + parts[2])
+
+
 def books(fabric: Any) -> tuple[int, int, int, int]:
     store, directory = fabric.store, fabric._directory.directory
     known = (len(store.used), len(store._given), len(store._asked), len(store._waiting))

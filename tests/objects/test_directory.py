@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
-from offbeat.objects.directory import MAX_PARKED, Directory
+from offbeat.objects.directory import MAX_PARKED, Directory, Entry
+from offbeat.objects.reduction import Reduction
 from offbeat.protocol import objects as say
 from offbeat.protocol.objects import ObjectMeta, ObjectName
 from offbeat.testing.object_stores import BLOCKS, LINKS, META, SMALL, ObjectWorld
@@ -104,6 +106,51 @@ class TestBroadcast:
         world.want("b", W)
         world.run()
         assert world.stores["b"].values(W) == [7] * BLOCKS
+
+
+class TestStripes:
+    """The stripes of an object that was put reach its readers in another order each."""
+
+    META = ObjectMeta(META.dtype, META.shape, META.size_bytes, 3)
+
+    def chains(self, directory: Directory) -> list[list[list[str]]]:
+        (entry,) = directory.entries()
+        return [chains._chains for chains in entry.chains]
+
+    def put(self, directory: Directory, store: str) -> None:
+        directory.handle(store, say.PutObject(name=W, meta=self.META, generations=(1, 1, 1), whole=True, digest="1"))
+
+    def test_readers_that_ask_together_have_several_feeders(self) -> None:
+        directory = Directory(LINKS["chain"])
+        self.put(directory, "a")
+        for reader in "bcde":
+            directory.handle(reader, say.WantObject(name=W))
+        assert self.chains(directory) == [[[*"abcde"]], [[*"abedc"]], [[*"aedcb"]]]
+
+    def test_whoever_has_begun_does_not_wait_for_one_that_has_nothing_yet(self) -> None:
+        directory = Directory(LINKS["chain"])
+        self.put(directory, "a")
+        directory.handle("b", say.WantObject(name=W))
+        rate = say.ReaderRate(name=W, stripe=0, generation=1, reader="b", bytes_per_s=1e9)
+        directory.handle("a", rate)
+        for reader in "cd":
+            directory.handle(reader, say.WantObject(name=W))
+        assert self.chains(directory) == [[[*"abcd"]], [[*"abcd"]], [[*"abdc"]]]
+
+    def test_each_stripe_comes_from_another_holder(self) -> None:
+        directory = Directory(LINKS["chain"])
+        for holder in "abc":
+            self.put(directory, holder)
+        ((_, found),) = directory.handle("d", say.WantObject(name=W))
+        assert isinstance(found, say.ObjectFound)
+        assert [feeder.store for feeder in found.stripes] == [*"abc"]
+
+    def test_a_second_put_in_other_stripes_is_refused(self) -> None:
+        directory = Directory(LINKS["chain"])
+        self.put(directory, "a")
+        ((_, refused),) = directory.handle("b", put("w", META))
+        assert isinstance(refused, say.ObjectRefused)
+        assert refused.reason == "Cannot put 'w' with stripes=1: it is there in 3. Say as many."
 
 
 class TestSlowStores:
@@ -432,6 +479,50 @@ class TestReduce:
         world.run()
         assert used_in(world.stores["a"].values(W)) == set(SOURCES[:came])
 
+    @pytest.mark.parametrize("links", ["chain", "tree"])
+    def test_no_sum_goes_through_a_slow_store_while_a_leaf_is_free(self, links: str) -> None:
+        for seed in range(40):
+            world = ObjectWorld(seed, stores=8, links=links)
+            for fast in "abcd":
+                world.directory.goodput.saw(fast, "h", 1e9)
+            for slow in "ef":
+                world.directory.goodput.saw(slow, "h", 1e7)
+            world.reduce("g", W, SOURCES[:6])
+            while world.stores["g"].outbox:
+                world._tell_directory(world.stores["g"])
+            homes = world.random.sample("abcdef", 6)
+            taken: dict[int, str] = {}
+            for number, home in enumerate(homes):
+                world.put(home, SOURCES[number], 1 << number)
+                while world.stores[home].outbox:
+                    world._tell_directory(world.stores[home])
+                (entry,) = [entry for entry in world.directory.entries() if entry.name == W]
+                assert isinstance(entry.reduction, Reduction)
+                (part,) = entry.reduction.sums
+                assert part is not None
+                (at,) = part.places.keys() - taken.keys()
+                leaves = {leaf for leaf, below in part.tree.children.items() if leaf >= 0 and not below}
+                assert home not in "ef" or at in leaves or leaves <= taken.keys()
+                assert home in "ef" or at == min(set(range(6)) - taken.keys()), "in the order in which they come"
+                taken[at] = home
+            world.run()
+            assert used_in(world.stores["g"].values(W)) == set(SOURCES[:6])
+
+    @pytest.mark.parametrize("seed", range(100))
+    def test_of_slow_stores_and_a_source_of_the_callers_own(self, seed: int) -> None:
+        world = ObjectWorld(seed, stores=6, links="tree")
+        for store in "abcdef":
+            world.directory.goodput.saw(store, "x", 1e7 if world.random.random() < 0.4 else 1e9)
+        world.reduce("a", W, SOURCES[:6], count=4 + seed % 3)
+        for number, store in enumerate(world.random.sample("abcdef", 6)):
+            world.put(store, SOURCES[number], 1 << number)
+            for _ in range(world.random.randrange(10)):
+                world.step()
+            if world.random.random() < 0.1:
+                world.restart_directory()
+        world.run()
+        assert len(used_in(world.stores["a"].values(W))) == 4 + seed % 3
+
     @pytest.mark.parametrize("small", [True, False])
     @pytest.mark.parametrize("seed", range(20))
     def test_of_the_least_number_once_the_patience_is_over(self, seed: int, small: bool) -> None:
@@ -659,7 +750,7 @@ class TestBadRequests:
         return refused.reason
 
     def test_they_are_refused_in_a_sentence(self) -> None:
-        def ask(name: str, *sources: str, count: int = 1, **more: bool) -> str:
+        def ask(name: str, *sources: str, count: int = 1, **more: Any) -> str:
             names = tuple(ObjectName(source) for source in sources)
             return self.refusal(
                 say.ReduceObjects(name=ObjectName(name), sources=names, op="sum", count=count, least=count, **more)
@@ -718,3 +809,18 @@ def test_small_objects_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -
         directory.handle("a", put)
     assert told(directory, "b", say.WantObject(name=ObjectName("0"))) == [("b", "ObjectFound")], "from its store"
     assert told(directory, "b", say.WantObject(name=ObjectName("4"))) == [("b", "ObjectInline")]
+
+
+def test_room_for_a_small_object_is_found_without_a_walk_over_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.objects.directory._INLINE_CACHE_BYTES", 3 * SMALL.size_bytes)
+    directory = Directory(LINKS["chain"])
+
+    class Entries(dict[ObjectName, Entry]):
+        def values(self) -> Any:
+            raise AssertionError("there may be a million of them")
+
+    directory._entries = Entries()
+    for number in range(9):
+        directory.handle("a", put(f"{number}", SMALL, bytes(16)))
+    assert [name.id for name, entry in directory._entries.items() if entry.inline] == ["6", "7", "8"]
+    assert len(directory._inlined) == 3

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,12 +14,14 @@ import torch
 from offbeat.errors import DisagreementError, NetworkError, ObjectError, OffbeatError, PeerError
 from offbeat.objects.adding import TorchArithmetic
 from offbeat.objects.client import tensor_of
+from offbeat.objects.data_links import FeederLink
 from offbeat.objects.directory_link import DIRECTORY_LIMITS
 from offbeat.objects.directory_server import DirectoryServer
 from offbeat.objects.memory import MakerMap
 from offbeat.objects.node_store import DIRECTORY_PATIENCE, NodeStore
 from offbeat.objects.reduce_plan import LinkEstimate
 from offbeat.objects.store_access import FoundObject
+from offbeat.protocol.object_lanes import ReaderHello
 from offbeat.protocol.objects import DeleteObject, ObjectMeta, ObjectName, ReduceObjects
 from offbeat.tensors import bytes_of, dtype_name
 from offbeat.wire import tcp
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from offbeat.objects.stored_object import Outcome, StoredObject
-    from offbeat.protocol.objects import ReduceOp
+    from offbeat.protocol.objects import ReduceOp, WireDtype
     from offbeat.wire.link import PeerLink
 
 JOB = "test/objects"
@@ -49,10 +51,10 @@ class Cluster:
     def __init__(self, stores: list[NodeStore], directory: DirectoryServer, address: str) -> None:
         self.stores, self.directory, self.address = stores, directory, address
 
-    async def put(self, store: int, name: str, tensor: Tensor, *, version: int = 0) -> None:
+    async def put(self, store: int, name: str, tensor: Tensor, *, version: int = 0, stripes: int = 1) -> None:
         node, data = self.stores[store], bytes_of(tensor)
         called = ObjectName(name, version)
-        meta = ObjectMeta(dtype_name(tensor.dtype), tuple(tensor.shape), len(data))
+        meta = ObjectMeta(dtype_name(tensor.dtype), tuple(tensor.shape), len(data), stripes)
         room: asyncio.Future[ObjectError | None] = asyncio.get_running_loop().create_future()
         node.when_room(called, len(data), room.set_result)
         if (error := await room) is not None:
@@ -90,6 +92,7 @@ class Cluster:
         count: int = 0,
         striped: bool = False,
         in_order: bool = False,
+        wire: WireDtype = "",
     ) -> None:
         number = count or len(sources)
         names = tuple(ObjectName(source) for source in sources)
@@ -102,6 +105,7 @@ class Cluster:
                 least=number,
                 striped=striped,
                 in_order=in_order,
+                wire=wire,
             )
         )
 
@@ -318,6 +322,28 @@ class TestLosses:
             again = made.sent_bytes() - 4 * size
             assert again < 4 << 20, "what was on its way to the lost one, or from it"
 
+    @pytest.mark.parametrize("holders", [1, 2])
+    @in_loop
+    async def test_one_of_several_feeders_costs_its_stripes_alone(self, holders: int) -> None:
+        size, name = 48 << 20, ObjectName("w")
+        async with cluster(5) as made:
+            for store in range(holders):
+                await made.put(store, "w", tensor(3, size // 4), stripes=3)
+            readers = {store: asyncio.create_task(made.get(store, "w")) for store in range(holders, 5)}
+            sent, went = made.sent_bytes(), len(readers) * size
+            while made.sent_bytes() - sent < size:
+                await asyncio.sleep(0.001)
+            addresses = [store.address for store in made.stores]
+            fed = [[*made.stores[reader].objects[name].feeders.values()] for reader in readers]
+            victim = next(
+                store for store in range(holders, 5) if any(0 < one.count(addresses[store]) < 3 for one in fed)
+            )
+            made.stores[victim].abort()
+            for store in set(readers) - {victim}:
+                assert torch.equal(await readers[store], tensor(3, size // 4))
+            readers[victim].cancel()
+            assert made.sent_bytes() - sent - went < 4 << 20, "what was on its way to the lost one, or from it"
+
     @in_loop
     async def test_a_source_is_lost_and_a_spare_takes_its_place(self) -> None:
         size = 32 << 20
@@ -335,6 +361,27 @@ class TestLosses:
             assert torch.equal(got, tensor(value, size // 4)), "of the same sources in each block"
             used = {source.id for source in made.stores[0].used[ObjectName("sum")]}
             assert sum(2 ** int(name[1:]) for name in used) == value
+
+    @in_loop
+    async def test_a_link_that_could_not_be_made_is_tried_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with cluster(3) as made:
+            for number in range(3):
+                await made.put(number, f"g{number}", tensor(2**number))
+            dial = FeederLink.dial
+            failures: list[str] = []
+            reader, feeder = made.stores[1].address, made.stores[0].address
+
+            async def failing(link: FeederLink, **more: Any) -> None:
+                if not failures and link.address == feeder and link._unsent[0] == ReaderHello(reader):
+                    failures.append(link.address)
+                    link.lost(NetworkError("It was busy."))
+                else:
+                    await dial(link, **more)
+
+            monkeypatch.setattr(FeederLink, "dial", failing)
+            made.reduce(0, "sum", ["g0", "g1", "g2"], striped=True)
+            assert torch.equal(await made.get(0, "sum"), tensor(7)), "the store that adds does not wait for it itself"
+            assert failures
 
     @in_loop
     async def test_the_maker_is_lost_and_another_one_makes_it_again(self) -> None:
@@ -416,6 +463,19 @@ class TestANewDirectory:
             assert torch.equal(small, tensor(1, 5))
             assert torch.equal(await waiting, tensor(3))
             assert ObjectName("gone") not in made.stores[1].objects
+
+    @in_loop
+    async def test_a_deletion_does_not_come_after_a_later_put(self) -> None:
+        async with cluster(2) as made:
+            made.directory.abort()
+            await asyncio.sleep(0.3)
+            made.stores[0].delete(ObjectName("w"))
+            put = asyncio.create_task(made.put(0, "w", tensor(3)))
+            await asyncio.sleep(0.1)
+            await made.restart_directory()
+            await asyncio.wait_for(put, 20)
+            await asyncio.sleep(0.3)
+            assert torch.equal(await made.get(1, "w"), tensor(3))
 
     @in_loop
     async def test_a_put_that_failed_without_it_can_be_done_again(self) -> None:

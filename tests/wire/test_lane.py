@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import struct
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -109,6 +111,26 @@ class TestBeginInTheMiddle:
         assert out.is_whole
         assert bytes(out.memory[:start]) == bytes(start), "what was there stays"
         assert bytes(out.memory[start:]) == bytes(2 * value % 256 for value in BYTES[start:])
+
+    def test_of_a_sum_of_elements_of_other_widths(self, link: FakeLink, lanes: LaneScheduler) -> None:
+        """Own elements of 1 byte, and received ones of 2, make sums of 4; the first 1,000 are there."""
+        numel, there = SIZE // 2, 1000
+        own = GrowingBuffer(memoryview(bytes(number % 251 for number in range(numel))))
+        out = GrowingBuffer(memoryview(bytearray(numel * 4)), there * 4)
+
+        def add(out: memoryview, own: memoryview, received: bytearray) -> None:
+            theirs = memoryview(received).cast("H")
+            out.cast("I")[:] = memoryview(struct.pack(f"={len(own)}I", *map(operator.add, own, theirs))).cast("I")
+
+        lanes.add(OutgoingLane(KEY, whole(), (0,), start=there * 2))
+        sink = AddingSink(own, out, add, StagingPool(), start=there * 2, item_bytes=(1, 2, 4))
+        link.deliver(to(sink))
+        theirs = memoryview(BYTES).cast("H")
+        expected = [a + b for a, b in zip(own.memory, theirs, strict=True)][there:]
+        assert list(out.memory.cast("I")[there:]) == expected
+        assert sink.is_whole
+        with pytest.raises(PeerError, match="one of them is cut"):
+            AddingSink(own, GrowingBuffer(out.memory, 0), add, StagingPool(), item_bytes=(1, 2, 4)).destination(0, 3)
 
     def test_elsewhere_is_refused(self, link: FakeLink, lanes: LaneScheduler) -> None:
         lanes.add(OutgoingLane(KEY, whole(), (0,)))
