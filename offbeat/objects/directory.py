@@ -51,6 +51,7 @@ from offbeat.protocol.objects import (
     ReaderRate,
     ReduceObjects,
     ReduceSettled,
+    RefuseSum,
     RestartObject,
     StageFed,
     StageRuns,
@@ -261,6 +262,8 @@ class Directory:
                 return self._child_arrived(message)
             case ChildFailed():
                 return self._child_failed(message)
+            case RefuseSum():
+                return self._cannot_make(message, store)
             case StageRuns():
                 return self._stage_runs(message, store)
             case StageFed():
@@ -671,8 +674,15 @@ class Directory:
             return told
         return told + reduction.ready(source.name, store) + self._sync_target(entry)
 
-    def _refuse_reduction(self, entry: Entry, reason: str) -> Instructions:
-        refused = [(at, ObjectRefused(name=entry.name, reason=reason, differs=True)) for at in self._involved(entry)]
+    def _cannot_make(self, message: RefuseSum, store: str) -> Instructions:
+        entry = self._entries.get(message.name)
+        if entry is None or entry.reduction is None:
+            return []
+        roots = {entry.reduction.caller, *(self._root(entry, stripe) for stripe in range(len(entry.chains)))}
+        return self._refuse_reduction(entry, message.reason, differs=False) if store in roots else []
+
+    def _refuse_reduction(self, entry: Entry, reason: str, *, differs: bool = True) -> Instructions:
+        refused = [(at, ObjectRefused(name=entry.name, reason=reason, differs=differs)) for at in self._involved(entry)]
         told = self._end_reduction(entry)
         self._remove(entry)
         return [*told, *refused]

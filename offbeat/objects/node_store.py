@@ -129,6 +129,7 @@ class NodeStore:
         self._listener: Listener | None = None
         self._directories: list[DirectoryLink] = []
         self._room = ObjectRoom(self)
+        self._held: dict[ObjectName, list[FromDirectory]] = {}  # of sums that wait for room
         self._tasks: set[asyncio.Task[None]] = set()
         self.address = ""
         self.accept_onlooker: Callable[[PeerLink], Receiver] | None = None
@@ -379,10 +380,38 @@ class NodeStore:
 
     def hear(self, message: FromDirectory) -> None:
         """Do what the directory says; where there is no room for it, tell those who wait."""
+        if (held := self._held.get(message.name)) is not None:
+            held.append(message)
+            return
+        if isinstance(message, say.RunStage) and message.slot < 0 and message.name not in self.objects:
+            self._run_with_room(message)
+        else:
+            self._try(message)
+
+    def _try(self, message: FromDirectory) -> None:
         try:
             self._do(message)
         except ObjectError as error:
             self._end_wait(message.name, error)
+            if isinstance(message, say.ReduceSmall):
+                self.tell_directory(say.RefuseSum(name=message.name, reason=str(error)))
+
+    def _run_with_room(self, order: say.RunStage) -> None:
+        """Begin to make a sum once there is room for it; what the directory says of it meanwhile waits, too."""
+        held: list[FromDirectory] = []
+        self._held[order.name] = held
+
+        def told(error: ObjectError | None) -> None:
+            del self._held[order.name]
+            if error is not None:
+                self._end_wait(order.name, error)
+                self.tell_directory(say.RefuseSum(name=order.name, reason=str(error)))
+            else:
+                self._try(order)
+            for message in held:
+                self.hear(message)
+
+        self.when_room(order.name, order.meta.size_bytes, told)
 
     def _do(self, message: FromDirectory) -> None:
         name = message.name

@@ -23,6 +23,7 @@ store                                           directory
   | <----- FeedStage(target, ..., slot, child) --- |   what this child sends
   | -- ChildArrived(target, ..., slot, child) ---> |   all of it is in the sum
   | -- ChildFailed(target, ..., slot, child) ----> |   cannot read from its store
+  | -- RefuseSum(target, reason) ----------------> |   has no room for the sum that it is to make
   | <----- ReduceSmall(target, sources, parts) --- |   instead of stages: the caller's store adds
   | <----- ReduceSettled(target, used) ----------- |   which sources are in the sum
   | <----- ObjectRefused(name, reason) ----------- |   instead of any of these
@@ -503,6 +504,12 @@ class ReduceSettled(_Message, frozen=True, tag=True, kw_only=True):
     used: Annotated[tuple[ObjectName, ...], msgspec.Meta(min_length=1, max_length=MAX_SOURCES)]
 
 
+class RefuseSum(_Message, frozen=True, tag=True, kw_only=True):
+    """Word that a store cannot make a sum, or a stripe of it, that was to be made there."""
+
+    reason: Text
+
+
 class ObjectRefused(_Message, frozen=True, tag=True, kw_only=True):
     """The refusal of something that a store has said of this object.
 
@@ -532,6 +539,7 @@ FromStore = (
     | ReduceObjects
     | ChildArrived
     | ChildFailed
+    | RefuseSum
     | StageRuns
     | StageFed
 )

@@ -105,6 +105,7 @@ def some(kind: Any, dice: random.Random) -> Any:
         "stripe": dice.randrange(4),
         "bytes_per_s": dice.choice((1e3, 1e6, 1e9)),
         "feeder": dice.choice("xyz"),
+        "reason": "there is no room",
         "reader": dice.choice("xyz"),
         "sources": tuple(dice.sample(names, dice.randrange(1, 5))),
         "op": "sum",

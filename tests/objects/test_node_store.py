@@ -689,6 +689,34 @@ class TestRefused:
                 with pytest.raises(ObjectError, match="Cannot keep 'sum'"):
                     await asyncio.wait_for(asked, 10)
 
+    @pytest.mark.parametrize("numel", [5, LARGE])
+    @in_loop
+    async def test_who_waits_for_a_sum_hears_that_there_is_no_room_for_it(self, numel: int) -> None:
+        async with cluster(3, memory=26 << 20) as made:
+            await made.put(0, "full", tensor(1))
+            for number in (1, 2):
+                await made.put(number, f"g{number}", tensor(number, numel))
+            made.stores[0].most_bytes = made.stores[0].used_bytes
+            asked = asyncio.create_task(made.get(1, "sum"))
+            await asyncio.sleep(0.05)
+            made.reduce(0, "sum", ["g1", "g2"])
+            with pytest.raises(ObjectError, match=r"Cannot keep 'sum' of .* Delete some"):
+                await asyncio.wait_for(asked, 10)
+            made.reduce(1, "sum", ["g1", "g2"])
+            assert torch.equal(await made.get(2, "sum"), tensor(1, numel) + tensor(2, numel)), "another store has room"
+
+    @pytest.mark.parametrize("striped", [False, True])
+    @in_loop
+    async def test_a_copy_that_others_have_makes_room_for_a_sum(self, striped: bool) -> None:
+        async with cluster(3, memory=26 << 20) as made:
+            for number in range(2):
+                await made.put(number, f"g{number}", tensor(number))
+            await made.put(2, "full", tensor(7))
+            await made.get(0, "full")
+            made.reduce(0, "sum", ["g0", "g1"], striped=striped)
+            assert torch.equal(await made.get(0, "sum"), tensor(0) + tensor(1))
+            assert ObjectName("full") not in made.stores[0].objects
+
     @in_loop
     async def test_deleted_before_it_was_whole(self) -> None:
         async with cluster(2) as made:
