@@ -11,6 +11,7 @@ one.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import statistics
@@ -29,7 +30,7 @@ from offbeat.lab.network import Network
 from offbeat.topology import Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks/results/objects.json"
@@ -175,7 +176,7 @@ class Measurement:
         measured = ObjectTimes(
             command=COMMAND,
             date=hardware.date(),
-            versions={**hardware.versions(), **dict(_peer_versions())},
+            versions=hardware.versions() | peer_versions(),
             hardware=hardware.hardware(),
             hosts=HOSTS,
             rate_mbps=RATE_MBPS,
@@ -187,12 +188,13 @@ class Measurement:
         RESULT.write_bytes(msgspec.json.format(msgspec.json.encode(measured), indent=1) + b"\n")
 
 
-def _peer_versions() -> Iterator[tuple[str, str]]:
+def peer_versions() -> dict[str, str]:
+    """The versions of the other systems that are installed."""
+    found = {}
     for package in _PEERS:
-        try:
-            yield package, importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def read() -> ObjectTimes:
