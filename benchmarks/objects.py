@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from benchmarks.workloads.object_members import OPS, STAGGERED
-from benchmarks.workloads.object_ops import STAGGERED_BYTES
 from offbeat.lab import command_lines, goodput, hardware, launch
 from offbeat.lab.network import Network
+from offbeat.lab.object_load import OPS, STAGGERED, STAGGERED_BYTES
 from offbeat.topology import Topology
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.workloads.object_members import OPS, digest_of, numbers
+from offbeat.lab.object_load import OPS, digest_of, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

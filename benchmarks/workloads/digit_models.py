@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-BATCH, WIDTH = 32, 2048
+BATCH, WIDTH = 32, 1664
 _HELD_OUT, _QUERY = 360, 32_768
 _VOTER_STEPS, _NOISE = 150, 0.3
 
@@ -26,7 +26,7 @@ def accuracy(scores: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 class Learner:
-    """A perceptron of 8.5 million parameters in one vector, and the gradient of a batch.
+    """A perceptron of 5.7 million parameters in one vector, and the gradient of a batch.
 
     Args:
         seed: of the batches; all have the same weights at first.
@@ -44,6 +44,10 @@ class Learner:
     def weights(self) -> torch.Tensor:
         """All parameters."""
         return parameters_to_vector(self._net.parameters()).detach().clone()
+
+    def optimizer(self, weights: torch.Tensor) -> torch.optim.Optimizer:
+        """Return what changes such a vector by its gradient."""
+        return torch.optim.Adam([weights], lr=3e-4)
 
     def gradient(self, weights: torch.Tensor) -> torch.Tensor:
         """The gradient of the next batch at these weights."""

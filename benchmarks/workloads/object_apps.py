@@ -26,9 +26,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.workloads.digit_models import Learner, Voter, accuracy, query
-from benchmarks.workloads.object_members import StoreProcess
-from benchmarks.workloads.object_ops import say
 from offbeat.lab import ray_cluster
+from offbeat.lab.object_load import StoreProcess, say
 from offbeat.objects.client import connect
 
 if TYPE_CHECKING:
@@ -37,9 +36,9 @@ if TYPE_CHECKING:
     from offbeat.objects.client import ObjectClient
 
 APPS = ("sgd", "ensemble", "deltas", "readers")
-UPDATES, FIRST, RATE = 10, 4, 0.1
+UPDATES, FIRST = 12, 4
 QUERIES = 10
-VERSIONS, NUMEL, SHARE = 4, 16 << 20, 0.02
+VERSIONS, NUMEL, SHARE = 4, 8 << 20, 0.02
 """Versions that are measured; elements of two bytes each; the share of them that a version changes."""
 KILLED_IN, KILLED_AFTER_S = 3, 0.5
 """The version during which a reader is killed, and how long after it was published."""
@@ -61,19 +60,23 @@ def serve_gradients(client: ObjectClient, world: int) -> None:
     """Sum the first gradients that are there, and hand new weights to the workers that they came from."""
     learner = Learner(0)
     weights = learner.weights()
+    optimizer = learner.optimizer(weights)
     client.put("weights/0", weights)
     pending = {f"gradient/{rank}/0": (rank, 0) for rank in range(1, world)}
     based = dict.fromkeys(range(1, world), 0)  # which weights each worker has
+    client.reduce("sum/1", list(pending), num_objects=FIRST)
     for number in range(1, 1 + UPDATES):
         began_s = time.monotonic()
-        client.reduce(f"sum/{number}", list(pending), num_objects=FIRST)
-        weights -= RATE / FIRST * client.get(f"sum/{number}", timeout=_PATIENCE_S)
+        weights.grad = client.get(f"sum/{number}", timeout=_PATIENCE_S) / FIRST
+        used = {name: pending.pop(name) for name in client.reduced_set(f"sum/{number}")}
+        pending |= {f"gradient/{rank}/{count + 1}": (rank, count + 1) for rank, count in used.values()}
+        if number < UPDATES:  # gradients that are there already are added meanwhile, as Ray fetches them
+            client.reduce(f"sum/{number + 1}", list(pending), num_objects=FIRST)
+        optimizer.step()
         client.put(f"weights/{number}", weights)
-        for name in client.reduced_set(f"sum/{number}"):
-            rank, count = pending.pop(name)
+        for name, (rank, count) in used.items():
             client.put(f"turn/{rank}/{count}", torch.tensor([number]))
             client.delete(name)
-            pending[f"gradient/{rank}/{count + 1}"] = rank, count + 1
             old, based[rank] = based[rank], number
             if old not in based.values():
                 client.delete(f"weights/{old}")

@@ -2,18 +2,14 @@
 
     python object_ops.py SYSTEM WARM_UP REPEATS SIZE,SIZE,... [OP;OP...]
 
-In most systems every worker is a member (`Carrier`): each operation begins at a moment that rank 0 has named before, on
-the clock that all processes of the machine share, and ends for a worker when it has read the last element of the
-result. In Ray and Dask rank 0 drives the members (`Driver`), and the operation begins when it does. Objects are where
-they begin before that, and are deleted after it. In staggered operations members begin up to 0.3 s apart, and the clock
-starts when the last one does. JSON lines on the standard output say what was seen.
+In most systems every worker is a member, and is measured as in `offbeat.lab.object_load`. In Ray and Dask rank 0
+drives the members (`Driver`): the operation begins when it does, and ends when the last member has read the last
+element of the result.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import sys
 import time
 from contextlib import ExitStack
@@ -24,44 +20,15 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
-from benchmarks.workloads.object_members import STAGGERED, GlooRing, ObjectStores, digest_of, numbers
-from offbeat.lab import ray_cluster
+from offbeat.lab import object_load, ray_cluster
+from offbeat.lab.object_load import OPS, STAGGERED, LoadAsked, OperationCarrier, StoreMember, cells, say
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch._C._distributed_c10d import Store
 
-STAGGERED_BYTES = 32 << 20
-"""Below this size a transfer takes so little of the time between arrivals that nothing is seen."""
 CELL_S = 20.0
 """A driven cell begins no repeat after so long, once it has one."""
-_AHEAD_S, _STAGGER_S, _PATIENCE = 0.05, 0.3, timedelta(seconds=200)
 _RAY_MIB, _IDLE_S = 1536, 3.0
-
-
-class Carrier(Protocol):
-    """The Protocol of one system's way to carry tensors, in each member."""
-
-    ops: tuple[str, ...]
-
-    def prepare(self, number: int, op: str, mine: torch.Tensor) -> None:
-        """Do what is not measured, before any member has given anything."""
-
-    def give(self, number: int, op: str, mine: torch.Tensor) -> None:
-        """Have what this member gives where it begins."""
-
-    def run(self, number: int, op: str) -> torch.Tensor | None:
-        """Carry the operation out; the result, if this member gets one."""
-
-    def books(self) -> dict[str, int]:
-        """Return the bytes of memory that this host's part of the system holds now, and has held; {} if unknown."""
-
-    def clean(self, number: int, op: str) -> None:
-        """Let go of all of it."""
-
-    def close(self) -> None:
-        """The end."""
 
 
 class Driver(Protocol):
@@ -85,7 +52,42 @@ class Driver(Protocol):
         """The end."""
 
 
-def member(system: str, rank: int, world: int, store: Store) -> Carrier:
+class GlooRing:
+    """torch.distributed on Gloo."""
+
+    ops: tuple[str, ...] = OPS + STAGGERED
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._tensor = torch.empty(0)
+
+    def prepare(self, number: int, op: str, mine: torch.Tensor) -> None:
+        self._tensor = mine.clone() if op != "broadcast" or self._rank == 0 else torch.zeros_like(mine)
+
+    def give(self, number: int, op: str, mine: torch.Tensor) -> None:
+        """Gloo sends it from where it is."""
+
+    def run(self, number: int, op: str) -> torch.Tensor | None:
+        if op == "broadcast":
+            dist.broadcast(self._tensor, 0)
+        elif op.startswith("reduce"):
+            dist.reduce(self._tensor, 0)
+            return self._tensor if self._rank == 0 else None
+        else:
+            dist.all_reduce(self._tensor)
+        return self._tensor
+
+    def books(self) -> dict[str, int]:
+        return {}
+
+    def clean(self, number: int, op: str) -> None:
+        self._tensor = torch.empty(0)
+
+    def close(self) -> None:
+        """The group ends with the process."""
+
+
+def member(system: str, rank: int, world: int, store: Store) -> OperationCarrier:
     """This member of a system."""
     if system == "gloo":
         return GlooRing(rank)
@@ -93,7 +95,7 @@ def member(system: str, rank: int, world: int, store: Store) -> Carrier:
         from benchmarks.workloads.shardcast_ops import Shardcast
 
         return Shardcast(rank, world, store)
-    return ObjectStores(rank, world, store, striped="striped" in system)
+    return StoreMember(rank, world, store, striped=system == object_load.STRIPED)
 
 
 def driver(system: str, world: int, store: Store) -> Driver:
@@ -107,58 +109,7 @@ def driver(system: str, world: int, store: Store) -> Driver:
     return ray_ops.DRIVERS[system](world)
 
 
-def say(**line: object) -> None:
-    """Print a line for the benchmark."""
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
-
-
-def arrivals(world: int, repeat: int) -> list[float]:
-    """Seconds after which each member begins; 0 to `_STAGGER_S`, the same in every system."""
-    chance = random.Random(repeat)
-    return [chance.uniform(0.0, _STAGGER_S) for _ in range(world)]
-
-
-def cells(sizes: list[int], ops: tuple[str, ...], chosen: list[str]) -> Iterator[tuple[int, str]]:
-    """The cells to measure, in order."""
-    for size in sizes:
-        for op in ops:
-            if (not chosen or op in chosen) and (op not in STAGGERED or size >= STAGGERED_BYTES):
-                yield size, op
-
-
-def run_member(carrier: Carrier, rank: int, world: int, store: Store, asked: Asked) -> None:
-    """Measure as one of several members in step."""
-    number = 0
-    for size, op in cells(asked.sizes, carrier.ops, asked.ops):
-        mine, is_staggered = numbers(size, rank), op in STAGGERED
-        for repeat in range(asked.warm_up + asked.repeats):
-            number += 1
-            late = arrivals(world, repeat) if is_staggered else [0.0] * world
-            carrier.prepare(number, op, mine)
-            if not is_staggered:
-                carrier.give(number, op, mine)
-            dist.barrier()
-            if rank == 0:
-                store.set(f"begin/{number}", str(time.monotonic() + _AHEAD_S))
-            begin_s = float(store.get(f"begin/{number}"))
-            time.sleep(max(0.0, begin_s + late[rank] - time.monotonic()))
-            if is_staggered:
-                carrier.give(number, op, mine)
-            found = carrier.run(number, op)
-            if found is not None:
-                found[-1].item()
-            took_s = time.monotonic() - begin_s - max(late)
-            if repeat >= asked.warm_up:
-                digest = "" if found is None else digest_of(found)
-                took = {} if found is None else {"took_s": took_s, "digest": digest}
-                say(size=size, op=op, repeat=repeat, **took, **carrier.books())
-            del found
-            dist.barrier()
-            carrier.clean(number, op)
-
-
-def run_driver(driver: Driver, asked: Asked) -> None:
+def run_driver(driver: Driver, asked: LoadAsked) -> None:
     """Measure as the driver of all members."""
     for size, op in cells(asked.sizes, driver.ops, asked.ops):
         began_s = time.monotonic()
@@ -174,15 +125,6 @@ def run_driver(driver: Driver, asked: Asked) -> None:
             driver.clean()
 
 
-class Asked:
-    """What the command line asks for."""
-
-    def __init__(self, arguments: list[str]) -> None:
-        self.system, self.warm_up, self.repeats = arguments[0], int(arguments[1]), int(arguments[2])
-        self.sizes = [int(size) for size in arguments[3].split(",")]
-        self.ops = arguments[4].split(";") if len(arguments) > 4 else []
-
-
 def busy_cores() -> float:
     """Return how many cores of this machine are busy now."""
 
@@ -196,11 +138,9 @@ def busy_cores() -> float:
 
 
 def main() -> None:
-    asked = Asked(sys.argv[1:])
-    system, rank, world = asked.system, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=_PATIENCE)
-    store = dist.distributed_c10d._get_default_store()
+    asked = LoadAsked(sys.argv[1:])
+    system = asked.system
+    rank, world, store = object_load.begin()
     with ExitStack() as around:
         if "ray" in system:
             head, own = os.environ["MASTER_ADDR"], os.environ["GLOO_ADDRESS"]
@@ -225,7 +165,7 @@ def main() -> None:
                 say(busy_cores=round(busy_cores(), 3))
             dist.barrier()
             carrier = member(system, rank, world, store)
-            run_member(carrier, rank, world, store, asked)
+            object_load.run_member(carrier, rank, world, store, asked)
             say(ends=True)
             dist.barrier()
             carrier.close()

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.workloads import object_apps as apps
 from benchmarks.workloads.digit_models import Learner, Voter, accuracy, query
-from benchmarks.workloads.object_ops import say
+from offbeat.lab.object_load import say
 from offbeat.lab.ray_cluster import resource
 
 if TYPE_CHECKING:
@@ -83,13 +83,14 @@ def _actors(kind: type, ranks: range | list[int]) -> list[Any]:
 def _learn(world: int) -> None:
     learner, workers = Learner(0), _actors(RayWorker, range(1, world))
     weights = learner.weights()
+    optimizer = learner.optimizer(weights)
     ref = ray.put(weights.numpy())
     pending = {one.gradient.remote(ref): one for one in workers}
     for number in range(1, 1 + apps.UPDATES):
         began_s = time.monotonic()
         ready, _ = ray.wait(list(pending), num_returns=apps.FIRST)
-        for gradient in ready:
-            weights -= apps.RATE / apps.FIRST * torch.from_numpy(ray.get(gradient))
+        weights.grad = torch.from_numpy(sum(ray.get(ready))) / apps.FIRST
+        optimizer.step()
         ref = ray.put(weights.numpy())
         for gradient in ready:
             one = pending.pop(gradient)

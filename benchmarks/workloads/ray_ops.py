@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 
-from benchmarks.workloads.object_members import OPS, digest_of, numbers
+from offbeat.lab.object_load import OPS, digest_of, numbers
 from offbeat.lab.ray_cluster import resource
 
 if TYPE_CHECKING:
