@@ -116,15 +116,8 @@ def start(network: Network, system: str, *arguments: str) -> list[dict[str, Any]
             lab=network.lab,
         )
         with workers:
-            until_s = time.monotonic() + _TIMEOUT_S
-            logs = [""] * HOSTS
-            while not all('"ends"' in log for log in logs):
-                if time.monotonic() > until_s:
-                    sys.exit(f"{system} is not done within {_TIMEOUT_S:g} s:\n{logs[0][-2000:]}")
-                if any(process.poll() for process in workers._processes):
-                    sys.exit(f"A worker of {system} has failed:\n" + "\n".join(log[-1500:] for log in logs))
-                time.sleep(0.2)
-                logs = [workers.log(rank).read_text(errors="replace") for rank in range(HOSTS)]
+            workers.wait(_TIMEOUT_S)
+        logs = [workers.log(rank).read_text(errors="replace") for rank in range(HOSTS)]
     return [json.loads(line) for log in logs for line in log.splitlines() if line.startswith('{"')]
 
 

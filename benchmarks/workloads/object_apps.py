@@ -252,7 +252,6 @@ def run_stores(apps: list[str], rank: int, world: int, store: Store) -> None:
                 read_and_be_replaced(rank, store)
             else:
                 load_versions(client, rank, app)
-        say(ends=True)
         dist.barrier()
 
 
@@ -266,7 +265,6 @@ def main() -> None:
         run_stores(apps, rank, world, store)
     elif system == "shardcast":
         run_shardcast(rank, world, store)
-        say(ends=True)
         dist.barrier()
     else:
         from benchmarks.workloads import ray_apps
@@ -275,8 +273,7 @@ def main() -> None:
         with ray_cluster.node(store, rank=rank, world=world, head=head, own=own, memory_mib=_RAY_MIB):
             if rank == 0:
                 ray_apps.run(apps, world)
-            say(ends=True)
-            dist.barrier()
+                dist.barrier()
 
 
 if __name__ == "__main__":

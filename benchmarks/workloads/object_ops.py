@@ -157,16 +157,15 @@ def main() -> None:
                 driving = driver(system, world, store)
                 run_driver(driving, asked)
                 driving.close()
-            say(ends=True)
-            store.set(f"driven/{rank}", "")
-            store.wait(["driven/0"], timedelta(hours=1))
+                store.set("driven", "")
+            store.wait(["driven"], timedelta(hours=1))
+            dist.barrier()
         else:
             if system.endswith("beside ray") and rank == 0:
                 say(busy_cores=round(busy_cores(), 3))
             dist.barrier()
             carrier = member(system, rank, world, store)
             object_load.run_member(carrier, rank, world, store, asked)
-            say(ends=True)
             dist.barrier()
             carrier.close()
 

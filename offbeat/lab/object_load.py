@@ -250,7 +250,6 @@ def main() -> None:
     rank, world, store = begin()
     carrier = StoreMember(rank, world, store, striped=asked.system == STRIPED)
     run_member(carrier, rank, world, store, asked)
-    say(ends=True)
     dist.barrier()
     carrier.close()
 
