@@ -12,6 +12,7 @@ import msgspec
 from benchmarks import (
     frameworks,
     growth,
+    object_apps,
     object_deltas,
     object_faults,
     objects,
@@ -93,6 +94,7 @@ def page() -> str:
             frameworks.section(_lines),
             objects.section(_lines),
             object_faults.section(_lines),
+            object_apps.section(_lines),
             object_deltas.section(_lines),
             shared_cores(),
             simulator(),

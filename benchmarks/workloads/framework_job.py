@@ -11,9 +11,6 @@ import argparse
 import hashlib
 import logging
 import os
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import offbeat
+from offbeat.lab import ray_cluster
 from offbeat.lab.recorder import Recorder, Work
 from offbeat.straggler_model import Straggler
 
@@ -233,64 +231,26 @@ def start_ray() -> None:
     """Make this host a node of a Ray cluster, with its head on the first one, which has Ray Train do the work."""
     rank, head = int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
     world, patience = int(os.environ["WORLD_SIZE"]), timedelta(seconds=200)
-    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     store = TCPStore(head, int(os.environ["MASTER_PORT"]), world, rank == 0, timeout=patience)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
-        route.connect((head, 9))
-        own = route.getsockname()[0]
-    rest = f"--block --node-ip-address={own} --num-cpus=1 --object-store-memory={100 << 20} --disable-usage-stats"
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+    with ray_cluster.node(store, rank=rank, world=world, head=head):
         if rank == 0:
-            joins = f"--head --port={_RAY_PORT} --include-dashboard=false --temp-dir={folder}"
-        else:
-            joins = f"--address={head}:{_RAY_PORT}"
-            store.wait([f"turn {rank}"])
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *joins.split(), *rest.split()]
-        node = subprocess.Popen(command, start_new_session=True)
-        try:
-            if rank == 0:
-                _train_on_ray(store, f"{head}:{_RAY_PORT}", world, folder)
-            else:
-                store.wait(["over"])
-            store.add("left", 1)
-            while rank == 0 and store.add("left", 0) < world:
-                time.sleep(0.1)
-        finally:
-            os.killpg(node.pid, signal.SIGKILL)  # it would take half a minute to end in order
-            node.wait()
+            _train_on_ray(world)
+            store.set("over", "")
+        store.wait(["over"])
 
 
-def _train_on_ray(store: TCPStore, address: str, world: int, folder: str) -> None:
-    import ray
+def _train_on_ray(world: int) -> None:
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    _wait_until_it_listens(address)
-    ray.init(address, log_to_driver=False)
-    for rank in range(1, world):  # those that begin at the same moment take each other's files, as all have one disk
-        store.set(f"turn {rank}", "")
-        while len(ray.nodes()) <= rank:
-            time.sleep(0.1)
-    TorchTrainer(
-        train,
-        train_loop_config={"framework": "ray"},
-        scaling_config=ScalingConfig(num_workers=world, placement_strategy="STRICT_SPREAD"),
-        torch_config=TorchConfig(backend=_backend(Work.from_environment())),
-        run_config=RunConfig(storage_path=folder),
-    ).fit()
-    ray.shutdown()
-    store.set("over", "")
-
-
-def _wait_until_it_listens(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    while True:
-        try:
-            socket.create_connection((host, int(port)), 1).close()
-        except OSError:
-            time.sleep(0.1)
-        else:
-            return
+    with tempfile.TemporaryDirectory(prefix="train-", ignore_cleanup_errors=True) as folder:
+        TorchTrainer(
+            train,
+            train_loop_config={"framework": "ray"},
+            scaling_config=ScalingConfig(num_workers=world, placement_strategy="STRICT_SPREAD"),
+            torch_config=TorchConfig(backend=_backend(Work.from_environment())),
+            run_config=RunConfig(storage_path=folder),
+        ).fit()
 
 
 def _backend(work: Work) -> str:

@@ -15,7 +15,7 @@ TOML: `part_syntax` reads them.
 * `simulate`, `lab` - predict and measure a scenario
 * `report`, `verify_run` - what a run's records and history say; `track` - for those who draw them
 * `bench` - how fast parts of offbeat are here: `wire_benchmark` measures, with the calls of `rpc`;
-  `switch_benchmark`, `codec_benchmark`, `rule_benchmark`
+  `switch_benchmark`, `codec_benchmark`, `rule_benchmark`, `object_benchmark`
 * `collective` - the paths of an all-reduce; `interconnect_view` - MultiTree's evaluation, as it is shown
 * `doctor` - what works on this machine; `certs` - certificates for development; `privacy` - what contributions spend
 * `help_group` - the pages of `--help`; `timeout` - the option of that name of several commands

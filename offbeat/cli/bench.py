@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat.cli.codec_benchmark import CodecFigure
+    from offbeat.cli.object_benchmark import ObjectFigure
     from offbeat.cli.rule_benchmark import RuleFigure
     from offbeat.cli.switch_benchmark import SwitchFigure
     from offbeat.cli.wire_benchmark import WireFigure
@@ -105,6 +106,47 @@ def switch(
     if json is not None:
         _write_switch(json, figures, seconds, repeats)
     _show_switch(figures)
+
+
+@app.command()
+def objects(
+    size_mb: Annotated[str, typer.Option(metavar="N,N", help="MiB of the tensors.")] = "0.001,1,32",
+    hosts: Annotated[int, typer.Option(min=2, max=64, help="Hosts with a store each.")] = 4,
+    mbps: Annotated[
+        float | None,
+        typer.Option(min=1.0, help="Rate of each host's link: hosts are network namespaces then. Needs root."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="How often each is measured.")] = 5,
+    json: Annotated[Path | None, typer.Option(help="File for the raw records.")] = None,
+) -> None:
+    """Measure stores of objects: one tensor to all hosts, a sum at one, a sum at all, beside the tensor on one link."""
+    from offbeat.cli.object_benchmark import measure_objects
+
+    _check_folder(json)
+    sizes = [4 * round(one * 2**18) for one in _numbers(size_mb)]
+    if min(sizes) <= 0:
+        raise PlanError(f"Cannot measure sizes of {size_mb!r} MiB: each has to be 4 bytes at least, as in 0.001,1,32.")
+    with Console(stderr=True).status("") as status:
+        figures = measure_objects(sizes, hosts=hosts, rate_mbps=mbps, repeats=repeats, tell=status.update)
+    if json is not None:
+        _write_parts(json, "objects", figures, hosts=hosts, mbps=mbps)
+    _show_objects(figures)
+
+
+def _show_objects(figures: list[ObjectFigure]) -> None:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for heading in ("bytes", "median, ms", "least", "most", "x the bound"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in figures:
+        times = (f"{1e3 * each:.2f}" for each in (one.median, min(one.values), max(one.values)))
+        bound = "-" if one.bound_s is None else f"{one.median / one.bound_s:.2f}"
+        table.add_row(one.op + ", striped" * one.is_striped, f"{one.size_bytes:,}", *times, bound)
+    console = Console(width=max(80, Console().width))
+    console.print(table, crop=False)
+    console.print(
+        "Times are of the slowest host. The bound is what the tensor alone takes on one link, S/B.", soft_wrap=True
+    )
 
 
 @app.command()
@@ -213,7 +255,9 @@ def _device(name: str) -> torch.device:
     raise PlanError(f"Cannot measure on {name!r}: {why}. Use --device cpu.")
 
 
-def _write_parts(path: Path, name: str, figures: list[CodecFigure] | list[RuleFigure], **settings: Any) -> None:
+def _write_parts(
+    path: Path, name: str, figures: list[CodecFigure] | list[ObjectFigure] | list[RuleFigure], **settings: Any
+) -> None:
     """Write what was measured, and with what."""
     import msgspec
 

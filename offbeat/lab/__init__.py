@@ -26,6 +26,8 @@ A run:
 * `launch` - one worker per host with the environment of torchrun; `validator_process` - what they are judged by;
   `worker_placement` - where a process runs
 * `systems` - offbeat and the systems it is compared with, behind one function; `torchft_peer` - one of them
+* `object_load` - a worker that hands tensors to others by stores of objects (a program by itself)
+* `ray_cluster` - a Ray node on each host, for rows in which Ray does the work
 * `replay` - the worker program that replays a profile; `peer_checkpoint` - from what a script under torchrun goes on
 * `fault_injection` - the faults of a run
 * `recorder` - what a worker measures, as JSON lines; `link_sampler` - how busy each link is;

@@ -113,7 +113,7 @@ class NodeStore:
         self._given: dict[ObjectName, tuple[memoryview, Callable[[], None]]] = {}
         self.on_directory_lost: Callable[[str, OffbeatError | None], None] = lambda address, error: None
         self._job, self._credentials, self._limits = job, credentials, limits
-        self.most_bytes, self.used_bytes = most_bytes, 0
+        self.most_bytes, self.used_bytes, self._peak_bytes = most_bytes, 0, 0
         self._stages = StageRunner(self, arithmetic)
         self.objects: OrderedDict[ObjectName, StoredObject] = OrderedDict()
         self._waiting: dict[ObjectName, list[Callable[[Outcome], None]]] = {}
@@ -367,6 +367,7 @@ class NodeStore:
             call=call,
             address=self.address,
             used_bytes=self.used_bytes,
+            peak_bytes=self._peak_bytes,
             most_bytes=self.most_bytes,
             sent_bytes=self.sent_bytes,
             received_bytes=self._received_bytes + sum(feeder.received_bytes for feeder in self._feeders.values()),
@@ -765,6 +766,7 @@ class NodeStore:
             segment.seal()  # this store alone writes
         stored = self.objects[name] = StoredObject(name, meta, memory, segment, stripes, is_own, released=released)
         self.used_bytes += meta.size_bytes
+        self._peak_bytes = max(self._peak_bytes, self.used_bytes)
         return stored
 
     def remove(self, stored: StoredObject) -> None:

@@ -212,10 +212,15 @@ _Total = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class StatusAnswer(_Numbered, frozen=True, tag=True, kw_only=True):
-    """The objects of the store, and the bytes of objects that it has sent to other stores and received from them."""
+    """The objects of the store, and the bytes of objects that it has sent to other stores and received from them.
+
+    Args:
+        peak_bytes: the most that it has used.
+    """
 
     address: Annotated[str, msgspec.Meta(max_length=256)]
     used_bytes: Count
+    peak_bytes: Count
     most_bytes: Count
     sent_bytes: _Total
     received_bytes: _Total

@@ -133,6 +133,7 @@ COMMANDS = {
         "--repeats",
         "--json",
     ],
+    "bench objects": ["--size-mb", "--hosts", "--mbps", "--repeats", "--json"],
     "bench rule": ["RULES", "--workers", "--size-mb", "--seconds", "--repeats", "--json"],
     "bench wire": ["--json", "--seconds", "--repeats", "--tls"],
     "bench switch": [

@@ -78,6 +78,26 @@ def test_ray_starts_a_killed_worker_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.cold
+@pytest.mark.timeout(250)
+@pytest.mark.parametrize(
+    ("command", "right"),
+    [
+        (("async_sgd.py", "--updates", "60"), r"60 updates of 2 gradients each: ([0-9.]+)% of the held-out"),
+        (("ensemble.py", "--models", "2", "--queries", "2"), r"query 1: ([0-9.]+)% are right"),
+    ],
+)
+def test_tasks_with_objects(tmp_path: Path, command: tuple[str, ...], right: str) -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    process = start(tmp_path, str(EXAMPLES / command[0]), *command[1:])
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    found = re.search(right, said)
+    assert found is not None, said
+    assert float(found[1]) > 75, said
+
+
+@pytest.mark.slow
+@pytest.mark.cold
 @pytest.mark.timeout(120)
 def test_readers_on_ray_have_each_version_of_the_weights(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="ray is not installed")
