@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from offbeat.errors import ObjectError, OffbeatError
+from offbeat.errors import DisagreementError, ObjectError, OffbeatError
 from offbeat.objects.object_future import CallDeadline
 from offbeat.objects.versions import check_id
 from offbeat.protocol.object_versions import DESCRIPTION, MAX_RECORDS, VersionRecord, delta_name, description_name
@@ -93,8 +93,13 @@ class Publisher:
                 describe=describe,
                 deadline=deadline,
             )
-        except OffbeatError:
+        except OffbeatError as error:
             self._records = None  # look again which versions there are
+            if isinstance(error, DisagreementError):
+                raise DisagreementError(
+                    f"Cannot publish {self._name!r} version {number}: another publisher has published other tensors "
+                    "under this number. One publisher publishes under an id; the next publish() continues after it."
+                ) from error
             raise
         self._delete_all_but(retained)
         self._records, self._last, self.version = tuple(retained), made, number
