@@ -35,16 +35,16 @@ ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks/results/objects.json"
 COMMAND = "python -m benchmarks.objects"
 ESTIMATES_S = {
-    "offbeat": 60,
-    "offbeat, striped": 60,
-    "gloo": 75,
-    "offbeat beside ray": 105,
-    "ray": 170,
-    "ray, waves": 140,
+    "offbeat": 115,
+    "offbeat, striped": 115,
+    "gloo": 105,
+    "offbeat beside ray": 150,
+    "ray": 120,
+    "ray, waves": 90,
     "ray, RDT": 170,
-    "ray collective": 120,
+    "ray collective": 100,
     "dask": 150,
-    "shardcast": 60,
+    "shardcast": 45,
 }
 """Systems, and about how long one start of each takes."""
 SYSTEMS = tuple(ESTIMATES_S)
