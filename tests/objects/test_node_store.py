@@ -39,10 +39,14 @@ if TYPE_CHECKING:
     from offbeat.wire.link import PeerLink
 
 JOB = "test/objects"
-LIMITS = Limits(timeout=timedelta(seconds=1), max_body_bytes=1 << 20)
 LARGE = 3_000_001
 WAYS: list[dict[str, bool]] = [{}, {"striped": True}, {"in_order": True}, {"striped": True, "in_order": True}]
 LINKS = {"chain": LinkEstimate(0.0, 1e9, 1 << 16), "star": LinkEstimate(10.0, 1e9, 1 << 16)}
+
+
+def limits() -> Limits:
+    """All stores are on one loop, so on a busy machine a second of silence is no loss."""
+    return Limits(timeout=timedelta(seconds=stretched(1)), max_body_bytes=1 << 20)
 
 
 class Cluster:
@@ -161,7 +165,7 @@ async def cluster(
             credentials=None,
             most_bytes=memory,
             arithmetic=TorchArithmetic,
-            limits=LIMITS,
+            limits=limits(),
             directory_patience=patience,
         )
         await store.open("127.0.0.1", 0, [address], timedelta(seconds=5))
@@ -501,9 +505,8 @@ class TestANewDirectory:
             made.stores[2].delete(ObjectName("w"))
             await made.put(2, "w", tensor(2, numel))
             gate.set()
-            began_s = asyncio.get_running_loop().time()
             assert torch.equal(await made.get(2, "kept"), tensor(1, numel))
-            assert asyncio.get_running_loop().time() - began_s < 0.9, "it is the same directory, so it collects nothing"
+            assert not made.directory._is_rebuilt, "it is the same directory, so it collects nothing"
             while any(made.stores[store].directory_away_s(ObjectName("w")) for store in (0, 1)):
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.3)
@@ -577,7 +580,9 @@ class TestRefused:
     @in_loop
     async def test_a_sum_of_what_two_directories_keep(self) -> None:
         async with cluster(1) as one, cluster(1) as other:
-            store = NodeStore(job=JOB, credentials=None, most_bytes=1 << 30, arithmetic=TorchArithmetic, limits=LIMITS)
+            store = NodeStore(
+                job=JOB, credentials=None, most_bytes=1 << 30, arithmetic=TorchArithmetic, limits=limits()
+            )
             await store.open("127.0.0.1", 0, [one.address, other.address], timedelta(seconds=5))
             made = Cluster([store], one.directory, one.address)
             ids = [f"{number}/g" for number in range(20)]
