@@ -1,8 +1,10 @@
-"""What tasks do with tensors, by offbeat's stores and by plain Ray: `python -m benchmarks.object_apps [APP ...]`, root.
+"""Applications of tasks with tensors, by offbeat's stores and by plain Ray.
 
-Nine hosts at 200 Mbit/s each way (`benchmarks/workloads/object_apps.py`): asynchronous SGD with the first four of eight
-gradients, an ensemble of eight models, weights of which little changes, and readers that come and go. Each system is
-started once and does all of it; shardcast sends weights only. After each start the result is written to
+python -m benchmarks.object_apps [APP ...]
+
+Root; nine hosts at 200 Mbit/s each way (`benchmarks/workloads/object_apps.py`): asynchronous SGD with the first four of
+eight gradients, an ensemble of eight models, weights of which little changes, and readers that come and go. Each system
+is started once and does all of it; shardcast sends weights only. After each start the result is written to
 benchmarks/results/object_apps.json. `pip install -e '.[lab,peers]'`; about ten minutes. With names of applications,
 only these are measured again.
 """

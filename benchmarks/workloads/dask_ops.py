@@ -23,7 +23,7 @@ _read: dict[str, tuple[float, Any]] = {}  # in each worker: what was read last, 
 
 
 def make(size_bytes: int, rank: int) -> np.ndarray[Any, Any]:
-    """What a host gives."""
+    """Return the array that a host gives."""
     array: np.ndarray[Any, Any] = numbers(size_bytes, rank).numpy()
     return array
 
@@ -99,7 +99,7 @@ class DaskDriver:
         return self._spread(total)
 
     def _spread(self, future: Any) -> float:
-        """What `scatter(broadcast=True)` does with an object that is on one worker."""
+        """Copy an object from its worker to all others, as `scatter(broadcast=True)` does."""
         self._client.replicate([future])
         return max(map(float, self._client.gather([self._on(rank, read, future) for rank in range(self._world)])))
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RayMember:
-    """The part of one host. What it reads are numpy arrays, which Ray maps without a copy."""
+    """The part of one host. It reads numpy arrays, which Ray maps without a copy."""
 
     def __init__(self, rank: int) -> None:
         warnings.simplefilter("ignore")  # arrays that Ray maps are read-only
@@ -98,7 +98,7 @@ class RayTensorMember(RayMember):
 
     @ray.method(tensor_transport="gloo")  # type: ignore[untyped-decorator]
     def give(self) -> torch.Tensor:
-        """What this host gives, by reference."""
+        """Return the tensor that this host gives, by reference."""
         return self._mine
 
     def take(self, tensor: torch.Tensor) -> None:

@@ -209,6 +209,8 @@ class ObjectClient:
             raise ObjectError(f"Cannot put {name!r} with stripes={stripes}: 1 to {MAX_STRIPES} are possible.")
         layout = TensorLayout.of(tensor)
         if named in self._empty:
+            if stripes != 1:
+                raise ObjectError(f"Cannot put {name!r} with stripes={stripes}: what empty() has made is not cut.")
             return self._finish(named, tensor)
         meta = msgspec.structs.replace(layout.meta, stripes=stripes_for(layout.meta.size_bytes, stripes))
         return self._access.put(named, meta, layout.parts(tensor))

@@ -101,10 +101,18 @@ def _directories() -> str:
 
 def _path(job: str, directories: str) -> Path:
     """The record of a job's store in this PID namespace, beyond which no memory can be shared."""
-    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    base = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    if not base.is_absolute() or not base.is_dir():  # as after `su`
+        base = Path(tempfile.gettempdir())
     folder = base / f"offbeat-objects-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    about = folder.lstat()
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        about = folder.lstat()
+    except OSError as error:
+        raise NetworkError(
+            f"Cannot look for a store of objects in {folder}: {error.strerror}. Name a store in "
+            f"{STORE_VARIABLE}, or another folder in XDG_RUNTIME_DIR."
+        ) from error
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
         raise NetworkError(
             f"Cannot look for a store of objects in {folder}: the folder is open to other users. Remove it, or name a "

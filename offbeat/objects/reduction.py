@@ -309,22 +309,16 @@ class Reduction:
                 part.own = source
                 return self._close(part) if self.is_settled else []
             return []
-        if self.request.in_order:
-            index = self.request.sources.index(source)
-            self._members += [None] * (self.count - len(self._members))
-            self._members[index] = member
-        else:
-            if part is None and not self.request.striped:
-                part = self._begin(0, self._tree(self.count - (self._own is not None)))
-            index = self._free_position(store)
-            self._members += [None] * (index + 1 - len(self._members))
-            self._members[index] = member
+        if part is None and not self.request.striped:
+            self._begin(0, self._tree(self.count - (self._own is not None)))
+        index = self.request.sources.index(source) if self.request.in_order else self._free_position(store)
+        length = self.count if self.request.in_order else index + 1
+        self._members += [None] * (length - len(self._members))
+        self._members[index] = member
         told: Instructions = []
         if self.request.striped and index < len(self.sums):
             self._begin(index, self._ring(), member)
             told += self._fill_all(index)
-        elif part is None and not self.request.striped:
-            self._begin(0, self._tree(self.count - (self._own is not None)))
         for stripe, known in enumerate(self.sums):
             if known is not None and not self._is_root(stripe, index):
                 told += known.put(self._position(stripe, index), source, store)
@@ -337,12 +331,13 @@ class Reduction:
     def _free_position(self, store: str) -> int:
         """The first position that nobody has taken; of a slow store the first one without children, as far as there is
         one, so that nobody's sum goes through it."""
-        most = self.count - (self._own is not None)
-        free = [at for at in range(most) if at >= len(self._members) or self._members[at] is None]
-        part = self.sums[0]
+        members, part = self._members, self.sums[0]
+        first = members.index(None) if None in members else len(members)
         if self.request.striped or part is None or store not in self._slow():
-            return free[0]
-        return next((at for at in free if at < part.tree.n and not part.tree.children[at]), free[0])
+            return first
+        most = min(self.count - (self._own is not None), part.tree.n)
+        free = (at for at in range(first, most) if at >= len(members) or members[at] is None)
+        return next((at for at in free if not part.tree.children[at]), first)
 
     def _close(self, part: StripeSum) -> Instructions:
         part.divisor = len(self.used)

@@ -117,6 +117,11 @@ def test_what_cannot_start_is_said(here: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv(local_store.DIRECTORIES_VARIABLE)
     with pytest.raises(NetworkError, match=r"Cannot start a store of objects: .*memory-mib"):
         connect(memory_mib=0)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("XDG_RUNTIME_DIR", str(here / "is not there"))
+        elsewhere.setattr("tempfile.gettempdir", lambda: str(here / "nor this"))
+        with pytest.raises(NetworkError, match=r"Cannot look for a store of objects in .*nor this.*: No such file"):
+            connect()
     (folder,) = here.glob("offbeat-objects-*")
     folder.chmod(0o755)
     with pytest.raises(NetworkError, match="the folder is open to other users"):

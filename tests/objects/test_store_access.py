@@ -94,6 +94,8 @@ class TestEmpty:
         for other in (torch.ones(LARGE), made[1:], made.view(torch.int32), made[::2]):
             with pytest.raises(ObjectError, match=r"Cannot put 'w': empty\(\) has made a tensor for it"):
                 client.put("w", other)
+        with pytest.raises(ObjectError, match=r"Cannot put 'w' with stripes=2: what empty\(\) has made is not cut"):
+            client.put("w", made, stripes=2)
         client.put("w", made.fill_(1.0), timeout=20)
         client.put("small", client.empty("small", (2,), torch.int64).fill_(4), timeout=20)
         assert client.get("small", timeout=20).tolist() == [4, 4]
