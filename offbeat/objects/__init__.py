@@ -17,8 +17,8 @@
 * `version_index` - which versions there are, and who waits for a newer one
 * `chains` - who feeds whom while many read one object; `goodput` - which stores are slow
 * `reduction` - which sources are in a sum, and who takes whose place; `stripe_sum` - the stages that add one stripe of
-  it; `small_reduction` - a sum of objects that travel in messages; `running_stages` - what a new
-  directory hears of them
+  it; `sum_parts` - which sources are in which part of that; `small_reduction` - a sum of objects that travel in
+  messages; `running_stages` - what a new directory hears of stages
 * `reduce_plan` - the tree along which the sources of a reduce are summed; `reduce_checks` - why one is refused
 * `stripes` - how an object is cut into ranges that each have a way of their own
 

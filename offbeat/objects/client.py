@@ -20,7 +20,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, overload
 
 import msgspec
 import torch
@@ -51,13 +51,14 @@ if TYPE_CHECKING:
     from offbeat.objects.memory import MakerMap
     from offbeat.objects.store_access import StoreAccess
     from offbeat.protocol.object_calls import StatusAnswer
-    from offbeat.protocol.objects import ReduceOp, WireDtype
+    from offbeat.protocol.objects import ReduceOp, UsedSource, WireDtype
     from offbeat.wire.credentials import Credentials
     from offbeat.wire.session import Limits
 
 _PATIENCE = timedelta(seconds=20)
 _MOST_KEPT = 1024  # sums that were asked for, and sets of which sums were made
 T = TypeVar("T")
+OnFailure = Literal["restart", "splice"]
 
 
 def connect(
@@ -147,7 +148,7 @@ class ObjectClient:
     def __init__(self, access: StoreAccess) -> None:
         self._access = access
         self._versions = VersionedObjects(access)
-        self._used: OrderedDict[ObjectName, tuple[ObjectName, ...]] = OrderedDict()
+        self._used: OrderedDict[ObjectName, tuple[int, tuple[UsedSource, ...]]] = OrderedDict()
         self._asked: OrderedDict[ObjectName, ObjectFuture[bool]] = OrderedDict()  # sums
         self._empty: dict[ObjectName, tuple[ObjectMeta, MakerMap]] = {}
 
@@ -298,6 +299,7 @@ class ObjectClient:
         deadline: float | None = None,
         deterministic: bool = False,
         wire: Cast | None = None,
+        on_failure: OnFailure = "restart",
     ) -> None:
         """Have the sum of the sources that are there first made on this machine; does not wait: `get` it.
 
@@ -315,12 +317,16 @@ class ObjectClient:
             deadline: in seconds from now.
             deterministic: add in the order of `sources`, so that the sum has the same bits each time.
             wire: in which sources and partial sums travel over slow links; None for all bits.
+            on_failure: what becomes of the sums that a source is in when it is lost in the middle of its way and
+                another one takes its place: "restart" makes them anew, so that all elements are of the same sources;
+                "splice" keeps them and adds the other one from there on. Each element is then a sum of `num_objects`
+                sources, and `reduced_ranges` says of which.
 
         Raises:
-            ObjectError: if the numbers do not fit each other, or `wire` is another codec.
+            ObjectError: if the numbers do not fit each other, `wire` is another codec, or `on_failure` neither.
         """
-        numbers = num_objects, min_objects
-        self._reduce(target, sources, op, *numbers, deadline, in_order=deterministic, striped=False, wire=wire)
+        how = _How(op, num_objects, min_objects, deadline, deterministic, False, wire, on_failure)
+        self._reduce(target, sources, how)
 
     def allreduce(
         self,
@@ -330,6 +336,7 @@ class ObjectClient:
         op: ReduceOp = "sum",
         deterministic: bool = False,
         wire: Cast | None = None,
+        on_failure: OnFailure = "restart",
         timeout: float | None = None,
     ) -> Tensor:
         """Have the sum of all sources made, a stripe of it by each of their stores, and get it here.
@@ -342,7 +349,10 @@ class ObjectClient:
             ObjectTimeoutError: if it has not come in time.
             ObjectError: if it is lost, or was deleted.
         """
-        return _once(self.start_allreduce(target, sources, op=op, deterministic=deterministic, wire=wire), timeout)
+        begun = self.start_allreduce(
+            target, sources, op=op, deterministic=deterministic, wire=wire, on_failure=on_failure
+        )
+        return _once(begun, timeout)
 
     def start_allreduce(
         self,
@@ -352,9 +362,10 @@ class ObjectClient:
         op: ReduceOp = "sum",
         deterministic: bool = False,
         wire: Cast | None = None,
+        on_failure: OnFailure = "restart",
     ) -> ObjectFuture[Tensor]:
         """Begin an `allreduce`."""
-        self._reduce(target, sources, op, None, None, None, in_order=deterministic, striped=True, wire=wire)
+        self._reduce(target, sources, _How(op, None, None, None, deterministic, True, wire, on_failure))
         return self.start_get(target)
 
     def reduced_set(self, target: str) -> list[str]:
@@ -363,10 +374,20 @@ class ObjectClient:
         Raises:
             ObjectError: if it was not got here, or is no sum.
         """
-        used = self._used.get(ObjectName(target), ())
+        return list(self.reduced_ranges(target))
+
+    def reduced_ranges(self, target: str) -> dict[str, list[tuple[int, int]]]:
+        """The elements of a sum, as it lies in memory, that each of its sources is in: (first, after the last), ...
+
+        They are all elements, [(0, numel)], unless the sum was made with `on_failure="splice"` and a source was lost.
+
+        Raises:
+            ObjectError: as `reduced_set`.
+        """
+        numel, used = self._used.get(ObjectName(target), (0, ()))
         if not used:
             raise ObjectError(f"Cannot say what {target!r} was made of: get it first, and see that it is a sum.")
-        return [source.id for source in used]
+        return {source.name.id: list(source.ranges) or [(0, numel)] for source in used}
 
     def versions(self, name: str, *, timeout: float | None = None) -> list[int]:
         """The versions of a name that some store has all of, ascending."""
@@ -419,7 +440,7 @@ class ObjectClient:
     def _start_get(self, name: ObjectName, make: Callable[[FoundObject], T]) -> ObjectFuture[T]:
         def made(found: FoundObject) -> T:
             if found.used:
-                _keep(self._used, name, found.used)
+                _keep(self._used, name, (found.meta.numel, found.used))
             return make(found)
 
         asked = self._asked.get(name)
@@ -447,44 +468,48 @@ class ObjectClient:
             empty[1].close()
             self._access.abandon(name)
 
-    def _reduce(
-        self,
-        target: str,
-        sources: Sequence[str],
-        op: ReduceOp,
-        count: int | None,
-        least: int | None,
-        deadline: float | None,
-        *,
-        in_order: bool,
-        striped: bool,
-        wire: Cast | None,
-    ) -> None:
-        count = len(sources) if count is None else count
-        least = count if least is None else least
+    def _reduce(self, target: str, sources: Sequence[str], how: _How) -> None:
+        count = len(sources) if how.num_objects is None else how.num_objects
+        least = count if how.min_objects is None else how.min_objects
         if not 1 <= least <= count <= len(sources):
             raise ObjectError(
                 f"Cannot reduce into {target!r}: num_objects={count} and min_objects={least} have to be 1 to "
                 f"{len(sources)}, the number of sources, and min_objects no more than num_objects."
             )
-        if least < count and deadline is None:
+        if how.on_failure not in ("restart", "splice"):
+            raise ObjectError(f'Cannot reduce with on_failure={how.on_failure!r}: it is "restart" or "splice".')
+        if least < count and how.deadline is None:
             raise ObjectError(f"Cannot reduce into {target!r} with min_objects={least}: say deadline=, in seconds.")
         request = ReduceObjects(
             name=ObjectName(target),
             sources=tuple(ObjectName(source) for source in sources),
-            op=op,
+            op=how.op,
             count=count,
             least=least,
-            patience_s=deadline,
-            in_order=in_order,
-            striped=striped,
-            wire=_wire_dtype(target, wire),
+            patience_s=how.deadline,
+            in_order=how.deterministic,
+            striped=how.striped,
+            wire=_wire_dtype(target, how.wire),
+            splices=how.on_failure == "splice",
         )
         try:  # a store ends the session of a client that it cannot understand
             msgspec.convert(msgspec.to_builtins(request), ReduceObjects)
         except msgspec.ValidationError as error:
             raise ObjectError(f"Cannot reduce into {target!r}: {error}.") from error
         _keep(self._asked, request.name, self._access.reduce(request))
+
+
+class _How(NamedTuple):
+    """The arguments of `reduce`."""
+
+    op: ReduceOp
+    num_objects: int | None
+    min_objects: int | None
+    deadline: float | None
+    deterministic: bool
+    striped: bool
+    wire: Cast | None
+    on_failure: OnFailure
 
 
 def _keep(book: OrderedDict[ObjectName, T], name: ObjectName, value: T) -> None:

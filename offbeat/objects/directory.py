@@ -59,6 +59,7 @@ from offbeat.protocol.objects import (
     StopWantingVersions,
     StripeArrived,
     StripeFeeder,
+    UsedSource,
     VersionsKnown,
     WantObject,
     WantVersions,
@@ -111,7 +112,7 @@ class Entry:
     twins: dict[str, PutObject] = field(default_factory=dict)
     reduction: Reduction | SmallReduction | None = None
     made_by: ReduceObjects | None = None
-    used: tuple[ObjectName, ...] = ()
+    used: tuple[UsedSource, ...] = ()
     watched_by: list[ObjectName] = field(default_factory=list)
     deleted_because: str = ""
     moved: set[str] = field(default_factory=set)
@@ -267,7 +268,7 @@ class Directory:
             case StageRuns():
                 return self._stage_runs(message, store)
             case StageFed():
-                return []
+                return self._stage_fed(message, store)
 
     # -- puts ----------------------------------------------------------------------------------------------------
 
@@ -286,7 +287,7 @@ class Directory:
         if message.inline is not None:
             self._keep_inline(entry, message.inline)
         if entry.reduction is not None:  # of small parts, which this store has added
-            told += self._settled(entry, entry.reduction.used)
+            told += self._settled(entry, entry.reduction.used_sources)
         elif message.used:
             entry.used = message.used
         if message.whole:
@@ -367,7 +368,7 @@ class Directory:
         if isinstance(entry.reduction, Reduction) and store == self._root(entry, message.stripe):
             told += entry.reduction.whole(message.stripe, message.generation)
             if entry.reduction.is_whole:
-                told += self._settled(entry, entry.reduction.used)
+                told += self._settled(entry, entry.reduction.used_sources)
         return told
 
     def _arrived(self, entry: Entry, store: str, stripe: int) -> Instructions:
@@ -455,7 +456,7 @@ class Directory:
 
     def _answer(self, entry: Entry, store: str) -> Instructions:
         assert entry.meta is not None
-        told: Instructions = []
+        told: Instructions = [(store, ReduceSettled(name=entry.name, used=entry.used))] if entry.used else []
         if entry.inline is not None:
             entry.inline_at.add(store)
             told.append((store, ObjectInline(name=entry.name, meta=entry.meta, data=entry.inline)))
@@ -474,8 +475,6 @@ class Directory:
                 (store, ObjectFound(name=entry.name, meta=entry.meta, stripes=feeders, settled=settled)),
                 *others,
             ]
-        if entry.used:
-            told.append((store, ReduceSettled(name=entry.name, used=entry.used)))
         return told
 
     def _stripe_order(self, entry: Entry, stripe: int) -> StripeOrder | None:
@@ -592,7 +591,8 @@ class Directory:
             if entry.reduction is not None or not entry.used:
                 return []  # another member of the same all-reduce asks, or its caller again
             return [(store, ReduceSettled(name=message.name, used=entry.used))]
-        if entry.made_by is None and entry.used and not entry.is_orphaned and set(entry.used) <= set(message.sources):
+        used = {source.name for source in entry.used}
+        if entry.made_by is None and used and not entry.is_orphaned and used <= set(message.sources):
             entry.made_by = message  # for an earlier directory, which had no time to tell
             return [(store, ReduceSettled(name=message.name, used=entry.used))]
         if why := self._why_not_reduce(entry, message):
@@ -607,7 +607,7 @@ class Directory:
         """Continue with a reduce that an earlier directory planned; begin it anew where too little of it is left."""
         entry = self._entry(message.name)
         reduction = None
-        if not self._why_not_reduce(entry, message):
+        if not (message.splices or self._why_not_reduce(entry, message)):  # nobody else knows where a stage has spliced
             reduction = Reduction.resumed(
                 message, store, stages, self.measured_link, lambda: next(self._attempts), self._holders, self._slow
             )
@@ -761,6 +761,13 @@ class Directory:
         told = entry.reduction.child_failed(message.stripe, message.slot, message.attempt, message.child, message.store)
         return told + self._sync_target(entry)
 
+    def _stage_fed(self, message: StageFed, store: str) -> Instructions:
+        """A stage says where it changes to a source that takes another's place."""
+        entry = self._entries.get(message.name)
+        if entry is None or not isinstance(entry.reduction, Reduction):
+            return []
+        return entry.reduction.spliced(message.feed, message.start, store)
+
     def _stage_runs(self, message: StageRuns, store: str) -> Instructions:
         """A store that was away runs a stage: it may end, unless it belongs to a reduce that continues."""
         entry, order = self._entries.get(message.name), message.order
@@ -771,7 +778,7 @@ class Directory:
             (store, EndStage(name=message.name, stripe=order.stripe, slot=order.slot, attempt=order.attempt)),
         ]
 
-    def _settled(self, entry: Entry, used: tuple[ObjectName, ...]) -> Instructions:
+    def _settled(self, entry: Entry, used: tuple[UsedSource, ...]) -> Instructions:
         told: Instructions = [(store, ReduceSettled(name=entry.name, used=used)) for store in self._involved(entry)]
         entry.used = used
         self._stop_watching(entry)

@@ -121,7 +121,7 @@ class NodeStore:
         self._putting: dict[ObjectName, Callable[[Outcome], None]] = {}
         self._asked: dict[ObjectName, AskedSum] = {}
         self._wanting_versions: dict[str, list[VersionsWait]] = {}  # by id
-        self.used: dict[ObjectName, tuple[ObjectName, ...]] = {}
+        self.used: dict[ObjectName, tuple[say.UsedSource, ...]] = {}
         self._feeders: dict[str, FeederLink] = {}
         self._readers: set[ReaderLink] = set()
         self._rates: asyncio.TimerHandle | None = None  # of the next look at how fast they are
@@ -745,7 +745,7 @@ class NodeStore:
 
     def _add_small(self, message: say.ReduceSmall) -> None:
         name = message.name
-        self.used[name] = message.used
+        self.used[name] = tuple(say.UsedSource(source) for source in message.used)
         self.put_small(name, message.meta, self._stages.add_small(message), lambda _: None)
         self._end_asked(name, None)
 
@@ -855,7 +855,7 @@ class NodeStore:
             self._received_bytes += link.received_bytes
 
 
-def put_of(stored: StoredObject, used: tuple[ObjectName, ...] = ()) -> say.PutObject:
+def put_of(stored: StoredObject, used: tuple[say.UsedSource, ...] = ()) -> say.PutObject:
     """Describe an object that a store has, or makes, to its directory."""
     return say.PutObject(
         name=stored.name,

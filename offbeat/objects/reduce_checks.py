@@ -22,6 +22,8 @@ def why_not_so(request: ReduceObjects) -> str:
         )
     if request.in_order and request.count < len(sources):
         return f"Cannot reduce {request.count} of {len(sources)} sources into {name} in a fixed order: it takes all."
+    if request.in_order and request.splices:
+        return f"Cannot splice sources into {name} in a fixed order: no other one may take the place of a lost one."
     return ""
 
 

@@ -21,7 +21,8 @@ from offbeat.objects.edge_dtypes import EdgeDtypes
 from offbeat.objects.reduce_plan import choose, in_order, ring
 from offbeat.objects.stripe_sum import Place, StripeSum, SumTerms
 from offbeat.objects.stripes import turned
-from offbeat.protocol.objects import ITEM_BYTES
+from offbeat.objects.sum_parts import joined
+from offbeat.protocol.objects import ITEM_BYTES, UsedSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from offbeat.objects.reduce_plan import LinkEstimate, ReduceTree
     from offbeat.objects.running_stages import RunningStage
     from offbeat.objects.stripe_sum import Instructions
-    from offbeat.protocol.objects import ObjectMeta, ObjectName, ReduceObjects
+    from offbeat.protocol.objects import FeedStage, ObjectMeta, ObjectName, ReduceObjects
 
 
 class Reduction:
@@ -93,7 +94,7 @@ class Reduction:
         if any((stage.order.meta, stage.order.op, stage.order.wire) != how for stage in stages):
             return None
         for stripe in range(meta.stripes):
-            terms = SumTerms(request.name, meta, request.op, stripe, request.wire)
+            terms = made._terms(stripe)
             running = [stage for stage in stages if stage.order.stripe == stripe]
             part = StripeSum.resumed(terms, caller, running, next_attempt) if running else None
             if running and part is None:
@@ -195,6 +196,20 @@ class Reduction:
         own = [self._own] if self._own is not None else []
         return tuple(member.source for member in [*own, *self._members] if member is not None)
 
+    @property
+    def used_sources(self) -> tuple[UsedSource, ...]:
+        """Return these, with the elements that they are in: all, unless one was spliced in the middle."""
+        whole = tuple(UsedSource(source) for source in self.used)
+        if not self.request.splices:
+            return whole
+        ranges: dict[ObjectName, list[tuple[int, int]]] = {source: [] for source in self.used}
+        for part in self._parts:
+            for source, found in part.ranges.items():
+                ranges.setdefault(source, []).extend(found)
+        together = {source: joined(found) for source, found in ranges.items()}
+        is_all = [(0, self.meta.numel)]
+        return tuple(UsedSource(source, () if found == is_all else tuple(found)) for source, found in together.items())
+
     def later(self, stripe: int, store: str) -> list[str]:
         """The members' stores that read a stripe after this one, so that with stripes every link has as much to do.
 
@@ -251,6 +266,11 @@ class Reduction:
         self._lose(index)
         return self._settle()
 
+    def spliced(self, feed: FeedStage, start: int, store: str) -> Instructions:
+        """A stage has said where it changes to a source that takes another's place."""
+        part = self._sum(feed.stripe)
+        return [] if part is None else part.spliced(feed, start, store)
+
     def retry(self) -> Instructions:
         """Perhaps what could not be read can be now."""
         self._unreadable.clear()
@@ -261,7 +281,7 @@ class Reduction:
         part = self._sum(stripe)
         if part is None or part.generation != generation or part.is_whole:
             return []
-        part.is_whole = True
+        part.finish()
         return self.end() if self.is_whole else []
 
     def expire(self) -> Instructions:
@@ -352,8 +372,12 @@ class Reduction:
     def _ring(self) -> ReduceTree:
         return ring(self.count - 1, self._dtypes.inner_factor)
 
+    def _terms(self, stripe: int) -> SumTerms:
+        asked = self.request
+        return SumTerms(asked.name, self.meta, asked.op, stripe, asked.wire, asked.splices)
+
     def _begin(self, stripe: int, tree: ReduceTree, root: Place | None = None) -> StripeSum:
-        terms = SumTerms(self.request.name, self.meta, self.request.op, stripe, self.request.wire)
+        terms = self._terms(stripe)
         if root is None:
             own, store = self._own, self.caller
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from offbeat.protocol.objects import ReduceSmall
+from offbeat.protocol.objects import ReduceSmall, UsedSource
 
 if TYPE_CHECKING:
     from offbeat.objects.stripe_sum import Instructions
@@ -38,6 +38,11 @@ class SmallReduction:
         if self.request.in_order:
             return tuple(source for source in self.request.sources if source in self._parts)
         return tuple(self._parts)
+
+    @property
+    def used_sources(self) -> tuple[UsedSource, ...]:
+        """Return these, as they are told."""
+        return tuple(UsedSource(source) for source in self.used)
 
     def ready(self, source: ObjectName, data: bytes) -> Instructions:
         """A source is there."""

@@ -113,6 +113,14 @@ class Stage:
         self._sinks[child] = sink.end
         return sink, start
 
+    def stop_adding(self, child: int) -> int:
+        """Add no more of what a child has sent so far; returns the number of elements that are in the sum."""
+        if (end := self._sinks.pop(child, None)) is not None:
+            end()
+        row = self._rows[child + 1]
+        assert row is not None
+        return row.progress // ITEM_BYTES[self._dtypes.total]
+
     def before(self, child: int) -> GrowingBuffer | None:
         """Return the row that a child is added to; None if it is the first."""
         return self._rows[child]

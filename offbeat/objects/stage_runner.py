@@ -173,6 +173,10 @@ class StageRunner:
         self._stop_child(stage, feed.child)
         stage.feeds[feed.child] = feed
         stage.failed.discard(feed.child)
+        if feed.splices:
+            start = stage.stop_adding(feed.child)
+            self._store.tell_directory(say.StageFed(name=feed.name, feed=feed, start=start))
+            return
 
         def arrived() -> None:
             self._readings.pop(key, None)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from offbeat.objects.memory import MakerMap
     from offbeat.pending import Completion
     from offbeat.protocol.object_calls import StatusAnswer, VersionsAnswer
-    from offbeat.protocol.objects import ObjectMeta, ObjectName, ReduceObjects
+    from offbeat.protocol.objects import ObjectMeta, ObjectName, ReduceObjects, UsedSource
 
 T = TypeVar("T")
 _COPY_BYTES = 4 << 20
@@ -38,7 +38,7 @@ class FoundObject:
 
     meta: ObjectMeta
     memory: Any
-    used: tuple[ObjectName, ...]
+    used: tuple[UsedSource, ...]
 
     @property
     def view(self) -> memoryview:

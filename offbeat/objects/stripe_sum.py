@@ -18,12 +18,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offbeat.objects.reduce_plan import CALLER, ReduceTree
+from offbeat.objects.stripes import cut
+from offbeat.objects.sum_parts import SumParts
 from offbeat.protocol.objects import EndStage, FeedStage, FromDirectory, ObjectName, RunStage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from offbeat.objects.running_stages import RunningStage
+    from offbeat.objects.sum_parts import Ranges
     from offbeat.protocol.objects import ObjectMeta, ReduceOp, WireDtype
 
 Instructions = list[tuple[str, FromDirectory]]
@@ -39,6 +42,7 @@ class SumTerms:
         op: how.
         stripe: which.
         wire: the dtype in which its parts travel, if it is another one than they have.
+        splices: whether a source that takes another's place is added from where that one ended.
     """
 
     name: ObjectName
@@ -46,6 +50,14 @@ class SumTerms:
     op: ReduceOp
     stripe: int
     wire: WireDtype = ""
+    splices: bool = False
+
+    @property
+    def element_range(self) -> tuple[int, int]:
+        """Return the elements of the stripe: the first one, and the one after the last."""
+        meta = self.meta
+        begin, end = cut(meta.size_bytes, meta.stripes, meta.item_bytes)[self.stripe]
+        return begin // meta.item_bytes, end // meta.item_bytes
 
 
 @dataclass
@@ -69,6 +81,7 @@ class StripeSum:
     Attributes:
         is_whole: whether the root has all of it.
         divisor: sources of which a mean is made.
+        ranges: the elements that each source is in, if it splices and is whole.
     """
 
     def __init__(
@@ -83,9 +96,11 @@ class StripeSum:
         self._places: list[Place | None] = [None] * tree.n
         self._attempts: dict[int, int] = {}
         self._arrived: set[tuple[int, int]] = set()  # (stage, position of its child) that is in its sum
+        self._parts = SumParts() if terms.splices else None
         self._taken: int | None = None  # positions that are taken, once no more will be
         self.is_whole = False
         self.divisor = 1
+        self.ranges: Ranges = {}
 
     @classmethod
     def resumed(
@@ -187,7 +202,7 @@ class StripeSum:
         if is_same and is_whole:
             return []
         told = self._run(position)
-        if before is None or is_same:
+        if before is None or is_same or self._parts is not None:
             return told + self._feed(self._parent(position), position)
         for stage in self._path(position):
             told += self._run(stage)
@@ -230,6 +245,21 @@ class StripeSum:
         at = self._child(stage, attempt, child)
         place = None if at is None else self._places[at]
         return at if place is not None and place.store == store else None
+
+    def spliced(self, feed: FeedStage, start: int, store: str) -> Instructions:
+        """A stage has said from which element on it will add what feeds it now: it may begin."""
+        if self._parts is None or not self.has_stage(feed.slot, feed.attempt, store):
+            return []
+        begin = self._parts.spliced(feed, start)
+        return [] if begin is None else [(store, begin)]
+
+    def finish(self) -> None:
+        """The root has all of it."""
+        self.is_whole = True
+        if self._parts is not None:
+            first, last = self._terms.element_range
+            found = self._parts.ranges(CALLER, self.generation, last - first)
+            self.ranges = {source: [(first + a, first + b) for a, b in at] for source, at in found.items()}
 
     def ended(self) -> Instructions:
         """No stage is needed any more."""
@@ -307,7 +337,7 @@ class StripeSum:
     def _order(self, stage: int) -> tuple[str, FromDirectory]:
         store = self._store(stage)
         assert store is not None
-        return store, RunStage(
+        order = RunStage(
             name=self._terms.name,
             meta=self._terms.meta,
             stripe=self._terms.stripe,
@@ -322,6 +352,9 @@ class StripeSum:
             divisor=self.divisor if stage == CALLER and self._terms.op == "mean" else 1,
             wire=self._terms.wire,
         )
+        if self._parts is not None:
+            self._parts.runs(order)
+        return store, order
 
     def _feed(self, stage: int, child: int) -> Instructions:
         """Have a stage read what a child sends, if both are there."""
@@ -345,4 +378,4 @@ class StripeSum:
             child_slot=child,
             child_attempt=self._attempts[child] if runs else 0,
         )
-        return [*told, (store, feed)]
+        return [*told, (store, feed if self._parts is None else self._parts.feed(feed))]

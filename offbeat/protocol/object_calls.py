@@ -39,6 +39,7 @@ from offbeat.protocol.objects import (
     ObjectMeta,
     ObjectName,
     ReduceObjects,
+    UsedSource,
 )
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ class ObjectAnswer(_Numbered, frozen=True, tag=True, kw_only=True):
     process: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
     descriptor: _Descriptor = 0
     data: _Data = b""
-    used: Annotated[tuple[ObjectName, ...], msgspec.Meta(max_length=MAX_SOURCES)] = ()
+    used: Annotated[tuple[UsedSource, ...], msgspec.Meta(max_length=MAX_SOURCES)] = ()
 
 
 class VersionsAnswer(_Numbered, frozen=True, tag=True, kw_only=True):

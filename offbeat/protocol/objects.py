@@ -27,6 +27,7 @@ store                                           directory
   | <----- ReduceSmall(target, sources, parts) --- |   instead of stages: the caller's store adds
   | <----- ReduceSettled(target, used) ----------- |   which sources are in the sum
   | <----- ObjectRefused(name, reason) ----------- |   instead of any of these
+  | -- StageFed(feed, start) --------------------> |   where a spare is to continue a sum, if it `splices`
   | -- StageRuns(order), StageFed(feed) ---------> |   reports to a directory that begins anew, after StoreHello
 
 A directory that begins anew learns what there is from the stores: each puts again what it has or makes, reports the
@@ -103,6 +104,25 @@ ITEM_BYTES = {
 """The dtypes of objects, as torch calls them without "torch.", with the bytes of an element."""
 
 
+ElementRange = tuple[Count, Count]
+"""The first element of a range, and the one after its last."""
+
+
+class UsedSource(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A source that is in a sum.
+
+    Args:
+        name: of it.
+        ranges: of the sum's elements that it is in, ascending; () for all of them.
+    """
+
+    name: ObjectName
+    ranges: Annotated[tuple[ElementRange, ...], msgspec.Meta(max_length=MAX_STRIPES * 16)] = ()
+
+
+_Used = Annotated[tuple[UsedSource, ...], msgspec.Meta(max_length=MAX_SOURCES)]
+
+
 class ObjectMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A description of an object.
 
@@ -168,7 +188,7 @@ class PutObject(_Message, frozen=True, tag=True, kw_only=True):
     whole: bool = False
     digest: _ContentDigest = ""
     inline: _Inline | None = None
-    used: Annotated[tuple[ObjectName, ...], msgspec.Meta(max_length=MAX_SOURCES)] = ()
+    used: _Used = ()
 
     def __post_init__(self) -> None:
         if len(self.generations) != self.meta.stripes:
@@ -369,6 +389,7 @@ class ReduceObjects(_Message, frozen=True, tag=True, kw_only=True):
             the store that asks makes all of it.
         most_stripes: with stripes, so many at most.
         wire: the dtype in which sources and partial sums travel, if it is another one than they have.
+        splices: whether a source that takes a lost one's place is added from where that one ended.
     """
 
     sources: Annotated[tuple[ObjectName, ...], msgspec.Meta(min_length=1, max_length=MAX_SOURCES)]
@@ -380,6 +401,7 @@ class ReduceObjects(_Message, frozen=True, tag=True, kw_only=True):
     striped: bool = False
     most_stripes: Annotated[int, msgspec.Meta(ge=1, le=MAX_STRIPES)] = MAX_STRIPES
     wire: WireDtype = ""
+    splices: bool = False
 
 
 class RunStage(_Message, frozen=True, tag=True, kw_only=True):
@@ -424,6 +446,8 @@ class FeedStage(_Message, frozen=True, tag=True, kw_only=True):
         store: that has what it sends.
         source: the object itself, if the child has no children; None for the sum of stage `child_slot`.
         child_attempt: of that stage.
+        splices: whether the stage is to say first from which element on it will add the child (`StageFed`), and to wait
+            until it is told again.
     """
 
     stripe: Stripe
@@ -434,6 +458,7 @@ class FeedStage(_Message, frozen=True, tag=True, kw_only=True):
     source: ObjectName | None
     child_slot: Slot
     child_attempt: Generation
+    splices: bool = False
 
 
 class EndStage(_Message, frozen=True, tag=True, kw_only=True):
@@ -451,14 +476,16 @@ class StageRuns(_Message, frozen=True, tag=True, kw_only=True):
 
 
 class StageFed(_Message, frozen=True, tag=True, kw_only=True):
-    """A report, after `StageRuns`: this child feeds the stage.
+    """A report, after `StageRuns`: this child feeds the stage. Or the answer to a feed that `splices`.
 
     Args:
         arrived: whether all of its bytes are in the stage's sum.
+        start: the element of the stripe from which on it will be added.
     """
 
     feed: FeedStage
-    arrived: bool
+    arrived: bool = False
+    start: Count = 0
 
 
 class ChildArrived(_Message, frozen=True, tag=True, kw_only=True):
@@ -501,7 +528,7 @@ class ReduceSmall(_Message, frozen=True, tag=True, kw_only=True):
 class ReduceSettled(_Message, frozen=True, tag=True, kw_only=True):
     """The sources that are in the sum."""
 
-    used: Annotated[tuple[ObjectName, ...], msgspec.Meta(min_length=1, max_length=MAX_SOURCES)]
+    used: Annotated[tuple[UsedSource, ...], msgspec.Meta(min_length=1, max_length=MAX_SOURCES)]
 
 
 class RefuseSum(_Message, frozen=True, tag=True, kw_only=True):

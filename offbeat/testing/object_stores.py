@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from offbeat.objects.directory import Directory
 from offbeat.objects.reduce_plan import LinkEstimate
-from offbeat.objects.stripes import LEAST_STRIPE_BYTES
+from offbeat.objects.stripes import LEAST_STRIPE_BYTES, cut
 from offbeat.protocol import objects as say
 from offbeat.protocol.objects import ObjectMeta, ObjectName
 
@@ -42,6 +42,12 @@ LINKS = {
     "tree": LinkEstimate(0.002, 1e9, 32 << 10),
     "star": LinkEstimate(10.0, 1e9, 1 << 20),
 }
+
+
+def first_element(meta: ObjectMeta, stripe: int, block: int) -> int:
+    """The first element of a block; of the one after the last, the first after the stripe."""
+    begin, end = (at // meta.item_bytes for at in cut(meta.size_bytes, meta.stripes, meta.item_bytes)[stripe])
+    return begin + (end - begin) * block // BLOCKS
 
 
 @dataclass
@@ -75,7 +81,7 @@ class ModelStore:
         self.address, self.makings = address, makings
         self.copies: dict[ObjectName, Copy] = {}
         self.stages: dict[tuple[ObjectName, int, int], ModelStage] = {}
-        self.used: dict[ObjectName, tuple[ObjectName, ...]] = {}
+        self.used: dict[ObjectName, tuple[say.UsedSource, ...]] = {}
         self.refused: dict[ObjectName, str] = {}
         self.forgotten: set[ObjectName] = set()
         self.wants: set[ObjectName] = set()
@@ -119,14 +125,14 @@ class ModelStore:
             case say.FeedStage():
                 stage = self.stages.get((name, message.stripe, message.slot))
                 if stage is not None and stage.order.attempt == message.attempt:
-                    stage.feeds[message.child] = message
+                    self._feed_stage(stage, message)
             case say.EndStage():
                 key = name, message.stripe, message.slot
                 if key in self.stages and self.stages[key].order.attempt <= message.attempt:
                     del self.stages[key]
             case say.ReduceSmall():
                 total = sum(part[0] for part in message.parts)
-                self.used[name] = message.used
+                self.used[name] = tuple(say.UsedSource(source) for source in message.used)
                 self.requests.pop(name, None)
                 made = next(self.makings)
                 self.copies[name] = Copy(message.meta, [[total] * BLOCKS], [made], [""], is_own=True, making=total)
@@ -201,6 +207,15 @@ class ModelStore:
             copy.blocks[stripe], copy.generations[stripe] = [], generation
         copy.feeders[stripe] = feeder
         copy.reported = {one for one in copy.reported if one[0] != stripe}
+
+    def _feed_stage(self, stage: ModelStage, feed: say.FeedStage) -> None:
+        if not feed.splices:
+            stage.feeds[feed.child] = feed
+            return
+        stage.feeds.pop(feed.child, None)
+        stripe = stage.order.stripe
+        first, at = (first_element(stage.order.meta, stripe, block) for block in (0, len(stage.rows[feed.child + 1])))
+        self.outbox.append(say.StageFed(name=feed.name, feed=feed, start=at - first))
 
     def _run_stage(self, order: say.RunStage) -> None:
         key = order.name, order.stripe, order.slot

@@ -5,15 +5,19 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from offbeat.objects.directory import MAX_PARKED, Directory, Entry
 from offbeat.objects.reduction import Reduction
 from offbeat.protocol import objects as say
 from offbeat.protocol.objects import ObjectMeta, ObjectName
-from offbeat.testing.object_stores import BLOCKS, LINKS, META, SMALL, ObjectWorld
+from offbeat.testing.object_stores import BLOCKS, LINKS, META, SMALL, ObjectWorld, first_element
 
 W = ObjectName("w")
+FEED = say.FeedStage(
+    name=W, stripe=0, slot=0, attempt=1, child=0, store="a", source=W, child_slot=0, child_attempt=0, splices=True
+)
 
 
 def put(name: str, meta: ObjectMeta, inline: bytes | None = None) -> say.PutObject:
@@ -409,6 +413,21 @@ def used_in(values: list[int]) -> set[ObjectName]:
     return {source for number, source in enumerate(SOURCES) if values[0] >> number & 1}
 
 
+def check_parts(values: list[int], used: tuple[say.UsedSource, ...], stripes: int, count: int) -> None:
+    """Each block is the sum of `count` sources, and of those that are told."""
+    meta = msgspec.structs.replace(META, stripes=stripes)
+    for at, value in enumerate(values):
+        element = first_element(meta, *divmod(at, BLOCKS))
+        within = (
+            number
+            for number, source in enumerate(SOURCES)
+            for one in used
+            if one.name == source and (not one.ranges or any(first <= element < after for first, after in one.ranges))
+        )
+        assert value == sum(1 << number for number in within), (at, values, used)
+        assert value.bit_count() == count
+
+
 class TestReduce:
     @pytest.mark.parametrize("seed", range(30))
     @pytest.mark.parametrize("links", LINKS)
@@ -433,9 +452,9 @@ class TestReduce:
         for store in world.stores.values():
             if W in store.wants:
                 assert used_in(store.values(W)) == set(sources)
-                assert set(store.used[W]) == set(sources)
+                assert {source.name for source in store.used[W]} == set(sources)
                 if more.get("in_order") and not more.get("striped"):
-                    assert store.used[W] == tuple(sources)
+                    assert [source.name for source in store.used[W]] == list(sources)
             assert not store.stages, "they end with the sum"
 
     @pytest.mark.parametrize("seed", range(60))
@@ -450,7 +469,7 @@ class TestReduce:
         world.run()
         used = used_in(world.stores["a"].values(W))
         assert len(used) == 4
-        assert used == set(world.stores["a"].used[W])
+        assert used == {source.name for source in world.stores["a"].used[W]}
 
     @pytest.mark.parametrize("seed", range(20))
     @pytest.mark.parametrize("count", [1, 3])
@@ -596,9 +615,9 @@ class TestANewDirectory:
         for store in world.stores.values():
             if W in store.wants:
                 assert used_in(store.values(W)) == set(sources)
-                assert set(store.used[W]) == set(sources)
+                assert {source.name for source in store.used[W]} == set(sources)
                 if more.get("in_order") and not more.get("striped"):
-                    assert store.used[W] == tuple(sources)
+                    assert [source.name for source in store.used[W]] == list(sources)
             assert not store.stages, "they end with the sum"
             assert not store.refused
 
@@ -644,7 +663,14 @@ def check_losses(seed: int, *, restarts: bool = False) -> None:
     """Sources die, links are cut, others come: the sum is of exactly as many as were asked, and of those it names."""
     dice = random.Random(seed)
     world = ObjectWorld(seed, stores=9, links=dice.choice(sorted(LINKS)))
-    more = dice.choice(({}, {}, {"striped": True}, {"in_order": True}))
+    ways: tuple[dict[str, Any], ...] = (
+        {},
+        {"striped": True},
+        {"in_order": True},
+        {"splices": True},
+        {"striped": True, "splices": True},
+    )
+    more = dice.choice(ways)
     n = dice.randrange(2, 7)
     count = n if more.get("in_order") else dice.randrange(1, n + 1)
     homes = dict(zip(SOURCES[:n], dice.sample("abcdefg", n), strict=True))
@@ -692,10 +718,11 @@ def check_losses(seed: int, *, restarts: bool = False) -> None:
     done = {}
     for store in world.stores.values():
         for name in store.wants - {*SOURCES}:
-            done[store.address] = used_in(store.values(name))
-    assert len(done[caller]) == count, done
-    assert all(used == done[caller] for used in done.values())
-    assert set(world.stores[caller].used[W]) == done[caller]
+            done[store.address] = store.values(name)
+    assert all(values == done[caller] for values in done.values())
+    check_parts(done[caller], world.stores[caller].used[W], len(done[caller]) // BLOCKS, count)
+    if not more.get("splices"):
+        assert len(used_in(done[caller])) == count
 
 
 @pytest.mark.slow
@@ -766,6 +793,7 @@ class TestBadRequests:
         assert "a source is named twice" in ask("y", "x", "x")
         assert "Cannot reduce 3 (at least 3) of 2 sources" in ask("y", "x", "z", count=3)
         assert "in a fixed order: it takes all" in ask("y", "x", "z", in_order=True)
+        assert "in a fixed order: no other one may" in ask("y", "x", "z", count=2, in_order=True, splices=True)
         assert ask("y", "y", "x") == "Cannot reduce into 'y': it would be a source of itself."
         assert ask("w", "sum") == "Cannot reduce into 'w': it would be a source of itself."
 
@@ -793,6 +821,7 @@ class TestBadRequests:
                     say.FeederFailed(name=name, generation=1, stripe=9, feeder="a"),
                     say.ObjectWhole(name=name, digest="2"),
                     say.ChildArrived(name=name, stripe=0, slot=0, attempt=1, child=0),
+                    say.StageFed(name=name, feed=FEED, start=3),
                     say.ChildFailed(name=name, stripe=0, slot=0, attempt=1, child=0, store="a"),
                 ):
                     assert not directory.handle(store, message)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from offbeat.errors import PeerError
 from offbeat.objects.directory import Directory
 from offbeat.protocol import object_calls, object_lanes, objects
-from offbeat.protocol.objects import ObjectMeta, ObjectName
+from offbeat.protocol.objects import ObjectMeta, ObjectName, UsedSource
 from offbeat.testing.object_stores import LINKS, descendants
 
 if TYPE_CHECKING:
@@ -99,7 +99,9 @@ def some(kind: Any, dice: random.Random) -> Any:
         "whole": whole,
         "digest": dice.choice(("1", "2")) if whole else "",
         "inline": bytes(12) if meta.size_bytes == 12 else None,
-        "used": tuple(dice.sample(names, dice.randrange(3))),
+        "used": tuple(UsedSource(name) for name in dice.sample(names, dice.randrange(3))),
+        "splices": dice.random() < 0.3,
+        "start": dice.randrange(1 << 18),
         "have_bytes": dice.randrange(100),
         "generation": dice.randrange(12),
         "stripe": dice.randrange(4),

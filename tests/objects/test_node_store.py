@@ -97,6 +97,7 @@ class Cluster:
         striped: bool = False,
         in_order: bool = False,
         wire: WireDtype = "",
+        splices: bool = False,
     ) -> None:
         number = count or len(sources)
         names = tuple(ObjectName(source) for source in sources)
@@ -110,6 +111,7 @@ class Cluster:
                 striped=striped,
                 in_order=in_order,
                 wire=wire,
+                splices=splices,
             )
         )
 
@@ -239,7 +241,20 @@ async def test_the_first_two_of_three() -> None:
         await made.put(2, "g2", tensor(4))
         await made.put(1, "g1", tensor(2))
         assert torch.equal(await waiting, tensor(6))
-        assert {source.id for source in made.stores[0].used[ObjectName("sum")]} == {"g1", "g2"}
+        assert {source.name.id for source in made.stores[0].used[ObjectName("sum")]} == {"g1", "g2"}
+
+
+@pytest.mark.parametrize("numel", [4, LARGE])
+@in_loop
+async def test_whoever_gets_a_sum_later_is_told_of_what_it_is_made(numel: int) -> None:
+    async with cluster(3) as made:
+        for number in (1, 2):
+            await made.put(number, f"g{number}", tensor(number, numel))
+        await made.reduced(0, "sum", ["g1", "g2"])
+        await made.get(0, "sum")
+        for store in (1, 2):
+            await made.get(store, "sum")
+            assert {source.name.id for source in made.stores[store].used[ObjectName("sum")]} == {"g1", "g2"}
 
 
 @in_loop
@@ -363,8 +378,37 @@ class TestLosses:
             value = int(got[1].item())
             assert value in (2 + 4 + 8, 2 + 8 + 16)
             assert torch.equal(got, tensor(value, size // 4)), "of the same sources in each block"
-            used = {source.id for source in made.stores[0].used[ObjectName("sum")]}
+            used = {source.name.id for source in made.stores[0].used[ObjectName("sum")]}
             assert sum(2 ** int(name[1:]) for name in used) == value
+
+    @pytest.mark.parametrize("striped", [False, True])
+    @in_loop
+    async def test_a_spare_is_added_from_where_the_lost_source_ended(self, striped: bool) -> None:
+        size = 32 << 20
+        async with cluster(5) as made:
+            made.reduce(0, "sum", [f"g{number}" for number in range(1, 5)], count=3, striped=striped, splices=True)
+            waiting = asyncio.create_task(made.get(0, "sum"))
+            for number in (1, 2, 3):
+                await made.put(number, f"g{number}", tensor(2**number, size // 4))
+            target = ObjectName("sum")
+            while target not in made.stores[0].objects or made.stores[0].objects[target].have_bytes < size // 8:
+                await asyncio.sleep(0)
+            made.stores[2].abort()
+            await made.put(4, "g4", tensor(16, size // 4))
+            got = await waiting
+            expected = torch.zeros_like(got)
+            for source in made.stores[0].used[target]:
+                for begin, end in source.ranges or [(0, size // 4)]:
+                    expected[begin:end] += tensor(2 ** int(source.name.id[1:]), size // 4)[begin:end]
+            assert torch.equal(got, expected)
+            for begin in (1, size // 8 + 1, size // 4 - 6):
+                assert int(got[begin : begin + 7].max()) // 6 in (2 + 4 + 8, 2 + 8 + 16), "three in each element"
+            if not striped:
+                used = {source.name.id: source.ranges for source in made.stores[0].used[target]}
+                (((begin, after),), ((first, end),)) = used["g2"], used["g4"]
+                assert (begin, end) == (0, size // 4)
+                assert size // 32 <= after == first < size // 4
+                assert used["g1"] == used["g3"] == ()
 
     @in_loop
     async def test_a_link_that_could_not_be_made_is_tried_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
