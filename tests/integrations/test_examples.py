@@ -55,7 +55,7 @@ def test_each_learns(tmp_path: Path, package: str, command: tuple[str, ...]) -> 
 @pytest.mark.cold
 @pytest.mark.timeout(180)
 def test_ray_starts_a_killed_worker_again(tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="ray is not installed")
+    pytest.importorskip("ray.train", reason="ray[train] is not installed", exc_type=ImportError)
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     example, kept = str(EXAMPLES / "ray_digits.py"), str(tmp_path / "kept")
     lines, killed = [], False
