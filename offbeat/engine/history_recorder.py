@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from offbeat.engine.exchange_result import ExchangeResult
     from offbeat.plan import Plan
     from offbeat.server.client.requests import PulledParameters
     from offbeat.switch.table_client import StepGrant
@@ -114,14 +115,15 @@ class HistoryRecorder:
         if self._writer is not None:
             self._writer.append(StepGranted(model, *grant))
 
-    def record_contribution(self, model: int, step: int, *, samples: float, weights: tuple[float, ...]) -> None:
-        """Record what this worker contributed to a step that it does not make itself: it leaves behind the exchange.
+    def record_contribution(self, model: int, step: int, result: ExchangeResult, *, samples: float) -> None:
+        """Record what this worker contributed to a step that it does not make itself: it leaves after the exchange.
 
         Args:
-            weights: as in `record_parameters`.
+            result: of that exchange.
         """
         if self._writer is not None:
-            self._writer.append(ParametersAfter(model, step, time.monotonic(), None, samples, weights=weights))
+            at_s, weights, given = time.monotonic(), result.weights, result.given
+            self._writer.append(ParametersAfter(model, step, at_s, None, samples, weights=weights, given=given))
 
     def record_server_parameters(
         self,

@@ -513,7 +513,7 @@ class WorkerSession:
         samples = self.context.metrics.last_samples
         for model, one in enumerate(self.models.together):
             if (result := one.pending_result) is not None:
-                self.context.history.record_contribution(model, one.step - 1, samples=samples, weights=result.weights)
+                self.context.history.record_contribution(model, one.step - 1, result, samples=samples)
 
     def _watch_late_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Say so if it steps behind the end."""

@@ -121,7 +121,7 @@ class UnevenInputs:
                 parameter.grad = None
             one.before_step()
             if (result := one.after_step()) is not None:
-                self._history.record_contribution(model, one.step - 1, samples=0, weights=result.weights)
+                self._history.record_contribution(model, one.step - 1, result, samples=0)
             for parameter in parameters:
                 parameter.grad = None
 
