@@ -78,6 +78,7 @@ MAX_PARKED = 1024
 """Objects that nobody has put yet and that one store may wait for."""
 _TRIED_S = 1.0  # for which a stripe takes at least, where the order of its readers is tried
 _INLINE_CACHE_BYTES = 64 << 20
+_MOST_DELETED = _MOST_LOST = 4096
 
 
 @dataclass
@@ -159,6 +160,8 @@ class Directory:
         self._attempts = itertools.count(first_attempt)
         self._inline_bytes = 0
         self._inlined: dict[ObjectName, None] = {}  # the oldest first
+        self._deleted: dict[ObjectName, list[int]] = {}  # lately, with their generations
+        self._lost: dict[ObjectName, None] = {}  # those that no store has any more, the oldest first
 
     @property
     def measured_link(self) -> LinkEstimate:
@@ -217,6 +220,9 @@ class Directory:
         for entry in entries:
             told += self._forget_if_read(entry)
             self._forget_if_unknown(entry)
+            if _is_lost(entry):
+                self._lost[entry.name] = None
+        self._forget_lost()
         return told
 
     def expire(self, target: ObjectName) -> Instructions:
@@ -273,6 +279,8 @@ class Directory:
     # -- puts ----------------------------------------------------------------------------------------------------
 
     def _put(self, message: PutObject, store: str) -> Instructions:
+        if self._deleted.get(message.name) == list(message.generations):  # while this store was away
+            return [(store, ForgetObject(name=message.name, reason=f"{message.name} was deleted."))]
         entry = self._entry(message.name)
         if why := self._why_not_put(entry, message, store):
             return [(store, ObjectRefused(name=message.name, reason=why, differs=True))]
@@ -561,6 +569,13 @@ class Directory:
         entry.deleted_because = f"{message.name} was deleted by the store at {store}."
         return [] if message.when_read else self._forget(entry, entry.deleted_because)
 
+    def _forget_lost(self) -> None:
+        """Forget the oldest of many that no store has, whose names might be put again with the same bytes."""
+        for name in list(self._lost)[: max(0, len(self._lost) - _MOST_LOST)]:
+            del self._lost[name]
+            if (entry := self._entries.get(name)) is not None and _is_lost(entry):
+                self._remove(entry)
+
     def _forget_if_read(self, entry: Entry) -> Instructions:
         """End an object that is to be deleted once no store reads it any more, if that is so."""
         is_read = any(chains.feeders for chains in entry.chains)
@@ -570,6 +585,11 @@ class Directory:
 
     def _forget(self, entry: Entry, reason: str) -> Instructions:
         told = self._end_reduction(entry) if entry.reduction is not None else []
+        if entry.deleted_because:
+            self._deleted.pop(entry.name, None)
+            self._deleted[entry.name] = entry.generations
+            if len(self._deleted) > _MOST_DELETED:
+                del self._deleted[next(iter(self._deleted))]
         for one in sorted(entry.stores):
             told.append((one, ForgetObject(name=entry.name, reason=reason)))
         for one in entry.waiting:
@@ -844,6 +864,12 @@ class Directory:
 def _is_same_sum(one: ReduceObjects, other: ReduceObjects) -> bool:
     """Whether two ask for the same sum, each with its own patience."""
     return msgspec.structs.replace(one, patience_s=other.patience_s) == other
+
+
+def _is_lost(entry: Entry) -> bool:
+    """Whether an object was put that nobody has any more, and nobody waits for."""
+    is_used = entry.stores or entry.reduction or entry.watched_by or entry.inline is not None
+    return entry.meta is not None and not is_used
 
 
 def _rebuild_order(message: FromStore) -> tuple[int, int]:

@@ -279,6 +279,27 @@ class TestPuts:
         world.run()
         assert world.stores["b"].values(W) == [9] * BLOCKS
 
+    def test_what_was_deleted_does_not_come_back_with_a_store_that_was_away(self) -> None:
+        directory = Directory(LINKS["chain"])
+        directory.handle("a", put("w", META))
+        directory.lost("a")
+        directory.handle("b", say.DeleteObject(name=W))
+        assert told(directory, "a", put("w", META)) == [("a", "ForgetObject")]
+        assert not list(directory.entries())
+        anew = msgspec.structs.replace(put("w", META), generations=(2,))
+        assert told(directory, "a", anew) == [("a", "PutTaken")], "the name may be put again"
+
+    def test_few_of_those_that_nobody_has_any_more_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("offbeat.objects.directory._MOST_LOST", 3)
+        directory = Directory(LINKS["chain"])
+        for number in range(5):
+            directory.handle("a", put(f"w{number}", META))
+        directory.handle("b", say.WantObject(name=ObjectName("w0")))
+        directory.lost("a")
+        assert [entry.name.id for entry in directory.entries()] == ["w0", "w2", "w3", "w4"], (
+            "somebody waits for the first"
+        )
+
     def test_the_source_of_a_sum_may_not_be_dropped(self) -> None:
         """Whoever adds it was told that it is there."""
         world = ObjectWorld(3)
