@@ -71,6 +71,12 @@ class MakerMap:
             os.close(self._descriptor)
             raise
 
+    def write(self, at: int, data: memoryview) -> None:
+        """Fill a part: through the file, which takes half as long as through a map whose pages are all new."""
+        while data:
+            written = os.pwrite(self._descriptor, data, at)
+            at, data = at + written, data[written:]
+
     def take(self) -> mmap.mmap:
         """Return the memory; from now on its user alone keeps it."""
         memory, self._map = self._map, None

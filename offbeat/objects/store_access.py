@@ -62,9 +62,9 @@ class StoreAccess(ABC):
             return self._put_again(name, meta, parts)
         if made.error is not None:
             return made
-        memory, maker = made.value
+        _, maker = made.value
         try:
-            for end in _copied(parts, memory):
+            for end in _copied(parts, maker):
                 self.filled(name, end)
         except BaseException:
             self.abandon(name)
@@ -139,13 +139,13 @@ class StoreAccess(ABC):
         return again
 
 
-def _copied(parts: Iterable[memoryview], memory: Any) -> Iterator[int]:
-    """Copy parts into memory, one after the other; yields how many bytes are there, now and then and at the end."""
+def _copied(parts: Iterable[memoryview], maker: MakerMap) -> Iterator[int]:
+    """Copy parts into an object, one after the other; yields how many bytes are there, now and then and at the end."""
     end = noted = 0
     for part in parts:
         for at in range(0, len(part), _COPY_BYTES):
             piece = part[at : at + _COPY_BYTES]
-            memory[end : end + len(piece)] = piece
+            maker.write(end, piece)
             end += len(piece)
             if end - noted >= _COPY_BYTES:
                 noted = end
