@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 import sys
+import time
 from typing import Any
 
 from offbeat.errors import ObjectError
@@ -22,6 +23,7 @@ _FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, which Python has no name for: this 
 _SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MAP_FIXED = 0x10
 _FREED_ASIDE_BYTES = 1 << 20
+_MOST_TRIES, _RETRY_S = 100, 0.01
 
 
 class ObjectMap(mmap.mmap):
@@ -34,7 +36,16 @@ class ObjectMap(mmap.mmap):
     def __del__(self) -> None:
         if not self.closed and len(self) >= _FREED_ASIDE_BYTES and not sys.is_finalizing():
             # threading.Thread takes a lock that whoever runs the garbage collector here may hold.
-            _thread.start_new_thread(self.close, ())
+            _thread.start_new_thread(_unmap, (self,))
+
+
+def _unmap(memory: ObjectMap) -> None:
+    """Unmap an object's memory; what the garbage collector drops together with it may still look into it."""
+    for _ in range(_MOST_TRIES):
+        try:
+            return memory.close()
+        except BufferError:
+            time.sleep(_RETRY_S)
 
 
 class Segment:

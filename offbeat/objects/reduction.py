@@ -198,15 +198,15 @@ class Reduction:
 
     @property
     def used_sources(self) -> tuple[UsedSource, ...]:
-        """Return these, with the elements that they are in: all, unless one was spliced in the middle."""
-        whole = tuple(UsedSource(source) for source in self.used)
-        if not self.request.splices:
-            return whole
+        """Return these, with the elements that they are in: all, unless one was spliced in the middle. A spare that
+        took a place when all of the lost source had been added is in none."""
         ranges: dict[ObjectName, list[tuple[int, int]]] = {source: [] for source in self.used}
         for part in self._parts:
             for source, found in part.ranges.items():
                 ranges.setdefault(source, []).extend(found)
-        together = {source: joined(found) for source, found in ranges.items()}
+        if not any(ranges.values()):
+            return tuple(UsedSource(source) for source in self.used)
+        together = {source: joined(found) for source, found in ranges.items() if found}
         is_all = [(0, self.meta.numel)]
         return tuple(UsedSource(source, () if found == is_all else tuple(found)) for source, found in together.items())
 

@@ -201,6 +201,8 @@ class StripeSum:
         self._places[position] = Place(source, store)
         if is_same and is_whole:
             return []
+        if self._is_elsewhere(source, position):
+            return self._begin_anew(position)
         told = self._run(position)
         if before is None or is_same or self._parts is not None:
             return told + self._feed(self._parent(position), position)
@@ -217,6 +219,8 @@ class StripeSum:
     def move_root(self, root: str, own: ObjectName | None) -> Instructions:
         """Have another store keep the sum."""
         self.root, self.own = root, own
+        if own is not None and self._is_elsewhere(own, CALLER):
+            return self._begin_anew(CALLER)
         return self._run(CALLER) if CALLER in self._attempts else []
 
     def close(self, taken: int) -> Instructions:
@@ -318,6 +322,18 @@ class StripeSum:
             position = self._parent(position)
             path.append(position)
         return path
+
+    def _is_elsewhere(self, source: ObjectName, position: int) -> bool:
+        """Whether a part of a source may have been added at another position, before its store was lost."""
+        return self._parts is not None and self._parts.has_elsewhere(source, position)
+
+    def _begin_anew(self, position: int) -> Instructions:
+        """Have all stages begin anew, those that feed others first: somebody else is at a position now."""
+        self._parts, told = SumParts(), []
+        is_fed_anew = position != CALLER and self._parent(position) in self._attempts
+        for stage in sorted({*self._attempts, position}, key=lambda stage: -len(self._path(stage))):
+            told += self._run(stage)
+        return told if is_fed_anew or position == CALLER else told + self._feed(self._parent(position), position)
 
     def _run(self, stage: int) -> Instructions:
         """Have a stage begin, and feed it from those of its children that are there."""

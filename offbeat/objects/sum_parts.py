@@ -61,6 +61,13 @@ class SumParts:
         known.append((start, feed))
         return feed
 
+    def has_elsewhere(self, source: ObjectName, position: int) -> bool:
+        """Whether another position may have added some of a source, so that it would be added twice at this one."""
+        begun = any(own == source and stage != position for (stage, _), own in self._own.items())
+        fed = (feed for feeds in self._feeds.values() for _, feed in feeds)
+        asked = self._asked.values()
+        return begun or any(feed.source == source and feed.child_slot != position for feed in (*fed, *asked))
+
     def ranges(self, stage: int, attempt: int, numel: int) -> Ranges:
         """The sources of a sum of `numel` elements, by the attempt of its root."""
         found: dict[ObjectName, list[tuple[int, int]]] = {}

@@ -582,7 +582,8 @@ class TestReduce:
         world.run()
         assert used_in(world.stores["a"].values(W)) == set(SOURCES[:3])
 
-    @pytest.mark.parametrize("seed", range(200))
+    # In 2490 a spare came when all of the lost source was in, and in 7858 a lost source came back elsewhere in the tree.
+    @pytest.mark.parametrize("seed", [*range(100), 2490, 7858])
     def test_whoever_dies(self, seed: int) -> None:
         check_losses(seed)
 
@@ -610,7 +611,7 @@ class TestANewDirectory:
         world.run()
         assert "differ" in world.stores["c"].refused[W], "it is known what the name stands for"
 
-    @pytest.mark.parametrize("seed", range(60))
+    @pytest.mark.parametrize("seed", range(15))
     @pytest.mark.parametrize("links", LINKS)
     @pytest.mark.parametrize(
         "more", [{}, {"striped": True}, {"in_order": True}, {"striped": True, "in_order": True}], ids=str
@@ -662,7 +663,7 @@ class TestANewDirectory:
         assert twice < 5, "only where a stage that feeds another one had not begun and nobody knows of what"
 
     # In the last two a sum had passed over a position for a source of its caller, whose stage had not begun.
-    @pytest.mark.parametrize("seed", [*range(200), 200_466, 204_460])
+    @pytest.mark.parametrize("seed", [*range(100), 200_466, 204_460])
     def test_whoever_else_dies(self, seed: int) -> None:
         check_losses(seed, restarts=True)
 

@@ -1,5 +1,6 @@
 """Tests of the memory that several processes map."""
 
+import gc
 import os
 import threading
 import time
@@ -34,6 +35,19 @@ def test_memory_is_freed_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> N
         time.sleep(0.001)
     assert len(threads) == 3
     assert threading.get_ident() not in threads
+    assert "offbeat-object" not in _maps()
+
+
+def test_memory_that_the_garbage_collector_frees() -> None:
+    segment = Segment(SIZE)
+    segment.close()
+    ring: list[object] = [segment]
+    ring.append(ring)
+    del segment, ring
+    gc.collect()
+    until = time.monotonic() + 5
+    while "offbeat-object" in _maps() and time.monotonic() < until:
+        time.sleep(0.001)
     assert "offbeat-object" not in _maps()
 
 
