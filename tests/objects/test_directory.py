@@ -582,7 +582,7 @@ class TestReduce:
         world.run()
         assert used_in(world.stores["a"].values(W)) == set(SOURCES[:3])
 
-    # In 2490 a spare came when all of the lost source was in, and in 7858 a lost source came back elsewhere in the tree.
+    # In 2490 a spare came when all of the lost source was in, and in 7858 a lost source came back elsewhere.
     @pytest.mark.parametrize("seed", [*range(100), 2490, 7858])
     def test_whoever_dies(self, seed: int) -> None:
         check_losses(seed)
