@@ -185,8 +185,11 @@ class Chains:
         return self._changed(before)
 
     def _adopt(self, slow: Collection[str] = (), later: Collection[str] = (), order: StripeOrder | None = None) -> None:
-        """Put each orphaned chain after the shortest one that may feed it."""
-        for orphan in list(self._orphans):
+        """Put each orphaned chain after the shortest one that may feed it; where its first store can read from none,
+        those after it do not wait with it, and it may then read from one of them."""
+        todo = list(self._orphans)
+        while todo:
+            orphan = todo.pop(0)
             first = 0 if order is None else order.stripe % max(1, len(self._chains))
             chains = self._chains[first:] + self._chains[:first]
             places = [(chain, self._end_of(chain, orphan[0], slow, later, order)) for chain in chains]
@@ -195,6 +198,11 @@ class Chains:
                 chain, at = min(places, key=lambda place: (place[0][place[1] - 1] in slow, len(place[0])))
                 chain[at:at] = orphan
                 self._orphans.remove(orphan)
+            elif chains and len(orphan) > 1:
+                others = orphan[1:]
+                del orphan[1:]
+                self._orphans.append(others)
+                todo[:0] = [others, orphan]
 
     def _end_of(
         self, chain: list[str], reader: str, slow: Collection[str], later: Collection[str], order: StripeOrder | None

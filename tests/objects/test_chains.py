@@ -110,6 +110,14 @@ class TestApart:
         assert chains.arrived("c") == {"b"}
         assert chains.feeders == {"b": "a"}
 
+    def test_those_after_it_do_not_wait_with_it(self) -> None:
+        chains = Chains()
+        chains.put("a")
+        for reader in "bcd":
+            chains.read(reader)
+        assert chains.feeder_failed("b", "a") == {"b", "c"}
+        assert chains.feeders == {"c": "a", "d": "c", "b": "d"}
+
     def test_asking_again_tries_the_link_again(self) -> None:
         chains = Chains()
         chains.put("a")
@@ -187,8 +195,10 @@ def test_a_store_that_was_moved_and_is_whole_does_not_free_those_before_it(moved
     chains.arrived("b")  # by what "a" had sent it
     assert chains.feeders == {"c": "a", "d": "c"}, "these have not all of it"
     chains.lose("a")
-    chains.read("c")
-    assert chains.feeders == {"c": "b", "d": "c"}
+    if moved_by == "a broken link":
+        assert chains.feeders == {"d": "b", "c": "d"}, "one cannot read from it, the next one can"
+    else:
+        assert chains.feeders == {"c": "b", "d": "c"}
 
 
 @pytest.mark.parametrize("seed", range(300))
