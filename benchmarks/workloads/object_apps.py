@@ -273,7 +273,7 @@ def main() -> None:
         with ray_cluster.node(store, rank=rank, world=world, head=head, own=own, memory_mib=_RAY_MIB):
             if rank == 0:
                 ray_apps.run(apps, world)
-                dist.barrier()
+            dist.barrier()  # the others keep their nodes until then
 
 
 if __name__ == "__main__":

@@ -26,7 +26,14 @@ if TYPE_CHECKING:
 
 _PORT = 6379
 _ATTEMPTS, _START_S, _LOOK_S = 3, 60.0, 0.1
-_ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # While nodes start on few cores, others answer the head late; by default they would count as lost.
+    "RAY_health_check_initial_delay_ms": "600000",
+    "RAY_health_check_timeout_ms": "120000",
+    "RAY_health_check_period_ms": "60000",
+}
 
 
 def resource(rank: int) -> str:
