@@ -8,7 +8,8 @@ swaps the policy (`control`). Whom to believe is a matter of `robust`, how littl
 * what a user holds: `run` - a worker; `cli`, `__main__` - the commands; `testing` - conformance checks and faults;
   `c10d` - a backend of torch.distributed; `integrations` - Lightning, Accelerate, the Hugging Face Trainer, trackers
 * training: `loading` - batches; `engine` - gradients; `server` - the parameter server; `coordinator` - its decisions;
-  `switch` - sums in the network; `objects` - tensors that tasks hand to each other
+  `switch` - sums in the network; `objects` - tensors that tasks hand to each other; `groups` - a model for each group
+  of a table
 * processes: `wire` - bytes between them; `protocol` - what they say; `diagnosis` - who has not arrived
 * behind and before a run: `history`, `audit`, `report`; `sim` - in virtual time; `lab` - on real links
 
@@ -20,7 +21,8 @@ Beside them stand the nouns that rooms share:
 * a cluster: `topology` - hosts and links; `routing` - ways over them; `topology_drawing`; `topology_spec` - as text;
   `scenario` - and their work; `straggler_model` - slow steps; `fault_spec` - faults; `attack_spec` - lies;
   `contribution_hooks` - for its tests
-* a process: `clock`; `backoff` - pauses between tries; `exit_codes`; `errors`; `version`
+* a process: `clock`; `timeline` - appointments in virtual time; `backoff` - pauses between tries; `exit_codes`;
+  `errors`; `version`
 * text and files: `toml_reader`, `safe_read` - what may be damaged; `safe_write` - whole or not at all; `short_name` -
   of a part; `number_range` - what a part's numbers may be; `float_sum` - exact sums
 

@@ -4,7 +4,6 @@ Nothing here does any I/O or reads a clock: an event happens, the next one is ju
 from what the scenario says (links, computation, bad luck, with the lab's own seeds) and from what its plan decides: the
 objects that decide are those of the parameter server and of the workers, not copies.
 
-* `timeline` - what happens next
 * `max_min_fair` - how links are shared, with weights; `flows` - what is on its way over them
 * `links` - what the links carry, seen from above the transport
 * `compute_time` - how long each step of each worker computes

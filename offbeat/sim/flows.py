@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from offbeat.sim.max_min_fair import FlowPath
-    from offbeat.sim.timeline import Timeline
+    from offbeat.timeline import Timeline
 
 _EPSILON = 1e-6  # bytes
 

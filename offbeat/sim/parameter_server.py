@@ -67,10 +67,10 @@ from offbeat.sim.faults import Faults
 from offbeat.sim.leased_data import LeasedData
 from offbeat.sim.result import SimResult
 from offbeat.sim.sim_plan import SimPlan
-from offbeat.sim.timeline import Timeline
 from offbeat.sim.transfers import SimulatedTransfers
 from offbeat.sim.worker import SimWorker
 from offbeat.sync import Apply, Pushed, PushEnding, StepsLocally
+from offbeat.timeline import Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

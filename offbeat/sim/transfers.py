@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from offbeat.sim.disturbances import Disturbances
     from offbeat.sim.links import Links
-    from offbeat.sim.timeline import Timeline
     from offbeat.sync import Apply, Push
+    from offbeat.timeline import Timeline
 
 _WEIGHTS = (0.5, 1.0, 2.0)
 

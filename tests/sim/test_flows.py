@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from offbeat.sim.flows import Flows
 from offbeat.sim.max_min_fair import FlowPath, shares
-from offbeat.sim.timeline import Timeline
+from offbeat.timeline import Timeline
 
 LINKS = ("a", "b", "c")
 ways = st.builds(

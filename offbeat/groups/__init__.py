@@ -1,0 +1,35 @@
+"""One model for each group of a table: learning over groups (Kingpin), batched on one machine.
+
+After "Towards an Optimized GROUP BY Abstraction for Large-Scale Machine Learning" (Li and Kumar, PVLDB 14(11), 2021).
+
+* input: `table_input` - tables that are read in batches; `group_index` - keys, sorted, and their rows; `buckets` -
+  files of groups of similar sizes, the unit of tasks
+* models: `glm` - the specs `Linear`, `Logistic` and `Poisson`; `families` - their losses; `newton` - many of them
+  solved at once; `search` - hyper-parameters to try, and the rows by which one is chosen; `mixing` - random numbers
+  that are functions of keys
+* a fit: `trainer` - from a table to models; `fitting` - of one bucket; `fitted` - tables of models, and predictions
+* several workers: `partition` - who has which rows of which group; `unit_scheduler` - the order of units in an epoch
+"""
+
+try:
+    import pyarrow  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ImportError("Cannot learn over groups: pyarrow is missing. `pip install 'offbeat[groups]'`.") from error
+
+from offbeat.groups.fitted import FittedGroups
+from offbeat.groups.glm import Linear, Logistic, Poisson
+from offbeat.groups.search import Grid, HoldOut
+from offbeat.groups.table_input import GroupDataError
+from offbeat.groups.trainer import GroupedTrainer, Small
+
+__all__ = [
+    "FittedGroups",
+    "Grid",
+    "GroupDataError",
+    "GroupedTrainer",
+    "HoldOut",
+    "Linear",
+    "Logistic",
+    "Poisson",
+    "Small",
+]

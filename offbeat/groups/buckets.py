@@ -1,0 +1,146 @@
+"""Buckets of groups: the unit of files, messages and tasks.
+
+Groups are put into buckets by their sizes, the largest first, until a bucket holds as many bytes as it may. So it holds
+groups of similar sizes, and which ones depends on keys and sizes alone. The rows of a bucket are in one Arrow file, and
+the process that trains it maps that. A million groups are a few hundred files.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from offbeat.groups.table_input import GroupDataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from offbeat.groups.group_index import GroupIndex
+
+BUCKET_BYTES = 32 << 20
+_NUMBER = "offbeat group"
+
+
+@dataclass(frozen=True)
+class GroupRows:
+    """The rows of the groups of a bucket, group by group, in the order of the table.
+
+    Args:
+        numbers: (groups,), of the groups, ascending.
+        offsets: (groups + 1,), where the rows of each begin and end.
+        table: of all of them.
+    """
+
+    numbers: np.ndarray
+    offsets: np.ndarray
+    table: pa.Table
+
+    def matrix(self, columns: Sequence[str]) -> np.ndarray:
+        """Return the columns as (rows, columns) float64; a null is NaN."""
+        made = np.empty((self.table.num_rows, len(columns)))
+        for at, name in enumerate(columns):
+            made[:, at] = numbers_in(self.table[name], name)
+        return made
+
+
+def numbers_in(column: pa.ChunkedArray, name: str) -> np.ndarray:
+    """The values of a column as float64; a null is NaN.
+
+    Raises:
+        GroupDataError: if they are no numbers.
+    """
+    if not is_number(column.type):
+        raise GroupDataError(f"Cannot compute with the column {name!r}, {column.type}: encode it as numbers first.")
+    return np.asarray(column.cast(pa.float64()).to_numpy(), np.float64)
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Whether a column of this type is one of numbers."""
+    types = pa.types
+    tests = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
+    return any(test(kind) for test in tests)
+
+
+def cut_buckets(rows: np.ndarray, row_bytes: int, bucket_bytes: int = BUCKET_BYTES) -> np.ndarray:
+    """Return the bucket of each group.
+
+    Args:
+        rows: (groups,), of each group.
+        row_bytes: of one row.
+        bucket_bytes: of a bucket; a group that is larger has one of its own.
+    """
+    order = np.lexsort((np.arange(len(rows)), -rows))
+    buckets = np.zeros(len(rows), np.int64)
+    sizes = rows[order] * max(1, row_bytes)
+    ends = np.cumsum(sizes)
+    begin = bucket = 0
+    while begin < len(order):
+        before = ends[begin] - sizes[begin]
+        end = max(begin + 1, int(np.searchsorted(ends, before + bucket_bytes, side="right")))
+        buckets[order[begin:end]] = bucket
+        begin, bucket = end, bucket + 1
+    return buckets
+
+
+class BucketFiles:
+    """The rows of a table, in a file for each bucket.
+
+    Args:
+        folder: of the files; whoever has made it removes it.
+        index: of the groups.
+        buckets: (groups,), the bucket of each.
+    """
+
+    def __init__(self, folder: Path, index: GroupIndex, buckets: np.ndarray) -> None:
+        self._folder, self._index, self.buckets = folder, index, buckets
+        self.count = int(buckets.max()) + 1 if len(buckets) else 0
+
+    def write(self, parts: Iterable[pa.Table], schema: pa.Schema) -> None:
+        """Distribute the rows of a table.
+
+        Raises:
+            GroupDataError: if the disk is full, or the table has changed since its groups were counted.
+        """
+        schema = schema.append(pa.field(_NUMBER, pa.int64()))
+        written = 0
+        with ExitStack() as files:
+            try:
+                writers = [
+                    files.enter_context(pa.ipc.new_file(files.enter_context(pa.OSFile(str(path), "wb")), schema))
+                    for path in map(self._path, range(self.count))
+                ]
+                for part in parts:
+                    numbers = self._index.numbers_of(part)
+                    if len(numbers) and numbers.min() < 0:
+                        raise GroupDataError("The table has other groups than when they were counted.")
+                    buckets = self.buckets[numbers]
+                    order = np.argsort(buckets, kind="stable")
+                    part = part.append_column(_NUMBER, pa.array(numbers)).take(pa.array(order)).combine_chunks()
+                    begins = np.searchsorted(buckets[order], np.arange(self.count + 1))
+                    for bucket in np.flatnonzero(np.diff(begins)):
+                        writers[bucket].write_table(part.slice(begins[bucket], begins[bucket + 1] - begins[bucket]))
+                    written += part.num_rows
+            except OSError as error:
+                raise GroupDataError(
+                    f"Cannot write the buckets of groups to {self._folder}: {error.strerror or error}. "
+                    "Name a folder with more room by TMPDIR."
+                ) from error
+        if written != int(self._index.rows.sum()):
+            raise GroupDataError(f"The table had {int(self._index.rows.sum())} rows when counted, and {written} then.")
+
+    def read(self, bucket: int) -> GroupRows:
+        """Map the rows of a bucket, and sort them by their groups."""
+        with pa.memory_map(str(self._path(bucket))) as file:
+            table = pa.ipc.open_file(file).read_all()
+        numbers = table[_NUMBER].to_numpy()
+        order = np.argsort(numbers, kind="stable")
+        found, begins = np.unique(numbers[order], return_index=True)
+        return GroupRows(found, np.append(begins, len(order)), table.drop_columns([_NUMBER]).take(pa.array(order)))
+
+    def _path(self, bucket: int) -> Path:
+        return self._folder / f"{bucket:06d}.arrow"

@@ -1,0 +1,109 @@
+"""The fit of one bucket of groups: its rows, and the models that a spec makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+class GroupStatus(IntEnum):
+    """The outcome of a group's fit."""
+
+    OK = 0
+    NO_ROWS = 1
+    NOT_FINITE = 2
+    ONE_CLASS = 3
+    SEPARABLE = 4
+    NOT_CONVERGED = 5
+    TOO_SMALL = 6
+
+    @property
+    def text(self) -> str:
+        """Return it in words."""
+        return self.name.lower().replace("_", " ")
+
+
+@dataclass(frozen=True)
+class BucketTask:
+    """Rows of groups that are fitted, group by group.
+
+    Args:
+        features: (rows, features), float64; NaN where one is missing.
+        target: (rows,), float64; of two classes 0 and 1.
+        offsets: (groups + 1,), where the rows of each group begin and end.
+        hashes: (groups,), of their keys: what is random is a function of these.
+    """
+
+    features: np.ndarray
+    target: np.ndarray
+    offsets: np.ndarray
+    hashes: np.ndarray
+
+    def rows(self, which: np.ndarray) -> BucketTask:
+        """Return the same groups with some of their rows."""
+        kept = np.concatenate(([0], np.cumsum(which)))
+        return BucketTask(self.features[which], self.target[which], kept[self.offsets], self.hashes)
+
+    def groups(self, which: np.ndarray) -> BucketTask:
+        """Return some of the groups, ascending."""
+        if len(which) == len(self.offsets) - 1:
+            return self
+        counts = np.diff(self.offsets)
+        is_of = np.zeros(len(counts), np.bool_)
+        is_of[which] = True
+        rows = np.repeat(is_of, counts)
+        offsets = np.concatenate(([0], np.cumsum(counts[which])))
+        return BucketTask(self.features[rows], self.target[rows], offsets, self.hashes[which])
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """Return the sum over the rows of each group; 0 for one without rows.
+
+        Args:
+            values: (rows, ...).
+        """
+        made = np.zeros((len(self.offsets) - 1, *values.shape[1:]))
+        is_there = np.diff(self.offsets) > 0
+        if is_there.any():
+            made[is_there] = np.add.reduceat(values, self.offsets[:-1][is_there], axis=0, dtype=np.float64)
+        return made
+
+    @property
+    def group(self) -> np.ndarray:
+        """Return (rows,): the place of each row's group."""
+        counts = np.diff(self.offsets)
+        return np.repeat(np.arange(len(counts)), counts)
+
+
+@dataclass
+class BucketFit:
+    """The models of a bucket.
+
+    Args:
+        coefficients: (groups, configs, width); NaN where there is no model.
+        losses: (groups, configs): the objective for each row that was fitted.
+        steps: (groups, configs), of training.
+        status: (groups,), of `GroupStatus`.
+        seconds: that all took.
+    """
+
+    coefficients: np.ndarray
+    losses: np.ndarray
+    steps: np.ndarray
+    status: np.ndarray
+    seconds: float = 0.0
+
+    @classmethod
+    def empty(cls, groups: int, configs: int, width: int) -> Self:
+        """Return one without models."""
+        return cls(
+            np.full((groups, configs, width), np.nan),
+            np.full((groups, configs), np.nan),
+            np.zeros((groups, configs), np.int64),
+            np.full(groups, GroupStatus.OK, np.int8),
+        )

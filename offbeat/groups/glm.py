@@ -1,0 +1,193 @@
+"""Generalised linear models of groups: specs that own their training.
+
+    Logistic(l2=Grid(0.1, 1, 10))       one model for each group and penalty, all solved together (`newton`)
+
+The objective is scikit-learn's with `C = 1 / l2`: the sum of the losses of a group's rows and half the squared norm of
+the coefficients times `l2`; the intercept is free. For `Linear` that is Ridge with `alpha = l2`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+
+from offbeat.groups.families import BernoulliFamily, Family, GaussianFamily, PoissonFamily
+from offbeat.groups.fitting import BucketFit, BucketTask, GroupStatus
+from offbeat.groups.newton import PaddedGroups, solve
+from offbeat.groups.table_input import GroupDataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from offbeat.groups.search import Grid
+
+_GROWTH = 1.25  # of the rows within groups that are padded together
+_MOST_PADDED_BYTES = 64 << 20
+_LARGE_MARGIN = 30.0
+
+
+@dataclass(frozen=True)
+class Glm:
+    """The common part of generalised linear models.
+
+    Args:
+        l2: the ridge penalty, 0 or greater.
+        intercept: whether there is one; it is not penalized.
+        standardize: whether each group's features are scaled to a mean of 0 and a variance of 1 there before they are
+            penalized; coefficients are told for the features as they are.
+    """
+
+    l2: float | Grid = 1.0
+    intercept: bool = True
+    standardize: bool = False
+    family: ClassVar[Family]
+    is_classifier: ClassVar[bool] = False
+
+    def check(self) -> None:
+        """Check one configuration.
+
+        Raises:
+            GroupDataError: if it cannot be used.
+        """
+        if not isinstance(self.l2, int | float) or not 0 <= self.l2 < float("inf"):
+            raise GroupDataError(f"Cannot use l2={self.l2!r}: name a number that is 0 or greater.")
+
+    def fit(self, task: BucketTask, configs: Sequence[Glm]) -> BucketFit:
+        """Fit a model for each group of a bucket and each configuration.
+
+        Args:
+            configs: which differ in `l2` alone.
+        """
+        begin = time.perf_counter()
+        penalties = torch.tensor([float(config.l2) for config in configs], dtype=torch.float64)  # type: ignore[arg-type]
+        groups = len(task.offsets) - 1
+        width = task.features.shape[1] + self.intercept
+        found = BucketFit.empty(groups, len(configs), width)
+        counts = np.diff(task.offsets)
+        usable = self._usable(task, found)
+        mean, scale = self._scales(task)
+        for at in _similar(counts, usable, width):
+            x, target = self._padded(task, at, mean, scale)
+            solution = solve(
+                PaddedGroups(x, target, torch.from_numpy(counts[at])),
+                self.family,
+                penalties,
+                has_intercept=self.intercept,
+            )
+            found.coefficients[at] = self._as_they_are(solution.coefficients.numpy(), mean[at], scale[at])
+            found.losses[at] = solution.objectives.numpy() / np.maximum(counts[at], 1)[:, None]
+            found.steps[at] = solution.steps.numpy()
+            found.status[at[~solution.has_ended.all(1).numpy()]] = GroupStatus.NOT_CONVERGED
+            if self.is_classifier:
+                margins = (x @ solution.coefficients.mT).abs().amax((1, 2)).numpy()
+                found.status[at[margins > _LARGE_MARGIN]] = GroupStatus.SEPARABLE
+        found.seconds = time.perf_counter() - begin
+        return found
+
+    def margins(self, coefficients: np.ndarray, features: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        """Return the margins of rows.
+
+        Args:
+            coefficients: (groups, ...), as `fit` has made them.
+            features: (rows, features).
+            groups: (rows,), which of the coefficients.
+        """
+        count = features.shape[1]
+        made = np.einsum("rf,rf->r", features, coefficients[groups, :count])
+        return np.asarray(made + coefficients[groups, count] if self.intercept else made)
+
+    def means(self, margins: np.ndarray) -> np.ndarray:
+        """Return what the margins of rows predict."""
+        return np.asarray(self.family.means(torch.from_numpy(margins)))
+
+    def loss_of(self, margins: np.ndarray, target: np.ndarray) -> np.ndarray:
+        """Return the loss of each row."""
+        return np.asarray(self.family.losses(torch.from_numpy(margins), torch.from_numpy(target)))
+
+    def _usable(self, task: BucketTask, found: BucketFit) -> np.ndarray:
+        """The groups that can be fitted; the others' status says why not."""
+        counts = np.diff(task.offsets)
+        is_finite = np.isfinite(task.features).all(1) & np.isfinite(task.target)
+        found.status[task.sums(~is_finite) > 0] = GroupStatus.NOT_FINITE
+        found.status[counts == 0] = GroupStatus.NO_ROWS
+        if self.is_classifier:
+            ones = task.sums(task.target)
+            is_one = (found.status == GroupStatus.OK) & ((ones == 0) | (ones == counts))
+            found.status[is_one] = GroupStatus.ONE_CLASS
+            if self.intercept:  # the best one is endless: a constant, by the rule of succession
+                found.coefficients[is_one] = 0.0
+                found.coefficients[is_one, :, -1] = np.log((ones + 0.5) / (counts - ones + 0.5))[is_one, None]
+        return np.asarray(found.status == GroupStatus.OK)
+
+    def _scales(self, task: BucketTask) -> tuple[np.ndarray, np.ndarray]:
+        """The mean and the scale of each group's features."""
+        groups, features = len(task.offsets) - 1, task.features.shape[1]
+        mean, scale = np.zeros((groups, features)), np.ones((groups, features))
+        if self.standardize:
+            counts = np.maximum(np.diff(task.offsets), 1)[:, None]
+            mean = task.sums(task.features) / counts
+            spread = task.sums(np.square(task.features - mean[task.group])) / counts
+            scale = np.where(spread > 0, np.sqrt(spread), 1.0)
+        return mean, scale
+
+    def _padded(
+        self, task: BucketTask, at: np.ndarray, mean: np.ndarray, scale: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        counts = np.diff(task.offsets)[at]
+        rows = task.offsets[:-1][at, None] + np.minimum(np.arange(counts.max()), counts[:, None] - 1)
+        x = np.empty((*rows.shape, task.features.shape[1] + self.intercept))
+        x[..., : task.features.shape[1]] = task.features[rows]
+        if self.standardize:
+            x[..., : task.features.shape[1]] = (x[..., : task.features.shape[1]] - mean[at, None]) / scale[at, None]
+        if self.intercept:
+            x[..., -1] = 1.0
+        return torch.from_numpy(x), torch.from_numpy(task.target[rows])
+
+    def _as_they_are(self, coefficients: np.ndarray, mean: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        """Coefficients for the features as they are, of those for scaled ones."""
+        if not self.standardize:
+            return coefficients
+        made, count = coefficients.copy(), mean.shape[1]
+        made[..., :count] /= scale[:, None]
+        if self.intercept:
+            made[..., -1] -= (made[..., :count] * mean[:, None]).sum(-1)
+        return made
+
+
+@dataclass(frozen=True)
+class Linear(Glm):
+    """Linear regression with a ridge penalty: scikit-learn's `Ridge(alpha=l2)`."""
+
+    family: ClassVar[Family] = GaussianFamily()
+
+
+@dataclass(frozen=True)
+class Logistic(Glm):
+    """Logistic regression of two classes with a ridge penalty: scikit-learn's `LogisticRegression(C=1 / l2)`."""
+
+    family: ClassVar[Family] = BernoulliFamily()
+    is_classifier: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Poisson(Glm):
+    """Poisson regression with a ridge penalty: scikit-learn's `PoissonRegressor(alpha=l2 / rows)`."""
+
+    family: ClassVar[Family] = PoissonFamily()
+
+
+def _similar(counts: np.ndarray, usable: np.ndarray, width: int) -> Iterator[np.ndarray]:
+    """The usable groups, in parts of similar sizes that are padded together."""
+    order = np.flatnonzero(usable)[np.argsort(counts[usable], kind="stable")]
+    sizes = counts[order]
+    begin = 0
+    while begin < len(order):
+        end = int(np.searchsorted(sizes, max(sizes[begin] + 1, sizes[begin] * _GROWTH), side="right"))
+        most = max(1, _MOST_PADDED_BYTES // int(8 * width * sizes[min(end, len(order)) - 1]))
+        end = min(end, begin + most)
+        yield order[begin:end]
+        begin = end

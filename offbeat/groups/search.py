@@ -1,0 +1,109 @@
+"""Hyper-parameters to try, written where they belong: `Logistic(l2=Grid(0.1, 1, 10))`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from offbeat.groups.mixing import mixed
+from offbeat.groups.table_input import GroupDataError
+
+_Spec = TypeVar("_Spec")
+
+
+class Grid:
+    """Values of a hyper-parameter, all of which are tried in each group.
+
+    Args:
+        values: at least one.
+
+    >>> Grid(0.1, 1, 10)
+    Grid(0.1, 1, 10)
+    """
+
+    def __init__(self, *values: Any) -> None:
+        if not values:
+            raise GroupDataError("Cannot search in an empty Grid(): name the values to try.")
+        self.values = values
+
+    def __repr__(self) -> str:
+        return f"Grid({', '.join(map(repr, self.values))})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Grid) and self.values == other.values
+
+    def __hash__(self) -> int:
+        return hash(self.values)
+
+
+@dataclass(frozen=True)
+class HoldOut:
+    """The part of each group's rows by which a configuration is chosen.
+
+    Args:
+        share: of the rows, between 0 and 1; a group of which no row would be left for one of the two takes the first
+            configuration.
+        by: a column: the rows in which it is greatest are held out, for data in time. None: rows by chance, the same
+            ones whatever else is fitted; of a classification, of each class.
+        seed: of that chance.
+    """
+
+    share: float = 0.2
+    by: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1:
+            raise GroupDataError(f"Cannot hold out {self.share} of the rows: name a share between 0 and 1.")
+
+
+def searched(spec: Any) -> dict[str, tuple[Any, ...]]:
+    """Return the hyper-parameters of a model spec that are searched, with their values."""
+    values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    return {name: value.values for name, value in values.items() if isinstance(value, Grid)}
+
+
+def configs(spec: _Spec) -> list[_Spec]:
+    """Return the specs that a spec with grids stands for, the last grid changing fastest."""
+    grids = searched(spec)
+    return [
+        dataclasses.replace(spec, **dict(zip(grids, values, strict=True)))  # type: ignore[type-var]
+        for values in itertools.product(*grids.values())
+    ]
+
+
+def held_out(
+    hashes: np.ndarray, offsets: np.ndarray, rule: HoldOut, moments: np.ndarray | None, classes: np.ndarray | None
+) -> np.ndarray:
+    """Return which rows are held out.
+
+    Args:
+        hashes: (groups,), of their keys.
+        offsets: (groups + 1,), where the rows of each begin and end.
+        moments: (rows,), the values of `rule.by`.
+        classes: (rows,), of a classification.
+    """
+    counts = np.diff(offsets)
+    group = np.repeat(np.arange(len(counts)), counts)
+    place = np.arange(len(group)) - offsets[group]
+    if moments is not None:
+        order = np.lexsort((place, moments, group))
+        share, part = counts, group
+    else:
+        chance = mixed(rule.seed, hashes[group], place)
+        part = group if classes is None else group * (1 + int(classes.max(initial=0))) + classes
+        order = np.lexsort((place, chance, part))
+        share = np.bincount(part)
+    ordered = part[order]
+    begins = np.searchsorted(ordered, ordered)
+    rank = np.arange(len(order)) - begins
+    size = share[ordered]
+    # The last ones; rounded, and at least one row stays.
+    held = np.minimum(np.floor(size * rule.share + 0.5), size - 1)
+    found = np.zeros(len(order), np.bool_)
+    found[order] = rank >= size - held
+    return found

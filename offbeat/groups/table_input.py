@@ -1,0 +1,119 @@
+"""Tables that are read in batches, as often as needed: in memory, of another library, or files.
+
+Whatever has an Arrow C stream can be read: tables of pyarrow, pandas 2.2 and later, polars and DuckDB. A path or a
+pattern is read by `pyarrow.dataset`: Parquet, CSV, or Arrow IPC.
+"""
+
+from __future__ import annotations
+
+import glob
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pyarrow as pa
+import pyarrow.dataset
+
+from offbeat.errors import OffbeatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_BATCH_ROWS = 1 << 17
+_FORMATS = {
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".csv": "csv",
+    ".arrow": "ipc",
+    ".ipc": "ipc",
+    ".feather": "feather",
+}
+
+
+class GroupDataError(OffbeatError, ValueError):
+    """Data of groups that cannot be used, and why."""
+
+
+class TableInput(Protocol):
+    """The Protocol of a table that can be read again."""
+
+    schema: pa.Schema
+
+    def batches(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        """Read these columns, in the order of the rows, a part of them at a time.
+
+        Raises:
+            GroupDataError: if they cannot be read.
+        """
+
+
+def open_table(data: Any) -> TableInput:
+    """Open a table.
+
+    Args:
+        data: a table with an Arrow C stream that can be asked for more than once, a path, or a pattern of paths.
+
+    Raises:
+        GroupDataError: if it is something else, or no file is there.
+    """
+    if isinstance(data, str | Path):
+        return _FileTables(str(data))
+    if isinstance(data, pa.RecordBatchReader):
+        raise GroupDataError(
+            "Cannot read a stream: groups are counted first and read then. Write it to a file, or pass `.read_all()`."
+        )
+    if isinstance(data, pa.Table):
+        return _MemoryTable(data)
+    if not hasattr(data, "__arrow_c_stream__"):
+        raise GroupDataError(
+            f"Cannot read groups from {type(data).__name__}: pass a table of pyarrow, pandas (2.2 or later), polars or "
+            "DuckDB, or a path or pattern of Parquet, CSV or Arrow files."
+        )
+    try:
+        return _MemoryTable(pa.table(data))
+    except pa.ArrowException as error:
+        raise GroupDataError(
+            f"Cannot read a {type(data).__name__}: {_first_line(error)}. Give each column one type."
+        ) from error
+
+
+class _MemoryTable:
+    """A table in memory."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table, self.schema = table, table.schema
+
+    def batches(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        table = self._table.select(list(columns))
+        for at in range(0, table.num_rows, _BATCH_ROWS):
+            yield table.slice(at, _BATCH_ROWS)
+
+
+class _FileTables:
+    """Files of one schema, in the order of their names."""
+
+    def __init__(self, pattern: str) -> None:
+        paths = sorted(glob.glob(pattern, recursive=True)) or [pattern]
+        if len(paths) == 1 and Path(paths[0]).is_dir():
+            paths = sorted(str(path) for path in Path(paths[0]).rglob("*") if path.suffix in _FORMATS)
+        if not paths or not Path(paths[0]).exists():
+            raise GroupDataError(f"Cannot read {pattern!r}: no file is there.")
+        kinds = {Path(path).suffix for path in paths}
+        if len(kinds) > 1 or not kinds <= set(_FORMATS):
+            raise GroupDataError(f"Cannot read {pattern!r}: name files of one kind: {', '.join(_FORMATS)}.")
+        try:
+            self._files = pyarrow.dataset.dataset(paths, format=_FORMATS[kinds.pop()])
+        except (pa.ArrowException, OSError) as error:
+            raise GroupDataError(f"Cannot read {pattern!r}: {_first_line(error)}.") from error
+        self._pattern, self.schema = pattern, self._files.schema
+
+    def batches(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        try:
+            for batch in self._files.to_batches(columns=list(columns), batch_size=_BATCH_ROWS, batch_readahead=2):
+                if batch.num_rows:
+                    yield pa.Table.from_batches([batch])
+        except (pa.ArrowException, OSError) as error:
+            raise GroupDataError(f"Cannot read {self._pattern!r}: {_first_line(error)}.") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0].strip().rstrip(".")
