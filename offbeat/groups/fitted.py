@@ -18,7 +18,7 @@ from offbeat.groups.table_input import open_table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat.groups.glm import Glm
+    from offbeat.groups.fitting import GroupModel
     from offbeat.groups.group_index import GroupIndex
 
 
@@ -69,8 +69,8 @@ class FittedGroups:
 
     def __init__(
         self,
-        model: Glm,
-        configs: Sequence[Glm],
+        model: GroupModel,
+        configs: Sequence[GroupModel],
         index: GroupIndex,
         records: GroupRecords,
         *,
@@ -91,10 +91,8 @@ class FittedGroups:
             table = table.append_column(name, values.take(pa.array(records.chosen)))
         words = pa.array([status.text for status in GroupStatus])
         table = table.append_column("status", words.take(pa.array(records.status)))
-        if self.model.intercept:
-            table = table.append_column("intercept", _without_nan(records.coefficients[:, -1]))
-        for at, name in enumerate(self.features):
-            table = table.append_column(f"coefficient of {name}", _without_nan(records.coefficients[:, at]))
+        for at, name in enumerate(self.model.columns(self.features)):
+            table = table.append_column(name, _without_nan(records.coefficients[:, at]))
         return table
 
     @cached_property

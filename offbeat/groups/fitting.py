@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Self
 
 
@@ -78,6 +79,47 @@ class BucketTask:
         """Return (rows,): the place of each row's group."""
         counts = np.diff(self.offsets)
         return np.repeat(np.arange(len(counts)), counts)
+
+
+class GroupModel(Protocol):
+    """The Protocol of a model spec, a frozen dataclass: how groups are trained, and how they predict.
+
+    The model of a group is a row of `width` numbers. A spec with a `Grid` in a field stands for several
+    configurations, which differ in such fields alone.
+    """
+
+    is_classifier: ClassVar[bool]
+
+    def check(self) -> None:
+        """Check one configuration.
+
+        Raises:
+            GroupDataError: if it cannot be used.
+        """
+
+    def columns(self, features: Sequence[str]) -> list[str]:
+        """Return the name of each number of a model that users are shown, the first ones of its row."""
+
+    def width(self, features: int) -> int:
+        """Return how many numbers a model is."""
+
+    def fit(self, task: BucketTask, configs: Sequence[Any]) -> BucketFit:
+        """Fit a model for each group of a bucket and each configuration."""
+
+    def margins(self, coefficients: np.ndarray, features: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        """Return (rows,): the margin of each row.
+
+        Args:
+            coefficients: (groups, width).
+            features: (rows, features).
+            groups: (rows,), which of the coefficients; -1 is the last.
+        """
+
+    def means(self, margins: np.ndarray) -> np.ndarray:
+        """Return what margins predict: the mean of the target, or the probability of the second class."""
+
+    def loss_of(self, margins: np.ndarray, target: np.ndarray) -> np.ndarray:
+        """Return the loss of each row."""
 
 
 @dataclass

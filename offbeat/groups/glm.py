@@ -56,6 +56,14 @@ class Glm:
         if not isinstance(self.l2, int | float) or not 0 <= self.l2 < float("inf"):
             raise GroupDataError(f"Cannot use l2={self.l2!r}: name a number that is 0 or greater.")
 
+    def columns(self, features: Sequence[str]) -> list[str]:
+        """Return the names of the coefficients."""
+        return [*(f"coefficient of {name}" for name in features), *(["intercept"] if self.intercept else [])]
+
+    def width(self, features: int) -> int:
+        """Return how many there are."""
+        return features + self.intercept
+
     def fit(self, task: BucketTask, configs: Sequence[Glm]) -> BucketFit:
         """Fit a model for each group of a bucket and each configuration.
 
@@ -65,7 +73,7 @@ class Glm:
         begin = time.perf_counter()
         penalties = torch.tensor([float(config.l2) for config in configs], dtype=torch.float64)  # type: ignore[arg-type]
         groups = len(task.offsets) - 1
-        width = task.features.shape[1] + self.intercept
+        width = self.width(task.features.shape[1])
         found = BucketFit.empty(groups, len(configs), width)
         counts = np.diff(task.offsets)
         usable = self._usable(task, found)

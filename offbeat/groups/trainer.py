@@ -29,7 +29,7 @@ from offbeat.groups.search import HoldOut, configs, held_out
 from offbeat.groups.table_input import GroupDataError, TableInput, open_table
 
 if TYPE_CHECKING:
-    from offbeat.groups.glm import Glm
+    from offbeat.groups.fitting import GroupModel
 
 Progress = Callable[[int, int], None]
 """Called after each bucket with the number of groups that have ended, and of all."""
@@ -68,7 +68,7 @@ class GroupedTrainer:
 
     def __init__(
         self,
-        model: Glm,
+        model: GroupModel,
         *,
         by: str | Sequence[str],
         target: str,
@@ -102,8 +102,7 @@ class GroupedTrainer:
         if self.small.fallback == "raise" and (index.rows < self.small.min_rows).any():
             first = index.keys.slice(int(np.argmax(index.rows < self.small.min_rows)), 1).to_pylist()[0]
             raise GroupDataError(f"Cannot fit the group {first}: it has less than {self.small.min_rows} rows.")
-        width = len(features) + self.model.intercept
-        records = GroupRecords.empty(index, len(self.configs), width)
+        records = GroupRecords.empty(index, len(self.configs), self.model.width(len(features)))
         moment = [self.validation.by] if self.validation.by is not None and len(self.configs) > 1 else []
         needed = list(dict.fromkeys([*self.by, *features, self.target, *moment]))
         schema = pa.schema([table.schema.field(name) for name in needed])
