@@ -9,6 +9,7 @@ TOML: `part_syntax` reads them.
 * `serve` - one shard of a parameter server by itself; `shard_main` - the process of a shard, whoever starts it
 * `switch` - a switch that sums gradients, and what its operator sees; `switch_doctor` - the path to it, tested
 * `objects` - a store of tensors that tasks hand to each other, and what is in it
+* `groups` - a model for each group of a table
 * `top` - look at a job: `status_client` asks it, `top_view` draws the answer; `job_address` - where a job is
 * `swap` - have another policy decide; `plan` - write, read and compare plans
 * `operator_client` - one request to a job's coordinator

@@ -14,6 +14,7 @@ from offbeat.cli.bench import app as bench_app
 from offbeat.cli.certs import certs
 from offbeat.cli.collective import app as collective_app
 from offbeat.cli.doctor import doctor
+from offbeat.cli.groups import app as groups_app
 from offbeat.cli.help_group import HelpGroup
 from offbeat.cli.lab import app as lab_app
 from offbeat.cli.objects import app as objects_app
@@ -60,6 +61,7 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(collective_app, name="collective")
 app.add_typer(switch_app, name="switch")
 app.add_typer(objects_app, name="objects")
+app.add_typer(groups_app, name="groups")
 
 
 def _show_version(wanted: bool) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,74 +12,27 @@ import pyarrow.compute as pc
 
 from offbeat.groups.buckets import numbers_in
 from offbeat.groups.fitting import GroupStatus
-from offbeat.groups.search import searched
+from offbeat.groups.saved import load, save
+from offbeat.groups.search import configs, searched
 from offbeat.groups.table_input import open_table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from offbeat.groups.fitting import GroupModel
-    from offbeat.groups.group_index import GroupIndex
-
-
-@dataclass
-class GroupRecords:
-    """The record of each group.
-
-    Args:
-        coefficients: (groups, width), of the chosen configuration, fitted to all rows; NaN where there is no model.
-        chosen: (groups,), the configuration.
-        losses, held_losses: (groups, configs), the objective for each row that was fitted, and the mean loss of a row
-            that was held out.
-        steps: (groups, configs).
-        status: (groups,), of `GroupStatus`.
-        seconds: (groups,), an equal share of the bucket's.
-    """
-
-    coefficients: np.ndarray
-    chosen: np.ndarray
-    losses: np.ndarray
-    held_losses: np.ndarray
-    steps: np.ndarray
-    status: np.ndarray
-    seconds: np.ndarray
-
-    @classmethod
-    def empty(cls, index: GroupIndex, configs: int, width: int) -> Self:
-        """Return those of groups that are not fitted yet."""
-        groups = len(index)
-        return cls(
-            np.full((groups, width), np.nan),
-            np.zeros(groups, np.int64),
-            np.full((groups, configs), np.nan),
-            np.full((groups, configs), np.nan),
-            np.zeros((groups, configs), np.int64),
-            np.full(groups, GroupStatus.NO_ROWS, np.int8),
-            np.zeros(groups),
-        )
+    from offbeat.groups.records import GroupModels
 
 
 class FittedGroups:
     """The models of a table's groups.
 
     Args:
-        model: the spec, and `configs` those that it stands for.
-        features, target, classes: of the table; `classes` of a classification, else None.
+        made: by a fit, or read from a file.
     """
 
-    def __init__(
-        self,
-        model: GroupModel,
-        configs: Sequence[GroupModel],
-        index: GroupIndex,
-        records: GroupRecords,
-        *,
-        features: Sequence[str],
-        target: str,
-        classes: pa.Array | None,
-    ) -> None:
-        self.model, self.configs, self.index, self.records = model, list(configs), index, records
-        self.features, self.target, self.classes = list(features), target, classes
+    def __init__(self, made: GroupModels) -> None:
+        self._made = made
+        self.model, self.index, self.records = made.model, made.index, made.records
+        self.features, self.target, self.classes = made.features, made.target, made.classes
+        self.configs = configs(made.model)
 
     @cached_property
     def models(self) -> pa.Table:
@@ -126,6 +79,27 @@ class FittedGroups:
         table = open_table(data)
         parts = [self._predict(part) for part in table.batches([*self.index.by, *self.features])]
         return pa.concat_tables(parts) if parts else self._predict(table.schema.empty_table())
+
+    def save(self, path: Path | str) -> None:
+        """Write the models to a file; `load` reads it.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        save(self._made, Path(path))
+
+    @staticmethod
+    def load(path: Path | str, model: GroupModel | None = None) -> FittedGroups:
+        """Read the models of a file.
+
+        Args:
+            path: of the file that `save` has written.
+            model: the spec; None where the file says it, as for linear models.
+
+        Raises:
+            GroupDataError: if the file cannot be read, is damaged, or does not say its spec.
+        """
+        return FittedGroups(load(Path(path), model))
 
     def _predict(self, part: pa.Table) -> pa.Table:
         numbers = self.index.numbers_of(part)

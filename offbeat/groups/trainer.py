@@ -22,9 +22,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from offbeat.groups.buckets import BucketFiles, GroupRows, cut_buckets, is_number, numbers_in
-from offbeat.groups.fitted import FittedGroups, GroupRecords
+from offbeat.groups.fitted import FittedGroups
 from offbeat.groups.fitting import BucketTask, GroupStatus
 from offbeat.groups.group_index import GroupIndex
+from offbeat.groups.records import GroupModels, GroupRecords
 from offbeat.groups.search import HoldOut, configs, held_out
 from offbeat.groups.table_input import GroupDataError, TableInput, open_table
 
@@ -116,9 +117,7 @@ class GroupedTrainer:
                 ended += len(rows.numbers)
                 if progress is not None:
                     progress(ended, len(index))
-        return FittedGroups(
-            self.model, self.configs, index, records, features=features, target=self.target, classes=classes
-        )
+        return FittedGroups(GroupModels(self.model, index, records, features, self.target, classes))
 
     def _fit_bucket(self, rows: GroupRows, task: BucketTask, records: GroupRecords) -> None:
         begin = time.perf_counter()

@@ -1,0 +1,146 @@
+"""`offbeat groups`: one model for each group of a table."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from offbeat.cli.help_group import HelpGroup
+from offbeat.errors import OffbeatError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+app = typer.Typer(cls=HelpGroup, help="Fit a model for each group of a table.", no_args_is_help=True)
+
+_Data = Annotated[str, typer.Argument(help="A file, folder or pattern of Parquet, CSV or Arrow files.")]
+
+
+@app.callback()
+def groups() -> None:
+    """Fit a model for each group of a table."""
+
+
+@app.command()
+def fit(
+    data: _Data,
+    by: Annotated[str, typer.Option(metavar="COLUMN,...", help="The columns of the keys.")],
+    target: Annotated[str, typer.Option(help="The column that is predicted.")],
+    model: Annotated[str, typer.Option(help="linear, logistic or poisson.")] = "linear",
+    l2: Annotated[str, typer.Option(metavar="NUMBER,...", help="Ridge penalties to try.")] = "1",
+    features: Annotated[
+        str, typer.Option(metavar="COLUMN,...", help="The columns to predict by.", show_default="all others")
+    ] = "",
+    standardize: Annotated[bool, typer.Option("--standardize", help="Scale features within each group.")] = False,
+    hold_out: Annotated[
+        float, typer.Option(help="Share of a group's rows by which one of several penalties is chosen.")
+    ] = 0.2,
+    hold_out_by: Annotated[
+        str, typer.Option(metavar="COLUMN", help="Hold the last rows by this column out.", show_default="by chance")
+    ] = "",
+    min_rows: Annotated[int, typer.Option(min=1, help="Fit no group that has less rows.")] = 1,
+    out: Annotated[Path, typer.Option(help="The file of the models.")] = Path("groups.models"),
+    results: Annotated[
+        Path | None, typer.Option(help="Write what was tried, one row for each group and penalty: Parquet or CSV.")
+    ] = None,
+) -> None:
+    """Fit one model for each group, and write all of them to a file."""
+    from offbeat.groups import GroupDataError, GroupedTrainer, HoldOut, Linear, Logistic, Poisson, Small
+    from offbeat.groups.search import Grid
+
+    specs: dict[str, Callable[..., Any]] = {"linear": Linear, "logistic": Logistic, "poisson": Poisson}
+    if model not in specs:
+        raise GroupDataError(f"Cannot fit {model!r}: name one of {', '.join(specs)}.")
+    try:
+        penalties = [float(value) for value in l2.split(",")]
+    except ValueError as error:
+        raise GroupDataError(f"Cannot use --l2 {l2}: name numbers, as in 0.1,1,10.") from error
+    trainer = GroupedTrainer(
+        specs[model](l2=Grid(*penalties) if len(penalties) > 1 else penalties[0], standardize=standardize),
+        by=by.split(","),
+        target=target,
+        features=features.split(",") if features else None,
+        validation=HoldOut(hold_out, by=hold_out_by or None),
+        small=Small(min_rows),
+    )
+    begin = time.monotonic()
+    with _Bar() as bar:
+        fitted = trainer.fit(data, bar.show)
+    fitted.save(out)
+    if results is not None:
+        _write(fitted.results, results)
+    counts = {row["values"]: row["counts"] for row in fitted.models["status"].value_counts().to_pylist()}
+    told = ", ".join(f"{count:,} {status}" for status, count in sorted(counts.items(), key=lambda one: -one[1]))
+    typer.echo(f"{len(fitted.index):,} groups in {time.monotonic() - begin:.1f} s: {told}. Models are in {out}.")
+
+
+@app.command()
+def predict(
+    models: Annotated[Path, typer.Argument(help="A file that `offbeat groups fit` has written.")],
+    data: _Data,
+    out: Annotated[Path, typer.Option(help="Where predictions are written, in the order of the rows: Parquet or CSV.")],
+) -> None:
+    """Predict by the model of each row's group."""
+    from offbeat.groups import FittedGroups
+
+    found = FittedGroups.load(models).predict(data)
+    _write(found, out)
+    lacking = found["model"].to_pylist().count("none")
+    typer.echo(f"{found.num_rows:,} rows are predicted in {out}; no model is there for {lacking:,} of them.")
+
+
+@app.command()
+def show(
+    models: Annotated[Path, typer.Argument(help="A file that `offbeat groups fit` has written.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Write all of it: Parquet or CSV.", show_default="the first 20 rows")
+    ] = None,
+) -> None:
+    """Show the models: keys, rows, what was chosen, status, and coefficients."""
+    from rich.table import Table
+
+    from offbeat.groups import FittedGroups
+
+    found = FittedGroups.load(models).models
+    if out is not None:
+        _write(found, out)
+        return
+    table = Table(*found.column_names)
+    for row in found.slice(0, 20).to_pylist():
+        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console().print(table)
+
+
+class _Bar:
+    """The groups that have ended, on a terminal."""
+
+    def __init__(self) -> None:
+        columns = (TextColumn("groups"), BarColumn(), TextColumn("{task.completed:,.0f}"), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+        self._task = self._bar.add_task("groups", total=None)
+
+    def __enter__(self) -> _Bar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, ended: int, total: int) -> None:
+        """Show how many groups of all have ended."""
+        self._bar.update(self._task, completed=ended, total=total)
+
+
+def _write(table: Any, path: Path) -> None:
+    from pyarrow import csv, parquet
+
+    writers = {".parquet": parquet.write_table, ".csv": csv.write_csv}
+    if path.suffix not in writers:
+        raise OffbeatError(f"Cannot write {path}: name a file that ends in .parquet or .csv.")
+    writers[path.suffix](table, path)

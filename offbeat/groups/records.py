@@ -1,0 +1,71 @@
+"""The arrays in which everything about the groups of a fit is kept: a million groups are no million objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from offbeat.groups.fitting import GroupStatus
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from offbeat.groups.fitting import GroupModel
+    from offbeat.groups.group_index import GroupIndex
+
+
+@dataclass
+class GroupRecords:
+    """The record of each group.
+
+    Args:
+        coefficients: (groups, width), of the chosen configuration, fitted to all rows; NaN where there is no model.
+        chosen: (groups,), the configuration.
+        losses, held_losses: (groups, configs), the objective for each row that was fitted, and the mean loss of a row
+            that was held out.
+        steps: (groups, configs).
+        status: (groups,), of `GroupStatus`.
+        seconds: (groups,), an equal share of the bucket's.
+    """
+
+    coefficients: np.ndarray
+    chosen: np.ndarray
+    losses: np.ndarray
+    held_losses: np.ndarray
+    steps: np.ndarray
+    status: np.ndarray
+    seconds: np.ndarray
+
+    @classmethod
+    def empty(cls, index: GroupIndex, configs: int, width: int) -> Self:
+        """Return those of groups that are not fitted yet."""
+        groups = len(index)
+        return cls(
+            np.full((groups, width), np.nan),
+            np.zeros(groups, np.int64),
+            np.full((groups, configs), np.nan),
+            np.full((groups, configs), np.nan),
+            np.zeros((groups, configs), np.int64),
+            np.full(groups, GroupStatus.NO_ROWS, np.int8),
+            np.zeros(groups),
+        )
+
+
+@dataclass(frozen=True)
+class GroupModels:
+    """The models of a table's groups, and what they are of.
+
+    Args:
+        model: the spec; with `Grid` values it stands for several configurations.
+        features, target: columns of the table.
+        classes: the two values of the target, of a classification; else None.
+    """
+
+    model: GroupModel
+    index: GroupIndex
+    records: GroupRecords
+    features: list[str]
+    target: str
+    classes: pa.Array | None = None

@@ -1,0 +1,152 @@
+"""Fitted groups as a file: an Arrow table with a row for each group, and in its metadata what the models are.
+
+    with open("sales.models", "rb") as file:
+        table = pyarrow.ipc.open_stream(file).read_all()
+
+After the table come 16 bytes, the xxh3 of all before, so no damaged file is read. No code is in it: a spec is stored by
+its name and numbers, so one that holds a function is given again when it is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from offbeat.groups.glm import Linear, Logistic, Poisson
+from offbeat.groups.group_index import GroupIndex
+from offbeat.groups.records import GroupModels, GroupRecords
+from offbeat.groups.search import Grid
+from offbeat.groups.table_input import GroupDataError
+from offbeat.safe_read import UnreadableError, decode
+from offbeat.safe_write import write_whole
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from offbeat.groups.fitting import GroupModel
+
+_FORMAT, _SEAL_BYTES = 1, 16
+_METADATA = b"offbeat groups"
+_SPECS = {spec.__name__: spec for spec in (Linear, Logistic, Poisson)}
+_NUMBERS = [field.name for field in dataclasses.fields(GroupRecords)]
+
+
+class SavedSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The metadata of fitted groups.
+
+    Args:
+        format: of the file.
+        model: the name of the spec.
+        settings: its fields, a list for a `Grid`; None where it holds what is no number.
+    """
+
+    format: int
+    model: str
+    settings: dict[str, bool | int | float | str | list[bool | int | float | str]] | None
+    by: list[str]
+    features: list[str]
+    target: str
+    is_classifier: bool
+
+
+def save(fitted: GroupModels, path: Path) -> None:
+    """Write fitted groups to a file.
+
+    Raises:
+        OSError: if it cannot be written; a file that was there is as before.
+    """
+    index, records = fitted.index, fitted.records
+    columns = {f"key {at}": index.keys[name] for at, name in enumerate(index.by)}
+    columns["rows"] = pa.chunked_array([pa.array(index.rows)])
+    for name in _NUMBERS:
+        values = getattr(records, name)
+        flat = pa.array(values.ravel())
+        columns[name] = flat if values.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
+    table = pa.table(columns)
+    spec = SavedSpec(
+        format=_FORMAT,
+        model=type(fitted.model).__name__,
+        settings=_settings(fitted.model),
+        by=index.by,
+        features=fitted.features,
+        target=fitted.target,
+        is_classifier=fitted.classes is not None,
+    )
+    metadata = {_METADATA: msgspec.json.encode(spec)}
+    if fitted.classes is not None:
+        metadata[b"offbeat classes"] = _as_stream(pa.table({"class": fitted.classes}))
+    made = _as_stream(table.replace_schema_metadata(metadata))
+    write_whole(path, made + xxhash.xxh3_128_digest(made))
+
+
+def load(path: Path, model: GroupModel | None = None) -> GroupModels:
+    """Read fitted groups from a file.
+
+    Args:
+        path: of the file.
+        model: the spec; None where the file says it, as for linear models.
+
+    Raises:
+        GroupDataError: if the file cannot be read, is damaged, or does not say its spec.
+    """
+    try:
+        content = path.read_bytes()
+        if xxhash.xxh3_128_digest(content[:-_SEAL_BYTES]) != content[-_SEAL_BYTES:]:
+            raise GroupDataError(f"Cannot read {path}: it holds no groups that offbeat has fitted, or is damaged.")
+        table = pa.ipc.open_stream(content[:-_SEAL_BYTES]).read_all()
+        spec = decode(msgspec.json.Decoder(SavedSpec).decode, (table.schema.metadata or {}).get(_METADATA, b""))
+        if spec.format != _FORMAT:
+            raise GroupDataError(f"Cannot read {path}: it has format {spec.format}, written by another version.")
+        classes = None
+        if spec.is_classifier:
+            classes = pa.ipc.open_stream(table.schema.metadata[b"offbeat classes"]).read_all()["class"].combine_chunks()
+        keys = pa.table({name: table[f"key {at}"] for at, name in enumerate(spec.by)})
+        records = GroupRecords(**{name: _matrix(table[name]) for name in _NUMBERS})
+        index = GroupIndex(keys, table["rows"].to_numpy())
+    except OSError as error:
+        raise GroupDataError(f"Cannot read {path}: {error.strerror or error}.") from error
+    except (UnreadableError, KeyError, TypeError) as error:
+        raise GroupDataError(f"Cannot read {path}: its metadata are of another version.") from error
+    made = model if model is not None else _spec(spec, path)
+    return GroupModels(made, index, records, spec.features, spec.target, classes)
+
+
+def _settings(model: GroupModel) -> dict[str, Any] | None:
+    values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}  # type: ignore[arg-type]
+    plain = {name: list(value.values) if isinstance(value, Grid) else value for name, value in values.items()}
+    is_plain = all(isinstance(one, bool | int | float | str) for value in plain.values() for one in _list(value))
+    return plain if is_plain else None
+
+
+def _spec(spec: SavedSpec, path: Path) -> GroupModel:
+    if spec.settings is None or spec.model not in _SPECS:
+        raise GroupDataError(
+            f"Cannot read {path} by itself: name its spec, FittedGroups.load(path, {spec.model}(...))."
+        )
+    values = {name: Grid(*value) if isinstance(value, list) else value for name, value in spec.settings.items()}
+    return _SPECS[spec.model](**values)  # type: ignore[arg-type]
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _matrix(column: pa.ChunkedArray) -> np.ndarray:
+    """The values of a column, writable; a list in each row makes a matrix."""
+    whole = column.combine_chunks()
+    if not pa.types.is_fixed_size_list(column.type):
+        return np.array(whole.to_numpy(zero_copy_only=False))
+    return np.array(whole.flatten().to_numpy(zero_copy_only=False)).reshape(len(column), column.type.list_size)
+
+
+def _as_stream(table: pa.Table) -> bytes:
+    made = io.BytesIO()
+    with pa.ipc.new_stream(made, table.schema) as stream:
+        stream.write_table(table.combine_chunks())
+    return made.getvalue()

@@ -1,0 +1,49 @@
+"""Tests of `offbeat groups`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pyarrow.csv
+import pyarrow.parquet
+
+from tests.groups.test_trainer import sales
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def groups(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "offbeat", "groups", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def test_from_a_table_to_predictions(tmp_path: Path) -> None:
+    data, models, out = tmp_path / "sales.parquet", tmp_path / "shops.models", tmp_path / "predicted.csv"
+    pyarrow.parquet.write_table(sales(), data)
+    settings = ["--by", "country,shop", "--target", "sold", "--features", "price,day", "--l2", "0.1,10"]
+    made = groups("fit", data, *settings, "--out", models, "--results", tmp_path / "tried.csv")
+    assert made.returncode == 0, made.stderr
+    assert "12 groups" in made.stdout
+    assert "12 ok" in made.stdout
+    assert pyarrow.csv.read_csv(tmp_path / "tried.csv").num_rows == 24
+    made = groups("predict", models, data, "--out", out)
+    assert made.returncode == 0, made.stderr
+    assert "720 rows" in made.stdout
+    assert pyarrow.csv.read_csv(out)["model"].unique().to_pylist() == ["group"]
+    shown = groups("show", models)
+    assert "shop 3" in shown.stdout
+
+
+def test_what_cannot_be_is_one_sentence(tmp_path: Path) -> None:
+    for arguments in (
+        ("fit", tmp_path / "absent.csv", "--by", "shop", "--target", "sold"),
+        ("fit", tmp_path / "absent.csv", "--by", "shop", "--target", "sold", "--l2", "much"),
+        ("show", tmp_path / "absent"),
+    ):
+        made = groups(*arguments)
+        assert made.returncode == 2
+        assert "Traceback" not in made.stderr
+        assert "Cannot" in made.stderr
