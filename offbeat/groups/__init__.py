@@ -5,8 +5,8 @@ After "Towards an Optimized GROUP BY Abstraction for Large-Scale Machine Learnin
 * input: `table_input` - tables that are read in batches; `group_index` - keys, sorted, and their rows; `buckets` -
   files of groups of similar sizes, the unit of tasks
 * models: `glm` - the specs `Linear`, `Logistic` and `Poisson`; `families` - their losses; `newton` - many of them
-  solved at once; `search` - hyper-parameters to try, and the rows by which one is chosen; `mixing` - random numbers
-  that are functions of keys
+  solved at once; `summed_newton` - one whose rows are in several places; `search` - hyper-parameters to try, and the
+  rows by which one is chosen; `mixing` - random numbers that are functions of keys
 * a fit: `trainer` - from a table to models; `fitting` - of one bucket; `records` - arrays of all groups; `fitted` -
   tables of models, and predictions; `saved` - a file of them
 * several workers: `partition` - who has which rows of which group; `unit_scheduler` - the order of units in an epoch

@@ -71,7 +71,8 @@ class FittedGroups:
         Returns:
             prediction: a class, or a number; null where no model is for a row.
             probability: of the second class; of a classification alone.
-            model: "group", or "none" for a key that is not known or whose group has no model.
+            model: "group"; for a key that is not known, or whose group has no model, "global" if there is one of all
+                rows, else "none".
 
         Raises:
             GroupDataError: if a column is missing, or of another type.
@@ -103,12 +104,13 @@ class FittedGroups:
 
     def _predict(self, part: pa.Table) -> pa.Table:
         numbers = self.index.numbers_of(part)
-        coefficients = np.concatenate((self.records.coefficients, np.full((1, self._width), np.nan)))
+        coefficients = np.concatenate((self.records.coefficients, self.records.fallback[None]))
         features = np.empty((part.num_rows, len(self.features)))
         for at, name in enumerate(self.features):
             features[:, at] = numbers_in(part[name], name)
+        has_own = ~np.isnan(coefficients[numbers, 0]) & (numbers >= 0)
+        numbers[~has_own] = -1
         means = self.model.means(self.model.margins(coefficients, features, numbers))
-        has_model = ~np.isnan(coefficients[numbers, 0])
         made = {}
         if self.classes is None:
             made["prediction"] = _without_nan(means)
@@ -116,13 +118,9 @@ class FittedGroups:
             places = pa.array((means > 0.5).astype(np.int64), mask=np.isnan(means))
             made["prediction"] = self.classes.take(places)
             made["probability"] = _without_nan(means)
-        words = pa.array(["none", "group"])
-        made["model"] = words.take(pa.array(has_model.astype(np.int64)))
+        words = pa.array(["none" if np.isnan(self.records.fallback[0]) else "global", "group"])
+        made["model"] = words.take(pa.array(has_own.astype(np.int64)))
         return pa.table(made)
-
-    @property
-    def _width(self) -> int:
-        return int(self.records.coefficients.shape[1])
 
 
 def _without_nan(values: np.ndarray) -> pa.Array:

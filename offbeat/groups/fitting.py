@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from typing import Self
 
 
@@ -105,6 +105,16 @@ class GroupModel(Protocol):
 
     def fit(self, task: BucketTask, configs: Sequence[Any]) -> BucketFit:
         """Fit a model for each group of a bucket and each configuration."""
+
+    def fit_together(self, tasks: Callable[[], Iterable[BucketTask]], config: Any) -> np.ndarray:
+        """Fit one model to the rows of all groups.
+
+        Args:
+            tasks: called as often as the rows are needed, for all buckets.
+
+        Returns:
+            (width,).
+        """
 
     def margins(self, coefficients: np.ndarray, features: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Return (rows,): the margin of each row.

@@ -18,10 +18,11 @@ import torch
 from offbeat.groups.families import BernoulliFamily, Family, GaussianFamily, PoissonFamily
 from offbeat.groups.fitting import BucketFit, BucketTask, GroupStatus
 from offbeat.groups.newton import PaddedGroups, solve
+from offbeat.groups.summed_newton import GlmSums, SummedNewton, sums_of
 from offbeat.groups.table_input import GroupDataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from offbeat.groups.search import Grid
 
@@ -95,6 +96,25 @@ class Glm:
                 found.status[at[margins > _LARGE_MARGIN]] = GroupStatus.SEPARABLE
         found.seconds = time.perf_counter() - begin
         return found
+
+    def fit_together(self, tasks: Callable[[], Iterable[BucketTask]], config: Glm) -> np.ndarray:
+        """Fit one model to the rows of all groups; rows that are not finite are left out, and nothing is scaled."""
+        penalty = torch.tensor([float(config.l2)], dtype=torch.float64)  # type: ignore[arg-type]
+        newton: SummedNewton | None = None
+        while newton is None or not newton.has_ended:
+            sums: GlmSums | None = None
+            for task in tasks():
+                which = np.isfinite(task.features).all(1) & np.isfinite(task.target)
+                x = torch.from_numpy(
+                    np.hstack((task.features[which], np.ones((int(which.sum()), int(self.intercept)))))
+                )
+                newton = newton or SummedNewton(penalty, x.shape[1], has_intercept=self.intercept)
+                part = sums_of(x, torch.from_numpy(task.target[which]), self.family, newton.coefficients)
+                sums = part if sums is None else sums + part
+            assert newton is not None
+            assert sums is not None
+            newton.told(sums)
+        return newton.coefficients[0].numpy()
 
     def margins(self, coefficients: np.ndarray, features: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Return the margins of rows.

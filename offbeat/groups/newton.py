@@ -17,8 +17,9 @@ import torch
 if TYPE_CHECKING:
     from offbeat.groups.families import Family
 
-_MOST_STEPS, _MOST_HALVINGS = 100, 40
-_TOLERANCE = 1e-12  # of the fall that the next step promises, relative to the objective
+MOST_STEPS, _MOST_HALVINGS = 100, 40
+TOLERANCE = 1e-12
+"""The fall of the objective, relative to it, at which a model has ended."""
 _FLOOR = 1e-12  # of the Hessian's diagonal, relative to its mean
 _FIRMER = 1e-6
 
@@ -84,7 +85,7 @@ def solve(
         torch.zeros(shape[:2], dtype=torch.int64),
         torch.zeros(shape[:2], dtype=torch.bool),
     )
-    for _ in range(_MOST_STEPS):
+    for _ in range(MOST_STEPS):
         problem.step()
         ended = problem.has_ended.all(1)
         if bool(ended.all()):
@@ -154,7 +155,7 @@ class _Problem:
         second = second.mul_(self.mask)
         hessian = torch.stack([(x * second[..., at : at + 1]).mT @ x for at in range(len(self.penalty))], 1)
         hessian.diagonal(dim1=-2, dim2=-1).add_(self.penalty)
-        step = _newton_step(hessian, gradient)
+        step = newton_step(hessian, gradient)
         promised = -(gradient * step).sum(-1)
         promised = promised.nan_to_num_(0.0).clamp_(min=0.0)
         along = x @ step.mT
@@ -164,7 +165,7 @@ class _Problem:
             coefficients = self.coefficients + step * share[..., None]
             objectives = self.objective(margins, coefficients)
             # Near the optimum what is promised is less than the rounding of the objective.
-            is_worse = ~(objectives <= self.objectives + _TOLERANCE * (1 + self.objectives.abs()))
+            is_worse = ~(objectives <= self.objectives + TOLERANCE * (1 + self.objectives.abs()))
             is_worse &= ~self.has_ended
             if not bool(is_worse.any()):
                 break
@@ -180,7 +181,7 @@ class _Problem:
         self.objectives = torch.where(moves, objectives, self.objectives)
         self.steps += moves
         # A Newton step that promises little has been taken in full, so what is left is its square.
-        self.has_ended = self.has_ended | (promised <= _TOLERANCE * (1 + objectives.abs())) | (share == 0)
+        self.has_ended = self.has_ended | (promised <= TOLERANCE * (1 + objectives.abs())) | (share == 0)
 
     def only(self, which: torch.Tensor) -> _Problem:
         """Return the models of some of the groups."""
@@ -208,8 +209,13 @@ class _Problem:
         solution.has_ended[self.numbers] = self.has_ended
 
 
-def _newton_step(hessian: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Solve for the step; where features are collinear the diagonal is made firmer until it can be solved."""
+def newton_step(hessian: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return Newton's step; where features are collinear the diagonal is made firmer until it can be solved.
+
+    Args:
+        hessian: (..., features, features), which is changed.
+        gradient: (..., features).
+    """
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)
     scale = diagonal.mean(-1, keepdim=True).clamp(min=torch.finfo(hessian.dtype).tiny)
     diagonal.add_(_FLOOR * scale)

@@ -1,4 +1,4 @@
-"""The distribution of groups and their rows to workers (Li and Kumar, PVLDB 14(11), 2021, section 4).
+"""The distribution of groups and their rows to workers (Li and Kumar, PVLDB 14(11), 2021).
 
 Wrap-around: groups follow each other, and each worker takes as many rows as it may. So at most `workers - 1` groups are
 split, each into as few shards as possible, and nothing is copied. The paper gives a worker room for the larger of an

@@ -28,6 +28,7 @@ class GroupRecords:
         steps: (groups, configs).
         status: (groups,), of `GroupStatus`.
         seconds: (groups,), an equal share of the bucket's.
+        fallback: (width,), of all rows; NaN if there is none.
     """
 
     coefficients: np.ndarray
@@ -37,6 +38,7 @@ class GroupRecords:
     steps: np.ndarray
     status: np.ndarray
     seconds: np.ndarray
+    fallback: np.ndarray
 
     @classmethod
     def empty(cls, index: GroupIndex, configs: int, width: int) -> Self:
@@ -50,6 +52,7 @@ class GroupRecords:
             np.zeros((groups, configs), np.int64),
             np.full(groups, GroupStatus.NO_ROWS, np.int8),
             np.zeros(groups),
+            np.full(width, np.nan),
         )
 
 

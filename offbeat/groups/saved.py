@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _FORMAT, _SEAL_BYTES = 1, 16
 _METADATA = b"offbeat groups"
 _SPECS = {spec.__name__: spec for spec in (Linear, Logistic, Poisson)}
-_NUMBERS = [field.name for field in dataclasses.fields(GroupRecords)]
+_NUMBERS = [field.name for field in dataclasses.fields(GroupRecords) if field.name != "fallback"]
 
 
 class SavedSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,6 +44,7 @@ class SavedSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         format: of the file.
         model: the name of the spec.
         settings: its fields, a list for a `Grid`; None where it holds what is no number.
+        fallback: the model of all rows, if there is one.
     """
 
     format: int
@@ -53,6 +54,7 @@ class SavedSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     features: list[str]
     target: str
     is_classifier: bool
+    fallback: list[float] | None
 
 
 def save(fitted: GroupModels, path: Path) -> None:
@@ -77,6 +79,7 @@ def save(fitted: GroupModels, path: Path) -> None:
         features=fitted.features,
         target=fitted.target,
         is_classifier=fitted.classes is not None,
+        fallback=None if np.isnan(records.fallback).any() else records.fallback.tolist(),
     )
     metadata = {_METADATA: msgspec.json.encode(spec)}
     if fitted.classes is not None:
@@ -107,7 +110,10 @@ def load(path: Path, model: GroupModel | None = None) -> GroupModels:
         if spec.is_classifier:
             classes = pa.ipc.open_stream(table.schema.metadata[b"offbeat classes"]).read_all()["class"].combine_chunks()
         keys = pa.table({name: table[f"key {at}"] for at, name in enumerate(spec.by)})
-        records = GroupRecords(**{name: _matrix(table[name]) for name in _NUMBERS})
+        numbers = {name: _matrix(table[name]) for name in _NUMBERS}
+        width = numbers["coefficients"].shape[1]
+        fallback = np.full(width, np.nan) if spec.fallback is None else np.array(spec.fallback)
+        records = GroupRecords(**numbers, fallback=fallback)
         index = GroupIndex(keys, table["rows"].to_numpy())
     except OSError as error:
         raise GroupDataError(f"Cannot read {path}: {error.strerror or error}.") from error

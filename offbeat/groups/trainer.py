@@ -42,16 +42,16 @@ class Small:
 
     Args:
         min_rows: below which a group is small.
-        fallback: "global": the model of all rows predicts for it, and for keys that are not known; "skip": nothing
-            does; "raise": `fit` refuses the table.
+        fallback: "skip": nothing predicts for it; "global": one model of all rows does, and for keys that are not
+            known; "raise": `fit` refuses the table.
     """
 
     min_rows: int = 1
-    fallback: str = "global"
+    fallback: str = "skip"
 
     def __post_init__(self) -> None:
         if self.fallback not in ("global", "skip", "raise"):
-            raise GroupDataError(f"Cannot fall back to {self.fallback!r}: name 'global', 'skip' or 'raise'.")
+            raise GroupDataError(f"Cannot fall back to {self.fallback!r}: name 'skip', 'global' or 'raise'.")
 
 
 class GroupedTrainer:
@@ -117,6 +117,11 @@ class GroupedTrainer:
                 ended += len(rows.numbers)
                 if progress is not None:
                     progress(ended, len(index))
+            if self.small.fallback == "global" and len(index):
+                config = self.configs[self._pooled(records, index)]
+                records.fallback = self.model.fit_together(
+                    lambda: (self._task(files.read(at), features, classes, index) for at in range(files.count)), config
+                )
         return FittedGroups(GroupModels(self.model, index, records, features, self.target, classes))
 
     def _fit_bucket(self, rows: GroupRows, task: BucketTask, records: GroupRecords) -> None:
@@ -150,6 +155,11 @@ class GroupedTrainer:
         records.status[numbers[is_small]] = GroupStatus.TOO_SMALL
         records.coefficients[numbers[is_small]] = np.nan
         records.seconds[numbers] = (time.perf_counter() - begin) / max(1, len(numbers))
+
+    def _pooled(self, records: GroupRecords, index: GroupIndex) -> int:
+        """The configuration that is best over all groups, each with the weight of its rows."""
+        scores = np.nansum(records.held_losses * index.rows[:, None], 0)
+        return int(scores.argmin())
 
     def _task(
         self, rows: GroupRows, features: Sequence[str], classes: pa.Array | None, index: GroupIndex

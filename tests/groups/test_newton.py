@@ -103,13 +103,19 @@ def test_a_step_that_overshoots_is_damped() -> None:
     torch.testing.assert_close(found.coefficients, plain.coefficients, rtol=1e-5, atol=1e-5)
 
 
-def test_objectives_are_never_worse_than_scikit_learns() -> None:
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_objectives_are_never_worse_than_scikit_learns(family: Family) -> None:
     linear_model = pytest.importorskip("sklearn.linear_model")
     sizes = [60, 90, 70, 300, 120]
-    made = groups_of(sizes, 8, BernoulliFamily(), seed=3)
-    found = solve(made, BernoulliFamily(), torch.tensor([1.0], dtype=torch.float64), has_intercept=True)
+    made = groups_of(sizes, 8, family, seed=3)
+    found = solve(made, family, torch.tensor([2.0], dtype=torch.float64), has_intercept=True)
     for group, rows in enumerate(sizes):
         x, y = made.features[group, :rows], made.target[group, :rows]
-        theirs = linear_model.LogisticRegression(C=1.0, solver="newton-cholesky").fit(x[:, :-1].numpy(), y.numpy())
-        w = torch.from_numpy(np.append(theirs.coef_[0], theirs.intercept_))
-        assert found.objectives[group, 0] <= objective(BernoulliFamily(), x, y, w, 1.0) + 1e-9
+        theirs = {
+            "linear": linear_model.Ridge(alpha=2.0),
+            "logistic": linear_model.LogisticRegression(C=0.5, solver="newton-cholesky", tol=1e-8),
+            "poisson": linear_model.PoissonRegressor(alpha=2.0 / rows, solver="newton-cholesky", tol=1e-8),
+        }[family.name].fit(x[:, :-1].numpy(), y.numpy())
+        w = torch.from_numpy(np.append(np.ravel(theirs.coef_), theirs.intercept_))
+        assert found.objectives[group, 0] <= objective(family, x, y, w, 2.0) + 1e-9
+        torch.testing.assert_close(found.coefficients[group, 0], w, rtol=1e-4, atol=1e-4)
