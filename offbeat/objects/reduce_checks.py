@@ -37,6 +37,8 @@ def why_not_of(request: ReduceObjects, source: ObjectName, meta: ObjectMeta, oth
     """
     if request.op == "mean" and not meta.dtype.startswith(("float", "bfloat", "complex")):
         return f"Cannot take the mean of {source}: it is {meta}. Take the sum, and divide it."
+    if request.op in ("min", "max") and meta.dtype.startswith("complex"):
+        return f"Cannot take the {request.op} of {source}: it is {meta}, and complex numbers have no order."
     if request.wire and (why := why_no_wire(meta.dtype, request.wire)):
         return f"Cannot reduce {source}, {meta}, with wire={request.wire}: {why}. Leave wire= out."
     if other is not None and (meta.dtype, meta.shape) != (other.dtype, other.shape):

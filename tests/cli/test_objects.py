@@ -151,6 +151,11 @@ def test_small_ones_and_what_is_refused(two: tuple[Served, Served]) -> None:
         here.reduce("mean of integers", ["n"], op="mean")
         with pytest.raises(DisagreementError, match=r"Cannot take the mean of 'n': it is int64\[2\]"):
             here.get("mean of integers", timeout=10)
+        for size in (2, LARGE):
+            here.put(f"complex {size}", torch.ones(size, dtype=torch.complex64))
+            here.reduce(f"least {size}", [f"complex {size}"], op="min")
+            with pytest.raises(DisagreementError, match=r"Cannot take the min of 'complex \d+': it is complex64"):
+                here.get(f"least {size}", timeout=10)
         here.reduce("a", ["b"])
         with pytest.raises(ObjectError, match=r"Cannot reduce into 'a': it is there already"):
             here.get("a", timeout=10)
