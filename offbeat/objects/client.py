@@ -20,7 +20,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args, overload
 
 import msgspec
 import torch
@@ -39,7 +39,15 @@ from offbeat.objects.store_access import FoundObject
 from offbeat.objects.stripes import stripes_for
 from offbeat.objects.versions import VersionedObjects, check_id
 from offbeat.protocol.object_versions import DELTA, DESCRIPTION, delta_name, description_name
-from offbeat.protocol.objects import INLINE_BYTES, ITEM_BYTES, MAX_STRIPES, ObjectMeta, ObjectName, ReduceObjects
+from offbeat.protocol.objects import (
+    INLINE_BYTES,
+    ITEM_BYTES,
+    MAX_STRIPES,
+    ObjectMeta,
+    ObjectName,
+    ReduceObjects,
+    ReduceOp,
+)
 from offbeat.tensors import dtype_name
 from offbeat.wire.credentials import Token
 
@@ -51,7 +59,7 @@ if TYPE_CHECKING:
     from offbeat.objects.memory import MakerMap
     from offbeat.objects.store_access import StoreAccess
     from offbeat.protocol.object_calls import StatusAnswer
-    from offbeat.protocol.objects import ReduceOp, UsedSource, WireDtype
+    from offbeat.protocol.objects import UsedSource, WireDtype
     from offbeat.wire.credentials import Credentials
     from offbeat.wire.session import Limits
 
@@ -469,6 +477,8 @@ class ObjectClient:
             self._access.abandon(name)
 
     def _reduce(self, target: str, sources: Sequence[str], how: _How) -> None:
+        if isinstance(sources, str) or not sources:
+            raise ObjectError(f"Cannot reduce into {target!r}: its sources are a list of names, and not {sources!r}.")
         count = len(sources) if how.num_objects is None else how.num_objects
         least = count if how.min_objects is None else how.min_objects
         if not 1 <= least <= count <= len(sources):
@@ -480,6 +490,10 @@ class ObjectClient:
             raise ObjectError(f'Cannot reduce with on_failure={how.on_failure!r}: it is "restart" or "splice".')
         if least < count and how.deadline is None:
             raise ObjectError(f"Cannot reduce into {target!r} with min_objects={least}: say deadline=, in seconds.")
+        if how.min_objects is None and how.deadline is not None:
+            raise ObjectError(f"Cannot reduce into {target!r} with deadline={how.deadline}: say min_objects=, too.")
+        if how.op not in (known := get_args(ReduceOp)):
+            raise ObjectError(f"Cannot reduce into {target!r} with op={how.op!r}: it is one of {', '.join(known)}.")
         request = ReduceObjects(
             name=ObjectName(target),
             sources=tuple(ObjectName(source) for source in sources),
@@ -534,7 +548,7 @@ def _are_tensors(given: object) -> bool:
 
 def _named(id_: str, version: int) -> ObjectName:
     is_text = isinstance(id_, str) and not any("\ud800" <= letter <= "\udfff" for letter in id_)
-    if not is_text or not 1 <= len(id_) <= 256 or not 0 <= version < 1 << 40:
+    if not is_text or not 1 <= len(id_) <= 256 or not isinstance(version, int) or not 0 <= version < 1 << 40:
         raise ObjectError(
             f"Cannot use {id_!a:.60} version {version}: an object's name is a string of 1 to 256 characters, and a "
             f"version is 0 to {(1 << 40) - 1}."

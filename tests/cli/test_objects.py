@@ -164,7 +164,7 @@ def test_small_ones_and_what_is_refused(two: tuple[Served, Served]) -> None:
             here.reduce("x", ["a", "b"], num_objects=3)
         with pytest.raises(ObjectError, match="say deadline="):
             here.reduce("x", ["a", "b"], min_objects=1)
-        for name, version in (("", 0), ("x" * 257, 0), (3, 0), ("\ud800", 0), ("a", -1)):
+        for name, version in (("", 0), ("x" * 257, 0), (3, 0), ("\ud800", 0), ("a", -1), ("a", 1.5)):
             with pytest.raises(ObjectError, match="an object's name is a string of 1 to 256 characters"):
                 here.put(name, torch.ones(2), version=version)  # type: ignore[arg-type]
             with pytest.raises(ObjectError, match="an object's name is a string of 1 to 256 characters"):
@@ -175,9 +175,17 @@ def test_small_ones_and_what_is_refused(two: tuple[Served, Served]) -> None:
         here.delete("x" * 256)
         with pytest.raises(ObjectError, match=r"Cannot put 'x': it is no tensor or dict of tensors by name \(list\)"):
             here.put("x", [1.0])  # type: ignore[arg-type]
-        for wrong in ({"op": "avg"}, {"min_objects": 1, "deadline": -1.0}):
-            with pytest.raises(ObjectError, match="Cannot reduce into 'x': "):
+        for wrong, why in (
+            ({"op": "avg"}, "is one of sum, mean, min, max, prod"),
+            ({"deadline": 1.0}, "say min_objects="),
+        ):
+            with pytest.raises(ObjectError, match=why):
                 here.reduce("x", ["a", "b"], **wrong)
+        for sources in ("ab", []):
+            with pytest.raises(ObjectError, match="its sources are a list of names"):
+                here.reduce("x", sources)
+        with pytest.raises(ObjectError, match="Cannot reduce into 'x': "):
+            here.reduce("x", ["a", "b"], min_objects=1, deadline=-1.0)
         here.reduce("late", ["a", "never"], min_objects=1, deadline=0.2)
         assert here.get("late", timeout=10).tolist() == [1.0, 5.0]
         assert here.reduced_set("late") == ["a"]
