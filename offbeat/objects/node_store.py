@@ -396,6 +396,10 @@ class NodeStore:
             self._end_wait(message.name, error)
             if isinstance(message, say.ReduceSmall):
                 self.tell_directory(say.RefuseSum(name=message.name, reason=str(error)))
+        except RuntimeError as error:  # of torch: what it cannot add ends one sum, and not this store's link
+            if not isinstance(message, say.ReduceSmall):
+                raise
+            self.tell_directory(say.RefuseSum(name=message.name, reason=f"Cannot make {message.name}: {error}"))
 
     def _run_with_room(self, order: say.RunStage) -> None:
         """Begin to make a sum once there is room for it; what the directory says of it meanwhile waits, too."""

@@ -86,7 +86,7 @@ class LoopThread:
                 "Open links of its own here."
             )
         if self._loop.is_closed():
-            raise NetworkError("Cannot use an event loop that was closed.")
+            raise NetworkError("Cannot use what was closed: connect again.")
 
 
 async def _cancel_all() -> None:

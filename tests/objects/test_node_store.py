@@ -581,6 +581,22 @@ class TestANewDirectory:
 
 class TestRefused:
     @in_loop
+    async def test_what_torch_cannot_add_ends_that_sum_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: object) -> None:
+            raise NotImplementedError("no kernel for this dtype")
+
+        async with cluster(2) as made:
+            await made.put(0, "a", tensor(1, 5))
+            await made.put(1, "b", tensor(2, 5))
+            with monkeypatch.context() as patched:
+                patched.setattr(TorchArithmetic, "add", fail)
+                made.reduce(0, "s", ["a", "b"])
+                with pytest.raises(ObjectError, match="Cannot make 's': no kernel for this dtype"):
+                    await made.get(0, "s")
+            made.reduce(0, "t", ["a", "b"])
+            assert torch.equal(await made.get(1, "t"), tensor(3, 5)), "the store has kept its directory"
+
+    @in_loop
     async def test_other_bytes_of_the_same_name(self) -> None:
         async with cluster(2) as made:
             await made.put(0, "w", tensor(3))
