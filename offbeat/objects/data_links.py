@@ -109,8 +109,10 @@ class FeederLink:
             self._say(AllowBytes(lane=lane, until=until))
 
     def stop(self, lane: int) -> None:
-        """No more is wanted on a lane; what is on its way is thrown away."""
-        if self._reads.pop(lane, None) is not None:
+        """No more is wanted on a lane; what is on its way is thrown away, also a block that is here in part."""
+        if (found := self._reads.pop(lane, None)) is not None:
+            if self._inbox.drop(found[0]) and self.link is not None:
+                self.link.release_body()
             self._stopped.add(lane)
             self._say(StopReading(lane=lane))
 

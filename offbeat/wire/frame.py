@@ -171,6 +171,11 @@ class Reader:
         self._filled += size_bytes
         return self._filled == self._size
 
+    def move_body(self, body: memoryview) -> None:
+        """Have the rest of the body that is being received land in other memory; it is checked all the same."""
+        if self._body is not None:
+            self._body = body
+
     def next_frame(self) -> Frame | None:
         """The next frame that is complete; None if more has to be received first.
 

@@ -45,6 +45,13 @@ class LaneInbox:
         self._taken = sink, block.offset
         return sink.destination(block.offset, size_bytes)
 
+    def drop(self, sink: Sink) -> bool:
+        """Throw the block away that is being received, if it is for this sink; returns whether it is."""
+        is_its = self._taken is not None and self._taken[0] is sink
+        if is_its:
+            self._taken = None
+        return is_its
+
     def received(self, body: memoryview) -> None:
         """The block is there."""
         taken, self._taken = self._taken, None

@@ -132,6 +132,10 @@ class PeerLink:
         if self._stream is not None:
             streams.limit_unsent(self._stream.sock, size_bytes)
 
+    def release_body(self) -> None:
+        """Write no more into the memory that `destination` has returned for the body that is being received."""
+        self._session.release_body()
+
     def flush(self) -> None:
         """Write what is queued now, as far as the kernel takes it."""
         self._flush()

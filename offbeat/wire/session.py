@@ -357,6 +357,12 @@ class Session:
         elif frame.kind != Kind.ACK:
             raise PeerError("Cannot continue with this peer: it sent a frame that belongs to no session.")
 
+    def release_body(self) -> None:
+        """Write no more into the memory of the body that is being received: its owner has another use for it."""
+        if self._half is not None:
+            self._half = _Half(self._half.metadata, memoryview(bytearray(self._half.body.nbytes)))
+            self._reader.move_body(self._half.body)
+
     def _is_next(self, frame: Frame) -> bool:
         if self.ended or frame.number > self.received + 1:
             raise PeerError(f"Cannot continue with this peer: frame {frame.number} came after frame {self.received}.")

@@ -147,6 +147,29 @@ def test_a_half_received_body_is_received_again_into_the_same_memory() -> None:
     assert side.taker.frames == [(b"1", b"body"), (b"2", b"body")]
 
 
+@pytest.mark.parametrize("breaks", [False, True])
+def test_the_memory_of_a_half_received_body_is_released(breaks: bool) -> None:
+    memory, bodies = memoryview(bytearray(4)), []
+
+    class Owner(Taker):
+        def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
+            return memory
+
+        def received(self, metadata: bytes, body: memoryview) -> None:
+            bodies.append(bytes(body[-2:]))
+
+    session, whole = Session(LIMITS), frames(1)
+    session.receiver = Owner()
+    give(session, whole[:-2])
+    session.release_body()
+    if breaks:
+        session.broke()
+        session.resumed(0)
+    give(session, whole if breaks else whole[-2:])
+    assert bodies == [b"dy"], "it is received and checked all the same"
+    assert bytes(memory[-2:]) == bytes(2), "nothing is written there any more"
+
+
 @pytest.mark.parametrize("other", [frames(1, body=b"longer"), frames(1).replace(b"1body", b"9body")])
 def test_what_comes_again_has_to_be_the_same(other: bytes) -> None:
     side = Side()
