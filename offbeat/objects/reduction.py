@@ -263,8 +263,7 @@ class Reduction:
         member = self._members[index]
         assert member is not None
         self._unreadable.add((member.source, store))
-        self._lose(index)
-        return self._settle()
+        return self._lose(index) + self._settle()
 
     def spliced(self, feed: FeedStage, start: int, store: str) -> Instructions:
         """A stage has said where it changes to a source that takes another's place."""
@@ -412,8 +411,8 @@ class Reduction:
 
     # -- who takes whose place -----------------------------------------------------------------------------------
 
-    def _lose(self, index: int) -> None:
-        member = self._members[index]
+    def _lose(self, index: int) -> Instructions:
+        member, told = self._members[index], []
         assert member is not None
         member.store = None
         for stripe, part in enumerate(self.sums):
@@ -422,7 +421,8 @@ class Reduction:
             if self._is_root(stripe, index):
                 part.is_whole = False
             else:
-                part.lose(self._position(stripe, index))
+                told += part.lose(self._position(stripe, index))
+        return told
 
     def _is_missed(self, index: int) -> bool:
         """Whether something that a lost member has to send, or to make, is in no sum yet."""

@@ -210,18 +210,21 @@ class StripeSum:
             told += self._run(stage)
         return told
 
-    def lose(self, position: int) -> None:
-        """The store of a position is gone."""
-        if (place := self._places[position]) is not None:
+    def lose(self, position: int) -> Instructions:
+        """The store of a position is gone, or cannot be read from: then it is to end its stage."""
+        place, told = self._places[position], self._end(position)
+        if place is not None:
             place.store = None
             self._attempts.pop(position, None)
+        return told
 
     def move_root(self, root: str, own: ObjectName | None) -> Instructions:
         """Have another store keep the sum."""
+        told = self._end(CALLER) if root != self.root else []  # it would write where that store reads from now on
         self.root, self.own = root, own
         if own is not None and self._is_elsewhere(own, CALLER):
-            return self._begin_anew(CALLER)
-        return self._run(CALLER) if CALLER in self._attempts else []
+            return told + self._begin_anew(CALLER)
+        return told + self._run(CALLER) if CALLER in self._attempts else []
 
     def close(self, taken: int) -> Instructions:
         """Have the sums of the first `taken` positions pass over the others, which stay empty."""
@@ -267,14 +270,15 @@ class StripeSum:
 
     def ended(self) -> Instructions:
         """No stage is needed any more."""
-        told: Instructions = []
-        for stage, attempt in self._attempts.items():
-            if (store := self._store(stage)) is not None:
-                told.append(
-                    (store, EndStage(name=self._terms.name, stripe=self._terms.stripe, slot=stage, attempt=attempt))
-                )
+        told = [end for stage in self._attempts for end in self._end(stage)]
         self._attempts.clear()
         return told
+
+    def _end(self, stage: int) -> Instructions:
+        attempt, store = self._attempts.get(stage), self._store(stage)
+        if attempt is None or store is None:
+            return []
+        return [(store, EndStage(name=self._terms.name, stripe=self._terms.stripe, slot=stage, attempt=attempt))]
 
     def _place(self, position: int) -> Place:
         place = self._places[position]

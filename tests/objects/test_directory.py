@@ -745,6 +745,7 @@ def check_losses(seed: int, *, restarts: bool = False) -> None:
     check_parts(done[caller], world.stores[caller].used[W], len(done[caller]) // BLOCKS, count)
     if not more.get("splices"):
         assert len(used_in(done[caller])) == count
+    assert restarts or not any(store.stages for store in world.stores.values()), "also where others cannot read from"
 
 
 @pytest.mark.slow
