@@ -9,7 +9,9 @@ reader maps it privately, so what it writes nobody else sees.
 from __future__ import annotations
 
 import _thread
+import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -36,7 +38,8 @@ class ObjectMap(mmap.mmap):
     def __del__(self) -> None:
         if not self.closed and len(self) >= _FREED_ASIDE_BYTES and not sys.is_finalizing():
             # threading.Thread takes a lock that whoever runs the garbage collector here may hold.
-            _thread.start_new_thread(_unmap, (self,))
+            with contextlib.suppress(RuntimeError):  # without another thread it is unmapped here
+                _thread.start_new_thread(_unmap, (self,))
 
 
 def _unmap(memory: ObjectMap) -> None:
@@ -53,18 +56,21 @@ class Segment:
 
     Args:
         size_bytes: of it.
+
+    Raises:
+        ObjectError: if this process may have no more memory, or descriptors.
     """
 
     def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-        self.descriptor = os.memfd_create("offbeat-object", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.size_bytes, self.descriptor = size_bytes, -1
         try:
+            self.descriptor = os.memfd_create("offbeat-object", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.descriptor, max(1, size_bytes))
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SIZE)
             self._map = ObjectMap(self.descriptor, max(1, size_bytes))
-        except OSError:
-            os.close(self.descriptor)
-            raise
+        except OSError as error:
+            self.close()
+            raise _at_limit(error) from error
         self.memory = memoryview(self._map)[:size_bytes]
 
     def seal(self) -> None:
@@ -92,16 +98,26 @@ class MakerMap:
         self._size = max(1, size_bytes)
         self._descriptor = _opened(process, descriptor, os.O_RDWR)
         try:
-            self._map: ObjectMap | None = ObjectMap(self._descriptor, self._size)
+            self._map: ObjectMap | None = _mapped(self._descriptor, self._size, mmap.MAP_SHARED)
             self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         except BaseException:
             os.close(self._descriptor)
             raise
 
     def write(self, at: int, data: memoryview) -> None:
-        """Fill a part: through the file, which takes half as long as through a map whose pages are all new."""
+        """Fill a part: through the file, which takes half as long as through a map whose pages are all new.
+
+        Raises:
+            ObjectError: if the kernel refuses.
+        """
         while data:
-            written = os.pwrite(self._descriptor, data, at)
+            try:
+                written = os.pwrite(self._descriptor, data, at)
+            except OSError as error:
+                raise ObjectError(
+                    f"Cannot fill an object of {self._size:,} bytes: {error.strerror}. See what `ulimit -a` says of "
+                    "this process."
+                ) from error
             at, data = at + written, data[written:]
 
     def take(self) -> ObjectMap:
@@ -145,19 +161,36 @@ def map_segment(process: int, descriptor: int, size_bytes: int) -> ObjectMap:
         process, descriptor: whose, and which of its.
 
     Raises:
-        ObjectError: if that process cannot be looked into: it is gone, another user's, or of another PID namespace.
+        ObjectError: if that process cannot be looked into: it is gone, another user's, or of another PID namespace; or
+            if this one may map no more.
     """
     opened = _opened(process, descriptor, os.O_RDONLY)
     try:
-        return ObjectMap(opened, max(1, size_bytes), flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        return _mapped(opened, max(1, size_bytes), mmap.MAP_PRIVATE)
     finally:
         os.close(opened)
+
+
+def _mapped(descriptor: int, size_bytes: int, flags: int) -> ObjectMap:
+    try:
+        return ObjectMap(descriptor, size_bytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise _at_limit(error) from error
+
+
+def _at_limit(error: OSError) -> ObjectError:
+    return ObjectError(
+        f"Cannot have memory of another object here: {error.strerror}. Each takes a file descriptor: let go of some, "
+        "or raise the limits of this process (`ulimit -n`, `ulimit -v`)."
+    )
 
 
 def _opened(process: int, descriptor: int, flags: int) -> int:
     try:
         return os.open(f"/proc/{process}/fd/{descriptor}", flags)
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise _at_limit(error) from error
         raise ObjectError(
             f"Cannot open the memory of the store with process id {process} ({error.strerror}). A client has to run on "
             "its store's machine, as the same user and in the same PID namespace (container)."

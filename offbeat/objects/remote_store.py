@@ -183,7 +183,11 @@ class RemoteStore(StoreAccess):
     def _found(self, name: ObjectName, message: ObjectAnswer) -> FoundObject:
         if not message.process:
             return FoundObject(message.meta, bytearray(message.data), message.used)
-        memory = map_segment(message.process, message.descriptor, message.meta.size_bytes)
+        try:
+            memory = map_segment(message.process, message.descriptor, message.meta.size_bytes)
+        except ObjectError:
+            self._release(name)
+            raise
         # The store keeps what is mapped. A tensor holds the map, which ends with the last tensor over it.
         weakref.finalize(memory, self._release, name)
         return FoundObject(message.meta, memory, message.used)

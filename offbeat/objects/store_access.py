@@ -56,10 +56,13 @@ class StoreAccess(ABC):
         """
         if meta.size_bytes <= INLINE_BYTES:
             return self.put_small(name, meta, b"".join(parts))
-        made: ObjectFuture[Any] = self.create(name, meta)
-        made.wait(_LONG)
-        if isinstance(made.error, AlreadyHereError):
-            return self._put_again(name, meta, parts)
+        while True:
+            made: ObjectFuture[Any] = self.create(name, meta)
+            made.wait(_LONG)
+            if not isinstance(made.error, AlreadyHereError):
+                break
+            if (again := self._put_again(name, meta, parts)) is not None:
+                return again
         if made.error is not None:
             return made
         _, maker = made.value
@@ -128,8 +131,14 @@ class StoreAccess(ABC):
     def close(self) -> None:
         """Say good-bye."""
 
-    def _put_again(self, name: ObjectName, meta: ObjectMeta, parts: Iterable[memoryview]) -> ObjectFuture[bool]:
-        here = self.get(name, lambda found: found).get()
+    def _put_again(self, name: ObjectName, meta: ObjectMeta, parts: Iterable[memoryview]) -> ObjectFuture[bool] | None:
+        """Compare an object with what the store has; None if that was deleted meanwhile."""
+        asked = self.get(name, lambda found: found)
+        self.status()  # is answered after what is here
+        if not asked.done():
+            asked.stop()
+            return None
+        here = asked.outcome()
         is_same = (here.meta.dtype, here.meta.shape) == (meta.dtype, meta.shape)
         again: ObjectFuture[bool] = ObjectFuture(f"put {name}")
         if is_same and digest_of_parts(parts) == digest_of_parts([here.view]):

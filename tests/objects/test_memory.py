@@ -1,12 +1,17 @@
 """Tests of the memory that several processes map."""
 
+import _thread
 import gc
 import os
+import resource
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
+from offbeat.errors import ObjectError
 from offbeat.objects.memory import MakerMap, ObjectMap, Segment, map_segment
 
 SIZE = 8 << 20
@@ -49,6 +54,46 @@ def test_memory_that_the_garbage_collector_frees() -> None:
     while "offbeat-object" in _maps() and time.monotonic() < until:
         time.sleep(0.001)
     assert "offbeat-object" not in _maps()
+
+
+def test_memory_is_freed_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    segment = Segment(SIZE)
+    segment.close()
+    monkeypatch.setattr(_thread, "start_new_thread", refuse)
+    del segment
+    assert "offbeat-object" not in _maps()
+
+
+def test_the_limits_of_a_process_are_said() -> None:
+    segment = Segment(SIZE)
+    maker = MakerMap(os.getpid(), segment.descriptor, SIZE)
+    free = os.dup(0)
+    os.close(free)
+    for more in (0, 1):  # for the descriptor, and for the one that the map has
+        with limited(resource.RLIMIT_NOFILE, free + more):
+            with pytest.raises(ObjectError, match="Too many open files"):
+                map_segment(os.getpid(), segment.descriptor, SIZE)
+            with pytest.raises(ObjectError, match="Too many open files"):
+                MakerMap(os.getpid(), segment.descriptor, SIZE)
+            with pytest.raises(ObjectError, match="Too many open files"):
+                Segment(SIZE)
+    with limited(resource.RLIMIT_FSIZE, SIZE // 2), pytest.raises(ObjectError, match="File too large"):
+        maker.write(0, memoryview(bytes(SIZE)))
+    maker.close()
+    segment.close()
+
+
+@contextmanager
+def limited(what: int, soft: int) -> Iterator[None]:
+    before = resource.getrlimit(what)
+    resource.setrlimit(what, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, before)
 
 
 def _maps() -> str:

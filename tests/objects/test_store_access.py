@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from offbeat.errors import DisagreementError, ObjectError, ObjectTimeoutError
+from offbeat.objects import memory
 from offbeat.objects.client import ObjectClient, connect, embedded, job_name
 from offbeat.objects.serve import ObjectServer, open_store
 from offbeat.wire.loop_thread import LoopThread
@@ -56,6 +58,34 @@ def test_an_object_that_is_deleted_just_before_the_end_is_gone(server: ObjectSer
         assert len(server.store.objects) == 1
         client.delete("x")
     until(lambda: not server.store.objects)
+
+
+def test_an_object_that_is_deleted_while_it_is_put_again_is_put(server: ObjectServer) -> None:
+    with connect(server.client_address) as client, connect(server.client_address) as other:
+        client.put("x", torch.ones(LARGE))
+        get = client._access.get
+
+        def late(*arguments: Any) -> Any:
+            other.delete("x")
+            until(lambda: not server.store.objects)
+            return get(*arguments)
+
+        client._access.get = late  # type: ignore[method-assign]
+        client.put("x", torch.ones(LARGE), timeout=20)
+        assert torch.equal(other.get("x", timeout=20), torch.ones(LARGE))
+
+
+def test_what_cannot_be_mapped_is_not_waited_for(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with connect(server.client_address) as client:
+        client.put("x", torch.ones(LARGE))
+        monkeypatch.setattr(memory, "ObjectMap", refuse)
+        with pytest.raises(ObjectError, match="Cannot allocate memory"):
+            client.get("x", timeout=20)
+        assert client.status().objects
+        assert [stored.pins for stored in server.store.objects.values()] == [0]
 
 
 class TestEmpty:
