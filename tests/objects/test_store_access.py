@@ -70,7 +70,7 @@ def test_an_object_that_is_deleted_while_it_is_put_again_is_put(server: ObjectSe
             until(lambda: not server.store.objects)
             return get(*arguments)
 
-        client._access.get = late  # type: ignore[method-assign]
+        client._access.get = late  # type: ignore[assignment]
         client.put("x", torch.ones(LARGE), timeout=20)
         assert torch.equal(other.get("x", timeout=20), torch.ones(LARGE))
 
