@@ -179,6 +179,8 @@ def _mapped(descriptor: int, size_bytes: int, flags: int) -> ObjectMap:
 
 
 def _at_limit(error: OSError) -> ObjectError:
+    if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN):
+        return ObjectError(f"Cannot have memory of another object here: {error.strerror}.")
     return ObjectError(
         f"Cannot have memory of another object here: {error.strerror}. Each takes a file descriptor: let go of some, "
         "or raise the limits of this process (`ulimit -n`, `ulimit -v`)."

@@ -672,7 +672,7 @@ class TestRefused:
             for store in made.stores:
                 segment = store.objects[ObjectName("w")].segment
                 assert segment is not None
-                with pytest.raises(OSError, match="Operation not permitted"):
+                with pytest.raises(ObjectError, match="Operation not permitted"):
                     MakerMap(os.getpid(), segment.descriptor, LARGE * 4)
 
     @in_loop
