@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from offbeat.groups.fitting import similar_sizes
 from offbeat.groups.mixing import mixed
+from offbeat.groups.table_input import GroupDataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,15 +96,13 @@ class NetTraining:
         places = np.arange(max(2, min(self.batch, _TRIAL_ROWS)))
         x = self.features[torch.from_numpy(models.begins[:, None] + places % models.counts[:, None])]
         leaves = self._leaves(self.module.initial(models.seeds))
-        self.module.module.train()
-        sample = x[:1].clone().requires_grad_()
-        with torch.random.fork_rng(devices=[]):
-            alone = self.module.single({name: value[:1] for name, value in leaves.items()}, sample, self._shared())
-        (reach,) = torch.autograd.grad(alone[0, 0], sample, allow_unused=True, materialize_grads=True)
-        if reach[0, 1:].any():
-            mixes, obstacle = True, "an output depends on other rows of its batch"
-        else:
-            mixes, obstacle = False, ""
+        if self._mixes_rows(leaves, x, is_training=False):
+            raise GroupDataError(
+                "Cannot predict by a module of which an output depends on other rows of the table, also in evaluation "
+                "mode: normalize within rows, or keep running statistics."
+            )
+        mixes = self._mixes_rows(leaves, x, is_training=True)
+        obstacle = "an output depends on other rows of its batch" if mixes else ""
         kept = 0
 
         def count(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,6 +125,15 @@ class NetTraining:
             if not obstacle and not torch.equal(value, before[name]):
                 obstacle = f"the buffer {name!r} changes in training"
         return Trial(obstacle, mixes, kept // x.shape[1] // 2)
+
+    def _mixes_rows(self, leaves: Values, x: torch.Tensor, *, is_training: bool) -> bool:
+        """Whether the first row's output has a gradient by other rows."""
+        self.module.module.train(is_training)
+        sample, first = x[:1].clone().requires_grad_(), {name: value[:1] for name, value in leaves.items()}
+        with torch.random.fork_rng(devices=[]):
+            made = self.module.single(first, sample, self._shared())
+        (reach,) = torch.autograd.grad(made[0, 0], sample, allow_unused=True, materialize_grads=True)
+        return bool(reach[0, 1:].any())
 
     def fit(self, models: NetModels, trial: Trial) -> np.ndarray:
         """Return (models, width), float64: the trained models; NaN for one that diverged or could not be trained."""
@@ -157,7 +166,8 @@ class NetTraining:
         gradients = torch.empty_like(rows)
         slots = [torch.zeros_like(rows) for _ in range(self.optimizer.slots)]
         compute = module.single if trial.obstacle else module.batched
-        order = np.zeros((len(models), models.counts.max()), np.int64)
+        starts = np.cumsum(models.counts) - models.counts
+        order = np.empty(models.counts.sum(), np.int64)
         active = 0
         with torch.random.fork_rng(devices=[]):  # of dropout
             torch.manual_seed(int(models.seeds[0] >> np.uint64(1)))
@@ -166,10 +176,8 @@ class NetTraining:
                 if now != active:
                     active, leaves = now, self._leaves(rows[:now])
                 new = np.flatnonzero(number % each[:active] == 0)
-                if len(new):
-                    drawn = _orders(models[new], number // each[new])
-                    order[new, : drawn.shape[1]] = drawn
-                at, weight = self._batch(models[:active], order, number % each[:active])
+                _draw(order, starts[new], models[new], number // each[new])
+                at, weight = self._batch(models.counts[:active], starts[:active], order, number % each[:active])
                 x, target = self.features[at], self.target[at]
                 margins = compute(leaves, x, shared)
                 slope = self.family.derivatives(margins.detach(), target)[0].mul_(weight)
@@ -182,12 +190,14 @@ class NetTraining:
         kept = [shared[name].flatten() for name in module.kept]
         return torch.cat((rows, *(part.expand(len(rows), -1) for part in kept)), 1).double()
 
-    def _batch(self, models: NetModels, order: np.ndarray, place: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def _batch(
+        self, counts: np.ndarray, starts: np.ndarray, order: np.ndarray, number: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of each model's batch, and their weights in its mean: (models, rows)."""
-        begins = place[:, None] * self.batch
-        sizes = np.minimum(models.counts[:, None] - begins, self.batch)
+        begins = number * self.batch
+        sizes = np.minimum(counts - begins, self.batch)[:, None]
         places = np.arange(sizes.max())
-        rows = np.take_along_axis(order[: len(models)], np.minimum(begins + places, models.counts[:, None] - 1), 1)
+        rows = order[(starts + begins)[:, None] + np.minimum(places, sizes - 1)]
         weight = np.where(places < sizes, 1 / sizes, 0).astype(np.float32)
         return torch.from_numpy(rows), torch.from_numpy(weight)
 
@@ -207,12 +217,15 @@ class NetTraining:
         return self.module.new_shared()
 
 
-def _orders(models: NetModels, epochs: np.ndarray) -> np.ndarray:
-    """The rows of each model's group in the order of an epoch: (models, rows), padded with any."""
-    places = np.arange(models.counts.max())
-    chance = mixed(models.seeds[:, None], 1 + epochs[:, None], places)
-    chance[places >= models.counts[:, None]] = np.iinfo(np.uint64).max
-    return np.asarray(models.begins[:, None] + np.argsort(chance, 1, kind="stable"))
+def _draw(order: np.ndarray, starts: np.ndarray, models: NetModels, epochs: np.ndarray) -> None:
+    """Write the rows of each model's group, in the order of an epoch, from its start on."""
+    for at in similar_sizes(models.counts, np.ones(len(models), np.bool_), 4):
+        mine, places = models[at], np.arange(models.counts[at].max())
+        is_row = places < mine.counts[:, None]
+        chance = mixed(mine.seeds[:, None], 1 + epochs[at, None], places)
+        chance[~is_row] = np.iinfo(np.uint64).max
+        rows = mine.begins[:, None] + np.argsort(chance, 1, kind="stable")
+        order[(starts[at, None] + places)[is_row]] = rows[is_row]
 
 
 def _culprit(error: RuntimeError) -> str:

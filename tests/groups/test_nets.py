@@ -131,6 +131,21 @@ def test_parts_of_a_byte_budget_change_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert sum(shapes[1:]) == 5
 
 
+def test_groups_of_very_unequal_sizes_are_not_padded_to_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def counted(*keys: Any) -> np.ndarray:
+        made = mixed(*keys)
+        sizes.append(made.size)
+        return made
+
+    task = task_of([2000, *[2] * 200])
+    net = Net(mlp, SGD(lr=0.01), epochs=1)
+    monkeypatch.setattr("offbeat.groups.net_training.mixed", counted)
+    net.fit(task, [net])
+    assert sum(sizes) == 2400
+
+
 def test_initial_weights_are_functions_of_the_seed_in_torchs_bound() -> None:
     def make(features: int) -> nn.Module:
         head = nn.Linear(50, 1)
@@ -152,17 +167,17 @@ def test_initial_weights_are_functions_of_the_seed_in_torchs_bound() -> None:
 
 
 def test_batch_norm_is_trained_one_by_one() -> None:
-    task = task_of([40, 33, 64])
+    task = task_of([40, 33, 64, 1])
     net = Net(mlp_with_norm, SGD(lr=0.1, momentum=0.9), batch=8, epochs=2)
     with pytest.warns(UserWarning, match="one by one, not together: BatchNorm1d: "):
         found = net.fit(task, [net])
-    assert found.steps[:, 0].tolist() == [10, 8, 16], "a last batch of one row is left out"
-    assert (found.status == GroupStatus.OK).all()
+    assert found.steps[:, 0].tolist() == [10, 8, 16, 2], "a last batch of one row is left out"
+    assert found.status.tolist() == [GroupStatus.OK] * 3 + [GroupStatus.NOT_CONVERGED], "one row has no variance"
     count = len(found.coefficients[0, 0]) - 16
     np.testing.assert_allclose(found.coefficients[0, 0, :count], by_loop(task, 0, net), rtol=1e-6, atol=1e-6)
-    statistics = found.coefficients[:, 0, count:]
+    statistics = found.coefficients[:3, 0, count:]
     assert (np.ptp(statistics, axis=0) > 0).all(), "each model has its own"
-    assert found.losses.max() < 1.0
+    assert found.losses[:3].max() < 1.0
 
 
 def test_what_cannot_be_vmapped_has_the_same_models() -> None:
@@ -177,21 +192,27 @@ def test_what_cannot_be_vmapped_has_the_same_models() -> None:
     np.testing.assert_allclose(margins, plain, rtol=1e-6, atol=1e-6)
 
 
+class Centred(nn.Module):
+    """A module that centres batches, in evaluation mode too if `always`."""
+
+    def __init__(self, features: int, *, always: bool = False) -> None:
+        super().__init__()
+        self.body, self.always = mlp(features), always
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.body(x - x.mean(0) if self.training or self.always else x)
+        return made
+
+
 def test_rows_that_mix_are_found() -> None:
-    class Centred(nn.Module):
-        def __init__(self, features: int) -> None:
-            super().__init__()
-            self.body = mlp(features)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            made: torch.Tensor = self.body(x - x.mean(0))
-            return made
-
     net = Net(Centred, Adam(lr=0.01), batch=16, epochs=2)
     task = task_of([40, 23])
     with pytest.warns(UserWarning, match="an output depends on other rows of its batch"):
         found = net.fit(task, [net])
     np.testing.assert_allclose(found.coefficients[1, 0], by_loop(task, 1, net), rtol=1e-6, atol=1e-6)
+    always = Net(lambda features: Centred(features, always=True))
+    with pytest.raises(GroupDataError, match="depends on other rows of the table"):
+        always.fit(task, [always])
 
 
 def test_dropout_draws_for_each_model() -> None:
