@@ -106,7 +106,8 @@ class Net:
             models = _models(task, groups, [configs[at] for at in alike])
             trial = training.try_two(models)
             if trial.obstacle:
-                warnings.warn(f"Training nets one by one, not together: {trial.obstacle}.", stacklevel=2)
+                # Told at this line, Python shows it once, whatever has called and how often.
+                warnings.warn(f"Training nets one by one, not together: {trial.obstacle}.", stacklevel=1)
             shape = (len(groups), len(alike))
             found.coefficients[np.ix_(groups, alike)] = training.fit(models, trial).reshape(*shape, -1)
             found.steps[np.ix_(groups, alike)] = training.steps(models, trial).reshape(shape)

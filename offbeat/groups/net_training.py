@@ -96,13 +96,15 @@ class NetTraining:
         places = np.arange(max(2, min(self.batch, _TRIAL_ROWS)))
         x = self.features[torch.from_numpy(models.begins[:, None] + places % models.counts[:, None])]
         leaves = self._leaves(self.module.initial(models.seeds))
-        if self._mixes_rows(leaves, x, is_training=False):
+        if self._alone(leaves, x, is_training=False)[0]:
             raise GroupDataError(
                 "Cannot predict by a module of which an output depends on other rows of the table, also in evaluation "
                 "mode: normalize within rows, or keep running statistics."
             )
-        mixes = self._mixes_rows(leaves, x, is_training=True)
+        mixes, changed = self._alone(leaves, x, is_training=True)
         obstacle = "an output depends on other rows of its batch" if mixes else ""
+        if changed:
+            obstacle = f"the buffer {changed!r} changes in training"
         kept = 0
 
         def count(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,30 +112,27 @@ class NetTraining:
             kept += tensor.nbytes
             return tensor
 
-        shared = self._shared()
-        before = {name: value.clone() for name, value in shared.items()}
         try:
             with (
                 torch.random.fork_rng(devices=[]),
                 torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
             ):
-                margins = self.module.batched(leaves, x, shared)
+                margins = self.module.batched(leaves, x, self._shared())
             torch.autograd.grad(margins.sum(), list(leaves.values()), allow_unused=True)
         except RuntimeError as error:
             obstacle = _culprit(error)
-        for name, value in shared.items():
-            if not obstacle and not torch.equal(value, before[name]):
-                obstacle = f"the buffer {name!r} changes in training"
         return Trial(obstacle, mixes, kept // x.shape[1] // 2)
 
-    def _mixes_rows(self, leaves: Values, x: torch.Tensor, *, is_training: bool) -> bool:
-        """Whether the first row's output has a gradient by other rows."""
+    def _alone(self, leaves: Values, x: torch.Tensor, *, is_training: bool) -> tuple[bool, str]:
+        """Whether the first model's output of a row has a gradient by other rows, and the buffer that changes."""
         self.module.module.train(is_training)
         sample, first = x[:1].clone().requires_grad_(), {name: value[:1] for name, value in leaves.items()}
+        shared = self._shared()
         with torch.random.fork_rng(devices=[]):
-            made = self.module.single(first, sample, self._shared())
+            made = self.module.single(first, sample, shared)
         (reach,) = torch.autograd.grad(made[0, 0], sample, allow_unused=True, materialize_grads=True)
-        return bool(reach[0, 1:].any())
+        changed = [name for name, value in self._shared().items() if not torch.equal(value, shared[name])]
+        return bool(reach[0, 1:].any()), "".join(changed[:1])
 
     def fit(self, models: NetModels, trial: Trial) -> np.ndarray:
         """Return (models, width), float64: the trained models; NaN for one that diverged or could not be trained."""

@@ -20,6 +20,8 @@ from offbeat.groups.table_input import GroupDataError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
     from offbeat.groups.search import Grid
 
 
@@ -41,14 +43,7 @@ class StackedOptimizer(Protocol):
             GroupDataError: if it cannot be used.
         """
 
-    def step(
-        self,
-        parameters: torch.Tensor,
-        gradients: torch.Tensor,
-        slots: Sequence[torch.Tensor],
-        rates: torch.Tensor,
-        number: int,
-    ) -> None:
+    def step(self, parameters: Tensor, gradients: Tensor, slots: Sequence[Tensor], rates: Tensor, number: int) -> None:
         """Change the parameters, and what is kept, in place.
 
         Args:
@@ -70,28 +65,14 @@ class SGD:
 
     @property
     def slots(self) -> int:
-        """Return how many numbers are kept for each parameter."""
         return 1 if self.momentum else 0
 
     def check(self) -> None:
-        """Check one configuration.
-
-        Raises:
-            GroupDataError: if it cannot be used.
-        """
         _check_number("lr", self.lr)
         _check_number("weight_decay", self.weight_decay)
         _check_number("momentum", self.momentum, below=1.0)
 
-    def step(
-        self,
-        parameters: torch.Tensor,
-        gradients: torch.Tensor,
-        slots: Sequence[torch.Tensor],
-        rates: torch.Tensor,
-        number: int,
-    ) -> None:
-        """Change the parameters in place."""
+    def step(self, parameters: Tensor, gradients: Tensor, slots: Sequence[Tensor], rates: Tensor, number: int) -> None:
         if self.weight_decay:
             gradients.add_(parameters, alpha=self.weight_decay)  # type: ignore[arg-type]
         if self.momentum:
@@ -110,15 +91,9 @@ class Adam:
 
     @property
     def slots(self) -> int:
-        """Return how many numbers are kept for each parameter."""
         return 2
 
     def check(self) -> None:
-        """Check one configuration.
-
-        Raises:
-            GroupDataError: if it cannot be used.
-        """
         for name in ("lr", "eps", "weight_decay"):
             _check_number(name, getattr(self, name))
         if not isinstance(self.betas, tuple) or len(self.betas) != 2:
@@ -126,15 +101,7 @@ class Adam:
         for beta in self.betas:
             _check_number("betas", beta, below=1.0)
 
-    def step(
-        self,
-        parameters: torch.Tensor,
-        gradients: torch.Tensor,
-        slots: Sequence[torch.Tensor],
-        rates: torch.Tensor,
-        number: int,
-    ) -> None:
-        """Change the parameters, and both averages, in place."""
+    def step(self, parameters: Tensor, gradients: Tensor, slots: Sequence[Tensor], rates: Tensor, number: int) -> None:
         self._decay(parameters, gradients, rates)
         first, second = self.betas  # type: ignore[misc]
         average, square = slots
@@ -144,7 +111,7 @@ class Adam:
         change = torch.div(average, scale, out=scale)
         parameters.addcmul_(change, _column(rates / (1 - first**number), parameters), value=-1)
 
-    def _decay(self, parameters: torch.Tensor, gradients: torch.Tensor, rates: torch.Tensor) -> None:
+    def _decay(self, parameters: Tensor, gradients: Tensor, rates: Tensor) -> None:
         if self.weight_decay:
             gradients.add_(parameters, alpha=self.weight_decay)  # type: ignore[arg-type]
 
@@ -155,12 +122,12 @@ class AdamW(Adam):
 
     weight_decay: float | Grid = 1e-2
 
-    def _decay(self, parameters: torch.Tensor, gradients: torch.Tensor, rates: torch.Tensor) -> None:
+    def _decay(self, parameters: Tensor, gradients: Tensor, rates: Tensor) -> None:
         if self.weight_decay:
             parameters.mul_(_column(1 - rates * self.weight_decay, parameters))  # type: ignore[operator]
 
 
-def _column(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _column(values: Tensor, like: Tensor) -> Tensor:
     return values.to(like.dtype)[:, None]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +16,18 @@ from offbeat.groups.fitting import BucketTask, GroupStatus
 from offbeat.groups.mixing import mixed
 from offbeat.groups.search import configs, searched
 from offbeat.groups.stacked_module import StackedModule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads that share the kernels of such small nets are many times slower where others use the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def mlp(features: int) -> nn.Module:
@@ -61,12 +73,14 @@ def by_loop(task: BucketTask, group: int, net: Any) -> np.ndarray:
     text = repr((net.optimizer, net.loss, net.batch, net.epochs, net.seed))
     seed = mixed(task.hashes[[group]], xxh3_64_intdigest(text.encode()))
     begin, end = task.offsets[group : group + 2]
-    module = net.make(task.features.shape[1])
-    nn.utils.vector_to_parameters(
-        StackedModule(net.make, task.features.shape[1], net.seed).initial(seed)[0], module.parameters()
-    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(net.seed)
+        module = net.make(task.features.shape[1])
+    trained = [value for value in module.parameters() if value.requires_grad]
+    initial = StackedModule(net.make, task.features.shape[1], net.seed).initial(seed)[0]
+    nn.utils.vector_to_parameters(initial, trained)
     settings = {name: value for name, value in vars(net.optimizer).items() if name != "lr"}
-    optimizer = getattr(torch.optim, type(net.optimizer).__name__)(module.parameters(), lr=net.optimizer.lr, **settings)
+    optimizer = getattr(torch.optim, type(net.optimizer).__name__)(trained, lr=net.optimizer.lr, **settings)
     for epoch in range(net.epochs):
         order = begin + np.argsort(mixed(seed, 1 + epoch, np.arange(end - begin)))
         for at in range(0, len(order), net.batch):
@@ -74,7 +88,8 @@ def by_loop(task: BucketTask, group: int, net: Any) -> np.ndarray:
             optimizer.zero_grad()
             torch_loss(net.loss, module(features[rows])[:, 0], target[rows]).backward()
             optimizer.step()
-    return nn.utils.parameters_to_vector(module.parameters()).detach().numpy()
+    frozen = [value for value in module.parameters() if not value.requires_grad and value.numel() > 1]
+    return nn.utils.parameters_to_vector([*trained, *frozen]).detach().numpy()
 
 
 @pytest.mark.parametrize("loss", ["squared", "log", "poisson"])
@@ -213,6 +228,51 @@ def test_rows_that_mix_are_found() -> None:
     always = Net(lambda features: Centred(features, always=True))
     with pytest.raises(GroupDataError, match="depends on other rows of the table"):
         always.fit(task, [always])
+
+
+class Warming(nn.Module):
+    """A module that counts its steps, and whose outputs grow with them; it has a frozen scale, too."""
+
+    def __init__(self, features: int, *, in_place: bool = True) -> None:
+        super().__init__()
+        self.body, self.in_place = mlp(features), in_place
+        self.scale = nn.Parameter(torch.tensor([2.0]), requires_grad=False)
+        self.count: torch.Tensor
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and self.in_place:
+            self.count += 1
+        elif self.training:
+            self.count = self.count + 1
+        made: torch.Tensor = self.body(x) * self.scale
+        return made * (self.count / (self.count + 1) if self.training else 1)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_buffers_that_change_are_each_models_own(in_place: bool) -> None:
+    net = Net(lambda features: Warming(features, in_place=in_place), SGD(lr=0.05), batch=16, epochs=2)
+    task = task_of([40, 23])
+    with pytest.warns(UserWarning, match="the buffer 'count' changes in training"):
+        found = net.fit(task, [net])
+    for group in range(2):
+        np.testing.assert_allclose(found.coefficients[group, 0, :-1], by_loop(task, group, net), rtol=1e-6, atol=1e-6)
+    assert (found.coefficients[:, 0, -1] == 2).all(), "frozen"
+
+
+def test_convolutions_with_frozen_layers_train_together() -> None:
+    def make(features: int) -> nn.Module:
+        first = nn.Conv1d(1, 4, 3, padding=1)
+        first.requires_grad_(False)
+        convolutions = [first, nn.Tanh(), nn.Conv1d(4, 4, 3), nn.GroupNorm(2, 4), nn.Flatten()]
+        return nn.Sequential(nn.Unflatten(1, (1, features)), *convolutions, nn.Linear(4 * features - 8, 1))
+
+    net = Net(make, AdamW(lr=0.01), batch=16, epochs=2)
+    task = task_of([40, 23], features=6)
+    found = net.fit(task, [net])
+    for group in range(2):
+        expected = by_loop(task, group, net)
+        np.testing.assert_allclose(found.coefficients[group, 0], expected, rtol=1e-6, atol=2e-6)
 
 
 def test_dropout_draws_for_each_model() -> None:
