@@ -234,5 +234,5 @@ def _culprit(error: RuntimeError) -> str:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
             layer = type(owner).__name__
-    sentence = str(error).strip().split("\n")[0].split(". ")[0]
-    return f"{layer}: {sentence}" if layer else sentence
+    sentence = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
+    return f"{layer}: {sentence}".removeprefix(": ")
