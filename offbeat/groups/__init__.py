@@ -7,6 +7,8 @@ After "Towards an Optimized GROUP BY Abstraction for Large-Scale Machine Learnin
 * models: `glm` - the specs `Linear`, `Logistic` and `Poisson`; `families` - their losses; `newton` - many of them
   solved at once; `summed_newton` - one whose rows are in several places; `search` - hyper-parameters to try, and the
   rows by which one is chosen; `mixing` - random numbers that are functions of keys
+* nets: `net` - the spec `Net`; `stacked_module` - many models of a torch module; `net_training` - their training in
+  lockstep; `optimizers` - `SGD`, `Adam` and `AdamW`
 * a fit: `trainer` - from a table to models; `fitting` - of one bucket; `records` - arrays of all groups; `fitted` -
   tables of models, and predictions; `saved` - a file of them
 * several workers: `partition` - who has which rows of which group; `unit_scheduler` - the order of units in an epoch
@@ -19,11 +21,16 @@ except ModuleNotFoundError as error:
 
 from offbeat.groups.fitted import FittedGroups
 from offbeat.groups.glm import Linear, Logistic, Poisson
+from offbeat.groups.net import Net
+from offbeat.groups.optimizers import SGD, Adam, AdamW
 from offbeat.groups.search import Grid, HoldOut
 from offbeat.groups.table_input import GroupDataError
 from offbeat.groups.trainer import GroupedTrainer, Small
 
 __all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
     "FittedGroups",
     "Grid",
     "GroupDataError",
@@ -31,6 +38,7 @@ __all__ = [
     "HoldOut",
     "Linear",
     "Logistic",
+    "Net",
     "Poisson",
     "Small",
 ]

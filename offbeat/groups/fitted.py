@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from offbeat.groups.buckets import numbers_in
 from offbeat.groups.fitting import GroupStatus
 from offbeat.groups.saved import load, save
-from offbeat.groups.search import configs, searched
+from offbeat.groups.search import configs, searched, values_of
 from offbeat.groups.table_input import open_table
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class FittedGroups:
         records, table = self.records, self.index.keys
         table = table.append_column("rows", pa.array(self.index.rows))
         for name in searched(self.model):
-            values = pa.array([getattr(config, name) for config in self.configs])
+            values = pa.array(values_of(name, self.configs))
             table = table.append_column(name, values.take(pa.array(records.chosen)))
         words = pa.array([status.text for status in GroupStatus])
         table = table.append_column("status", words.take(pa.array(records.status)))
@@ -55,7 +55,7 @@ class FittedGroups:
         groups = np.repeat(np.arange(len(self.index)), count)
         table = self.index.keys.take(pa.array(groups))
         for name in searched(self.model):
-            values = pa.array([getattr(config, name) for config in self.configs])
+            values = pa.array(values_of(name, self.configs))
             table = table.append_column(name, values.take(pa.array(np.tile(np.arange(count), len(self.index)))))
         table = table.append_column("loss", _without_nan(records.losses.ravel()))
         table = table.append_column("loss of held-out rows", _without_nan(records.held_losses.ravel()))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from typing import Self
+
+_GROWTH = 1.25  # of the rows within groups that are padded together
+_MOST_PADDED_BYTES = 64 << 20
 
 
 class GroupStatus(IntEnum):
@@ -88,7 +91,9 @@ class GroupModel(Protocol):
     configurations, which differ in such fields alone.
     """
 
-    is_classifier: ClassVar[bool]
+    @property
+    def is_classifier(self) -> bool:
+        """Return whether the target is one of two classes."""
 
     def check(self) -> None:
         """Check one configuration.
@@ -159,3 +164,33 @@ class BucketFit:
             np.zeros((groups, configs), np.int64),
             np.full(groups, GroupStatus.OK, np.int8),
         )
+
+    def mark_unusable(self, task: BucketTask, *, is_classifier: bool) -> np.ndarray:
+        """Set the status of the groups that cannot be fitted, and return which groups can be."""
+        counts = np.diff(task.offsets)
+        is_finite = np.isfinite(task.features).all(1) & np.isfinite(task.target)
+        self.status[task.sums(~is_finite) > 0] = GroupStatus.NOT_FINITE
+        self.status[counts == 0] = GroupStatus.NO_ROWS
+        if is_classifier:
+            ones = task.sums(task.target)
+            is_one = (self.status == GroupStatus.OK) & ((ones == 0) | (ones == counts))
+            self.status[is_one] = GroupStatus.ONE_CLASS
+        return np.asarray(self.status == GroupStatus.OK)
+
+
+def similar_sizes(counts: np.ndarray, usable: np.ndarray, width: int) -> Iterator[np.ndarray]:
+    """Return the usable groups, in parts of similar sizes that are padded together.
+
+    Args:
+        counts: (groups,), of rows.
+        width: how many numbers a row takes, of which a part holds no more than fit into 64 MiB.
+    """
+    order = np.flatnonzero(usable)[np.argsort(counts[usable], kind="stable")]
+    sizes = counts[order]
+    begin = 0
+    while begin < len(order):
+        end = int(np.searchsorted(sizes, max(sizes[begin] + 1, sizes[begin] * _GROWTH), side="right"))
+        most = max(1, _MOST_PADDED_BYTES // int(8 * width * sizes[min(end, len(order)) - 1]))
+        end = min(end, begin + most)
+        yield order[begin:end]
+        begin = end

@@ -16,18 +16,16 @@ import numpy as np
 import torch
 
 from offbeat.groups.families import BernoulliFamily, Family, GaussianFamily, PoissonFamily
-from offbeat.groups.fitting import BucketFit, BucketTask, GroupStatus
+from offbeat.groups.fitting import BucketFit, BucketTask, GroupStatus, similar_sizes
 from offbeat.groups.newton import PaddedGroups, solve
 from offbeat.groups.summed_newton import GlmSums, SummedNewton, sums_of
 from offbeat.groups.table_input import GroupDataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from offbeat.groups.search import Grid
 
-_GROWTH = 1.25  # of the rows within groups that are padded together
-_MOST_PADDED_BYTES = 64 << 20
 _LARGE_MARGIN = 30.0
 
 
@@ -77,9 +75,14 @@ class Glm:
         width = self.width(task.features.shape[1])
         found = BucketFit.empty(groups, len(configs), width)
         counts = np.diff(task.offsets)
-        usable = self._usable(task, found)
+        usable = found.mark_unusable(task, is_classifier=self.is_classifier)
+        if self.intercept:  # the best one of a single class is endless: a constant, by the rule of succession
+            is_one = found.status == GroupStatus.ONE_CLASS
+            ones = task.sums(task.target)[is_one]
+            found.coefficients[is_one] = 0.0
+            found.coefficients[is_one, :, -1] = np.log((ones + 0.5) / (counts[is_one] - ones + 0.5))[:, None]
         mean, scale = self._scales(task)
-        for at in _similar(counts, usable, width):
+        for at in similar_sizes(counts, usable, width):
             x, target = self._padded(task, at, mean, scale)
             solution = solve(
                 PaddedGroups(x, target, torch.from_numpy(counts[at])),
@@ -136,21 +139,6 @@ class Glm:
         """Return the loss of each row."""
         return np.asarray(self.family.losses(torch.from_numpy(margins), torch.from_numpy(target)))
 
-    def _usable(self, task: BucketTask, found: BucketFit) -> np.ndarray:
-        """The groups that can be fitted; the others' status says why not."""
-        counts = np.diff(task.offsets)
-        is_finite = np.isfinite(task.features).all(1) & np.isfinite(task.target)
-        found.status[task.sums(~is_finite) > 0] = GroupStatus.NOT_FINITE
-        found.status[counts == 0] = GroupStatus.NO_ROWS
-        if self.is_classifier:
-            ones = task.sums(task.target)
-            is_one = (found.status == GroupStatus.OK) & ((ones == 0) | (ones == counts))
-            found.status[is_one] = GroupStatus.ONE_CLASS
-            if self.intercept:  # the best one is endless: a constant, by the rule of succession
-                found.coefficients[is_one] = 0.0
-                found.coefficients[is_one, :, -1] = np.log((ones + 0.5) / (counts - ones + 0.5))[is_one, None]
-        return np.asarray(found.status == GroupStatus.OK)
-
     def _scales(self, task: BucketTask) -> tuple[np.ndarray, np.ndarray]:
         """The mean and the scale of each group's features."""
         groups, features = len(task.offsets) - 1, task.features.shape[1]
@@ -206,16 +194,3 @@ class Poisson(Glm):
     """Poisson regression with a ridge penalty: scikit-learn's `PoissonRegressor(alpha=l2 / rows)`."""
 
     family: ClassVar[Family] = PoissonFamily()
-
-
-def _similar(counts: np.ndarray, usable: np.ndarray, width: int) -> Iterator[np.ndarray]:
-    """The usable groups, in parts of similar sizes that are padded together."""
-    order = np.flatnonzero(usable)[np.argsort(counts[usable], kind="stable")]
-    sizes = counts[order]
-    begin = 0
-    while begin < len(order):
-        end = int(np.searchsorted(sizes, max(sizes[begin] + 1, sizes[begin] * _GROWTH), side="right"))
-        most = max(1, _MOST_PADDED_BYTES // int(8 * width * sizes[min(end, len(order)) - 1]))
-        end = min(end, begin + most)
-        yield order[begin:end]
-        begin = end

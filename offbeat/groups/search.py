@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import operator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from offbeat.groups.mixing import mixed
 from offbeat.groups.table_input import GroupDataError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _Spec = TypeVar("_Spec")
 
@@ -62,18 +67,42 @@ class HoldOut:
 
 
 def searched(spec: Any) -> dict[str, tuple[Any, ...]]:
-    """Return the hyper-parameters of a model spec that are searched, with their values."""
-    values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-    return {name: value.values for name, value in values.items() if isinstance(value, Grid)}
+    """Return the hyper-parameters of a model spec that are searched, with their values.
+
+    One of a spec within it has a dotted name: `optimizer.lr`.
+    """
+    found: dict[str, tuple[Any, ...]] = {}
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        if isinstance(value, Grid):
+            found[field.name] = value.values
+        elif _is_spec(value):
+            found |= {f"{field.name}.{name}": values for name, values in searched(value).items()}
+    return found
 
 
 def configs(spec: _Spec) -> list[_Spec]:
     """Return the specs that a spec with grids stands for, the last grid changing fastest."""
     grids = searched(spec)
     return [
-        dataclasses.replace(spec, **dict(zip(grids, values, strict=True)))  # type: ignore[type-var]
-        for values in itertools.product(*grids.values())
+        functools.reduce(_with, zip(grids, values, strict=True), spec) for values in itertools.product(*grids.values())
     ]
+
+
+def values_of(name: str, specs: Sequence[Any]) -> list[Any]:
+    """Return the value of a searched hyper-parameter in each configuration; of a spec, its text."""
+    values = map(operator.attrgetter(name), specs)
+    return [repr(value) if _is_spec(value) else value for value in values]
+
+
+def _with(spec: Any, item: tuple[str, Any]) -> Any:
+    name, _, rest = item[0].partition(".")
+    value = _with(getattr(spec, name), (rest, item[1])) if rest else item[1]
+    return dataclasses.replace(spec, **{name: value})
+
+
+def _is_spec(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def held_out(
