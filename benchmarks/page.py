@@ -11,6 +11,7 @@ import msgspec
 
 from benchmarks import (
     frameworks,
+    groups,
     growth,
     object_apps,
     object_deltas,
@@ -96,6 +97,7 @@ def page() -> str:
             object_faults.section(_lines),
             object_apps.section(_lines),
             object_deltas.section(_lines),
+            groups.section(_lines),
             shared_cores(),
             simulator(),
             slack(),
