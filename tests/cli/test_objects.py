@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -175,13 +175,15 @@ def test_small_ones_and_what_is_refused(two: tuple[Served, Served]) -> None:
         here.delete("x" * 256)
         with pytest.raises(ObjectError, match=r"Cannot put 'x': it is no tensor or dict of tensors by name \(list\)"):
             here.put("x", [1.0])  # type: ignore[arg-type]
-        for wrong, why in (
+        refused: list[tuple[dict[str, Any], str]] = [
             ({"op": "avg"}, "is one of sum, mean, min, max, prod"),
             ({"deadline": 1.0}, "say min_objects="),
-        ):
+        ]
+        for wrong, why in refused:
             with pytest.raises(ObjectError, match=why):
                 here.reduce("x", ["a", "b"], **wrong)
-        for sources in ("ab", []):
+        no_sources: tuple[Any, ...] = ("ab", [])
+        for sources in no_sources:
             with pytest.raises(ObjectError, match="its sources are a list of names"):
                 here.reduce("x", sources)
         with pytest.raises(ObjectError, match="Cannot reduce into 'x': "):
