@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import signal
 from typing import TYPE_CHECKING
 
@@ -78,7 +79,7 @@ async def open_store(
     directory_port: int | None,
     patience: timedelta,
 ) -> ObjectServer:
-    """Open a store on this event loop, in a process of its own: torch computes on one thread there from now on.
+    """Open a store on this event loop, in a process of its own, whose limits and threads of torch are set.
 
     Args:
         bind, port: where it listens for other stores; an address that they can reach.
@@ -96,6 +97,9 @@ async def open_store(
     """
     # One thread adds a block in some 50 us. On a busy machine it would wait up to 0.4 s for torch's other threads.
     torch.set_num_threads(1)
+    # An object takes two descriptors, and the usual limit of 1,024 is for programs that call select().
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     directory, known = None, list(directories)
     if directory_port is not None:
         directory = DirectoryServer(LINK)

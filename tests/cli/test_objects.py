@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,7 +25,6 @@ from tests.cli.commands import offbeat, start
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 TOKEN = "a token of more than sixteen bytes"
 LARGE = 2_000_003
@@ -130,6 +130,12 @@ def test_the_doctor(two: tuple[Served, Served], tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
+def test_a_store_may_have_as_many_descriptors_as_the_machine_lets_it(two: tuple[Served, Served]) -> None:
+    line = re.search(r"Max open files\s+(\d+)\s+(\d+)", Path(f"/proc/{two[0].process.pid}/limits").read_text())
+    assert line is not None
+    assert line[1] == line[2]
+
+
 def test_small_ones_and_what_is_refused(two: tuple[Served, Served]) -> None:
     first, second = two
     with first.client() as here, second.client() as there:
