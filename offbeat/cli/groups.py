@@ -69,6 +69,9 @@ def fit(
         validation=HoldOut(hold_out, by=hold_out_by or None),
         small=Small(min_rows),
     )
+    _check_place(out)
+    if results is not None:
+        _check_table(results)
     begin = time.monotonic()
     with _Bar() as bar:
         fitted = trainer.fit(data, bar.show)
@@ -89,6 +92,7 @@ def predict(
     """Predict by the model of each row's group."""
     from offbeat.groups import FittedGroups
 
+    _check_table(out)
     found = FittedGroups.load(models).predict(data)
     _write(found, out)
     lacking = found["model"].to_pylist().count("none")
@@ -107,10 +111,11 @@ def show(
 
     from offbeat.groups import FittedGroups
 
-    found = FittedGroups.load(models).models
     if out is not None:
-        _write(found, out)
+        _check_table(out)
+        _write(FittedGroups.load(models).models, out)
         return
+    found = FittedGroups.load(models).models
     table = Table(*found.column_names)
     for row in found.slice(0, 20).to_pylist():
         table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
@@ -137,10 +142,23 @@ class _Bar:
         self._bar.update(self._task, completed=ended, total=total)
 
 
+def _check_place(path: Path) -> None:
+    """Refuse what cannot be written before anything is computed for it."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        why = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise OffbeatError(f"Cannot write {path}: {why}. Name a file in a folder that is there.")
+
+
+def _check_table(path: Path) -> None:
+    _check_place(path)
+    if path.suffix not in (".parquet", ".csv"):
+        raise OffbeatError(f"Cannot write {path}: name a file that ends in .parquet or .csv.")
+
+
 def _write(table: Any, path: Path) -> None:
     from pyarrow import csv, parquet
 
-    writers = {".parquet": parquet.write_table, ".csv": csv.write_csv}
-    if path.suffix not in writers:
-        raise OffbeatError(f"Cannot write {path}: name a file that ends in .parquet or .csv.")
-    writers[path.suffix](table, path)
+    if path.suffix == ".csv":
+        csv.write_csv(table, path)
+    else:
+        parquet.write_table(table, path)

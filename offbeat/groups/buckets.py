@@ -42,10 +42,19 @@ class GroupRows:
 
     def matrix(self, columns: Sequence[str]) -> np.ndarray:
         """Return the columns as (rows, columns) float64; a null is NaN."""
-        made = np.empty((self.table.num_rows, len(columns)))
-        for at, name in enumerate(columns):
-            made[:, at] = numbers_in(self.table[name], name)
-        return made
+        return matrix_of(self.table, columns)
+
+
+def matrix_of(table: pa.Table, columns: Sequence[str]) -> np.ndarray:
+    """Return columns of a table as (rows, columns) float64; a null is NaN.
+
+    Raises:
+        GroupDataError: if one is not of numbers.
+    """
+    made = np.empty((table.num_rows, len(columns)))
+    for at, name in enumerate(columns):
+        made[:, at] = numbers_in(table[name], name)
+    return made
 
 
 def numbers_in(column: pa.ChunkedArray, name: str) -> np.ndarray:
@@ -108,8 +117,8 @@ class BucketFiles:
         """
         schema = schema.append(pa.field(_NUMBER, pa.int64()))
         written = 0
-        with ExitStack() as files:
-            try:
+        try:
+            with ExitStack() as files:  # what a full disk could not take is often told when a file is closed
                 writers = [
                     files.enter_context(pa.ipc.new_file(files.enter_context(pa.OSFile(str(path), "wb")), schema))
                     for path in map(self._path, range(self.count))
@@ -125,11 +134,11 @@ class BucketFiles:
                     for bucket in np.flatnonzero(np.diff(begins)):
                         writers[bucket].write_table(part.slice(begins[bucket], begins[bucket + 1] - begins[bucket]))
                     written += part.num_rows
-            except OSError as error:
-                raise GroupDataError(
-                    f"Cannot write the buckets of groups to {self._folder}: {error.strerror or error}. "
-                    "Name a folder with more room by TMPDIR."
-                ) from error
+        except OSError as error:
+            raise GroupDataError(
+                f"Cannot write the buckets of groups to {self._folder}: {error.strerror or error}. "
+                "Name a folder with more room by TMPDIR."
+            ) from error
         if written != int(self._index.rows.sum()):
             raise GroupDataError(f"The table had {int(self._index.rows.sum())} rows when counted, and {written} then.")
 

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from offbeat.groups.buckets import numbers_in
+from offbeat.groups.buckets import matrix_of
 from offbeat.groups.fitting import GroupStatus
 from offbeat.groups.saved import load, save
 from offbeat.groups.search import configs, searched, values_of
@@ -105,9 +105,7 @@ class FittedGroups:
     def _predict(self, part: pa.Table) -> pa.Table:
         numbers = self.index.numbers_of(part)
         coefficients = np.concatenate((self.records.coefficients, self.records.fallback[None]))
-        features = np.empty((part.num_rows, len(self.features)))
-        for at, name in enumerate(self.features):
-            features[:, at] = numbers_in(part[name], name)
+        features = matrix_of(part, self.features)
         has_own = ~np.isnan(coefficients[numbers, 0]) & (numbers >= 0)
         numbers[~has_own] = -1
         means = self.model.means(self.model.margins(coefficients, features, numbers))

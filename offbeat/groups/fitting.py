@@ -77,6 +77,15 @@ class BucketTask:
             made[is_there] = np.add.reduceat(values, self.offsets[:-1][is_there], axis=0, dtype=np.float64)
         return made
 
+    def means(self, values: np.ndarray) -> np.ndarray:
+        """Return the mean over the rows of each group; NaN for one without rows.
+
+        Args:
+            values: (rows,).
+        """
+        counts = np.diff(self.offsets)
+        return np.asarray(self.sums(values) / np.where(counts > 0, counts, np.nan))
+
     @property
     def group(self) -> np.ndarray:
         """Return (rows,): the place of each row's group."""
@@ -146,14 +155,12 @@ class BucketFit:
         losses: (groups, configs): the objective for each row that was fitted.
         steps: (groups, configs), of training.
         status: (groups,), of `GroupStatus`.
-        seconds: that all took.
     """
 
     coefficients: np.ndarray
     losses: np.ndarray
     steps: np.ndarray
     status: np.ndarray
-    seconds: float = 0.0
 
     @classmethod
     def empty(cls, groups: int, configs: int, width: int) -> Self:

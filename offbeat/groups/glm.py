@@ -8,7 +8,6 @@ the coefficients times `l2`; the intercept is free. For `Linear` that is Ridge w
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -69,14 +68,14 @@ class Glm:
         Args:
             configs: which differ in `l2` alone.
         """
-        begin = time.perf_counter()
         penalties = torch.tensor([float(config.l2) for config in configs], dtype=torch.float64)  # type: ignore[arg-type]
         groups = len(task.offsets) - 1
         width = self.width(task.features.shape[1])
         found = BucketFit.empty(groups, len(configs), width)
         counts = np.diff(task.offsets)
         usable = found.mark_unusable(task, is_classifier=self.is_classifier)
-        if self.intercept:  # the best one of a single class is endless: a constant, by the rule of succession
+        if self.is_classifier and self.intercept:
+            # The best intercept for a single class is infinite: a constant, by the rule of succession.
             is_one = found.status == GroupStatus.ONE_CLASS
             ones = task.sums(task.target)[is_one]
             found.coefficients[is_one] = 0.0
@@ -97,7 +96,6 @@ class Glm:
             if self.is_classifier:
                 margins = (x @ solution.coefficients.mT).abs().amax((1, 2)).numpy()
                 found.status[at[margins > _LARGE_MARGIN]] = GroupStatus.SEPARABLE
-        found.seconds = time.perf_counter() - begin
         return found
 
     def fit_together(self, tasks: Callable[[], Iterable[BucketTask]], config: Glm) -> np.ndarray:

@@ -15,7 +15,6 @@ same groups.
 from __future__ import annotations
 
 import dataclasses
-import time
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -95,7 +94,6 @@ class Net:
 
     def fit(self, task: BucketTask, configs: Sequence[Net]) -> BucketFit:
         """Fit a model for each group of a bucket and each configuration."""
-        begin = time.perf_counter()
         module = self._module(task.features.shape[1])
         found = BucketFit.empty(len(task.offsets) - 1, len(configs), module.width)
         groups = np.flatnonzero(found.mark_unusable(task, is_classifier=self.is_classifier))
@@ -112,11 +110,9 @@ class Net:
             found.coefficients[np.ix_(groups, alike)] = training.fit(models, trial).reshape(*shape, -1)
             found.steps[np.ix_(groups, alike)] = training.steps(models, trial).reshape(shape)
         found.status[groups[np.isnan(found.coefficients[groups, :, 0]).all(1)]] = GroupStatus.NOT_CONVERGED
-        counts = np.maximum(np.diff(task.offsets), 1)
         for at in range(len(configs)):
             margins = self.margins(found.coefficients[:, at], task.features, task.group)
-            found.losses[:, at] = task.sums(self.loss_of(margins, task.target)) / counts
-        found.seconds = time.perf_counter() - begin
+            found.losses[:, at] = task.means(self.loss_of(margins, task.target))
         return found
 
     def fit_together(self, tasks: Callable[[], Iterable[BucketTask]], config: Net) -> np.ndarray:

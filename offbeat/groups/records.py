@@ -27,7 +27,6 @@ class GroupRecords:
             that was held out.
         steps: (groups, configs).
         status: (groups,), of `GroupStatus`.
-        seconds: (groups,), an equal share of the bucket's.
         fallback: (width,), of all rows; NaN if there is none.
     """
 
@@ -37,7 +36,6 @@ class GroupRecords:
     held_losses: np.ndarray
     steps: np.ndarray
     status: np.ndarray
-    seconds: np.ndarray
     fallback: np.ndarray
 
     @classmethod
@@ -51,7 +49,6 @@ class GroupRecords:
             np.full((groups, configs), np.nan),
             np.zeros((groups, configs), np.int64),
             np.full(groups, GroupStatus.NO_ROWS, np.int8),
-            np.zeros(groups),
             np.full(width, np.nan),
         )
 

@@ -5,13 +5,12 @@
     fitted.predict(frame)
 
 A fit reads the table twice: groups are counted, then rows are written to files of buckets, and each bucket is fitted by
-itself. What is kept for a group are numbers in arrays, so a million groups are a few arrays.
+itself. Each group is a row of a few arrays, and no object of its own.
 """
 
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +124,6 @@ class GroupedTrainer:
         return FittedGroups(GroupModels(self.model, index, records, features, self.target, classes))
 
     def _fit_bucket(self, rows: GroupRows, task: BucketTask, records: GroupRecords) -> None:
-        begin = time.perf_counter()
         numbers, chosen = rows.numbers, np.zeros(len(rows.numbers), np.int64)
         if len(self.configs) > 1:
             held = held_out(task.hashes, task.offsets, self.validation, self._moments(rows), self._strata(task))
@@ -134,10 +132,7 @@ class GroupedTrainer:
             records.losses[numbers] = found.losses
             for at in range(len(self.configs)):
                 margins = self.model.margins(found.coefficients[:, at], rest.features, rest.group)
-                with np.errstate(invalid="ignore", divide="ignore"):
-                    records.held_losses[numbers, at] = rest.sums(self.model.loss_of(margins, rest.target)) / np.where(
-                        np.diff(rest.offsets), np.diff(rest.offsets), np.nan
-                    )
+                records.held_losses[numbers, at] = rest.means(self.model.loss_of(margins, rest.target))
             scores = np.where(np.isfinite(records.held_losses[numbers]), records.held_losses[numbers], np.inf)
             chosen = scores.argmin(1)
             records.steps[numbers] = found.steps
@@ -154,7 +149,6 @@ class GroupedTrainer:
         is_small = np.diff(rows.offsets) < self.small.min_rows
         records.status[numbers[is_small]] = GroupStatus.TOO_SMALL
         records.coefficients[numbers[is_small]] = np.nan
-        records.seconds[numbers] = (time.perf_counter() - begin) / max(1, len(numbers))
 
     def _pooled(self, records: GroupRecords, index: GroupIndex) -> int:
         """The configuration that is best over all groups, each with the weight of its rows."""

@@ -38,9 +38,13 @@ def test_from_a_table_to_predictions(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_one_sentence(tmp_path: Path) -> None:
+    data = tmp_path / "sales.parquet"
+    pyarrow.parquet.write_table(sales().drop_columns(["country"]), data)
     for arguments in (
         ("fit", tmp_path / "absent.csv", "--by", "shop", "--target", "sold"),
         ("fit", tmp_path / "absent.csv", "--by", "shop", "--target", "sold", "--l2", "much"),
+        ("fit", data, "--by", "shop", "--target", "sold", "--out", tmp_path / "nowhere" / "models"),
+        ("fit", data, "--by", "shop", "--target", "sold", "--results", tmp_path / "tried.txt"),
         ("show", tmp_path / "absent"),
     ):
         made = groups(*arguments)
