@@ -38,7 +38,7 @@ class WaitThreshold:
         tight: decides when nobody is late.
         loose: decides while somebody is.
         above: share of the time that is spent waiting, from which on it goes to `loose`.
-        below: share that would be, under which it goes back.
+        below: share that would be, under which it goes back; with 0 it never does.
         window_s: over which shares are taken.
         least_s: of each policy.
         price: part of the pace that it may cost, where nobody is late, to have `tight` decide.
@@ -75,13 +75,16 @@ class WaitThreshold:
                 f"Cannot swap between {self.tight!r} and itself. Choose a policy with which workers wait less, such as "
                 "ASP() - at `plan.controller.loose`."
             )
-        for name, least, most in (("above", 0.0, 1.0), ("below", 0.0, self.above)):
-            value = getattr(self, name)
-            if value not in RealNumbers(above=least, below=most):
-                raise PlanError(
-                    f"Cannot swap where {name} is {value!r}: it is a share of the time, above {least:g} and below "
-                    f"{most:g}; between `below` and `above` nothing is swapped - at `plan.controller.{name}`."
-                )
+        if self.above not in RealNumbers(above=0, below=1):
+            raise PlanError(
+                f"Cannot swap above {self.above!r}: it is a share of the time, above 0 and below 1 "
+                "- at `plan.controller.above`."
+            )
+        if self.below not in RealNumbers(0, below=self.above):
+            raise PlanError(
+                f"Cannot go back below {self.below!r}: it is a share of the time, from 0 (never) and below "
+                f"{self.above:g}; between `below` and `above` nothing is swapped - at `plan.controller.below`."
+            )
         for name in ("window_s", "least_s"):
             value = getattr(self, name)
             if value not in RealNumbers(above=0):

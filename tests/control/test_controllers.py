@@ -99,6 +99,10 @@ def test_it_goes_to_the_looser_policy_above_the_threshold_and_says_why() -> None
     )
 
 
+def test_it_never_goes_back_below_zero() -> None:
+    assert WaitThreshold(above=0.5, below=0.0).decide(told(ASP(), 0.0)) == Keep()
+
+
 def test_it_goes_back_when_nobody_would_be_late() -> None:
     controller = WaitThreshold(above=0.5, below=0.2)
     assert controller.decide(told(ASP(), 0.5)) == Keep()

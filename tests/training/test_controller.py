@@ -309,7 +309,7 @@ def stop_oneself(folder: Path) -> tuple[torch.Tensor, list[str]]:
     model, seen = nn.Linear(3000, 1, bias=False), []
     nn.init.zeros_(model.weight)
     # It does not go back: with ASP rounds keep their size when others are done, so that the sum is exact.
-    controller = WaitThreshold(above=0.5, below=1e-9, window_s=1.0, least_s=1.0)
+    controller = WaitThreshold(above=0.5, below=0.0, window_s=1.0, least_s=1.0)
     with join("server", controller, folder, timedelta(seconds=20)) as run:
         _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
         to_go_on = rank == 0
