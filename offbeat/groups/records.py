@@ -39,9 +39,8 @@ class GroupRecords:
     fallback: np.ndarray
 
     @classmethod
-    def empty(cls, index: GroupIndex, configs: int, width: int) -> Self:
+    def empty(cls, groups: int, configs: int, width: int) -> Self:
         """Return those of groups that are not fitted yet."""
-        groups = len(index)
         return cls(
             np.full((groups, width), np.nan),
             np.zeros(groups, np.int64),
@@ -51,6 +50,15 @@ class GroupRecords:
             np.full(groups, GroupStatus.NO_ROWS, np.int8),
             np.full(width, np.nan),
         )
+
+    def put(self, numbers: np.ndarray, part: GroupRecords) -> None:
+        """Take in the records of some groups.
+
+        Args:
+            numbers: of these groups.
+        """
+        for name in ("coefficients", "chosen", "losses", "held_losses", "steps", "status"):
+            getattr(self, name)[numbers] = getattr(part, name)
 
 
 @dataclass(frozen=True)
