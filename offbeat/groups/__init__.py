@@ -12,7 +12,8 @@ After "Towards an Optimized GROUP BY Abstraction for Large-Scale Machine Learnin
 * a fit: `trainer` - from a table to models; `group_job` - of one bucket, with the choice of a configuration;
   `fitting` - what a spec makes of its rows; `records` - arrays of all groups; `fitted` - tables of models, and
   predictions; `saved` - a file of them
-* several workers: `partition` - who has which rows of which group; `unit_scheduler` - the order of units in an epoch
+* several workers: `partition` - who has which rows of which group; `carrier` - what travels between them; `summing` -
+  fits whose rows are in several places; `unit_scheduler` - the order of units in an epoch
 """
 
 try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
+from offbeat.errors import PeerError
 from offbeat.groups.fitting import GroupStatus
 
 if TYPE_CHECKING:
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
 
     from offbeat.groups.fitting import GroupModel
     from offbeat.groups.group_index import GroupIndex
+
+
+_OF_EACH = ("coefficients", "chosen", "losses", "held_losses", "steps", "status")
 
 
 @dataclass
@@ -51,14 +56,29 @@ class GroupRecords:
             np.full(width, np.nan),
         )
 
-    def put(self, numbers: np.ndarray, part: GroupRecords) -> None:
+    def choose(self) -> None:
+        """Choose the configuration of each group that loses least in the rows that were held out."""
+        self.chosen[:] = np.where(np.isfinite(self.held_losses), self.held_losses, np.inf).argmin(1)
+
+    def of(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the arrays of some groups, by name."""
+        return {name: getattr(self, name)[numbers] for name in _OF_EACH}
+
+    def put(self, numbers: np.ndarray, part: GroupRecords | Mapping[str, np.ndarray]) -> None:
         """Take in the records of some groups.
 
         Args:
             numbers: of these groups.
+            part: in the same order; or what `of` has returned elsewhere.
+
+        Raises:
+            PeerError: if they are not of this fit.
         """
-        for name in ("coefficients", "chosen", "losses", "held_losses", "steps", "status"):
-            getattr(self, name)[numbers] = getattr(part, name)
+        for name in _OF_EACH:
+            mine, its = getattr(self, name), part[name] if isinstance(part, Mapping) else getattr(part, name)
+            if its.shape != (len(numbers), *mine.shape[1:]) or its.dtype != mine.dtype:
+                raise PeerError(f"Cannot take in {name} of another worker: {its.dtype} of shape {its.shape}.")
+            mine[numbers] = its
 
 
 @dataclass(frozen=True)
