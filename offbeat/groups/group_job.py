@@ -88,7 +88,7 @@ class GroupJob:
             target = numbers_in(rows.table[self.target], self.target)
         else:
             places = pc.index_in(rows.table[self.target], value_set=self.classes)
-            target = np.asarray(places.cast(pa.float64()).to_numpy(), np.float64)
+            target = np.array(places.cast(pa.float64()).to_numpy(), np.float64)
         return BucketTask(rows.matrix(self.features), target, rows.offsets, index.hashes[rows.numbers])
 
     def fit(self, rows: GroupRows, index: GroupIndex) -> GroupRecords:
@@ -101,7 +101,7 @@ class GroupJob:
             part, rest = task.rows(~held), task.rows(held)
             found = self.model.fit(part, self.configs)
             records.losses[:], records.steps[:] = found.losses, found.steps
-            for at, losses in enumerate(self._losses(rest, found.coefficients)):
+            for at, losses in enumerate(self.losses(rest, found.coefficients)):
                 records.held_losses[:, at] = rest.means(losses)
             records.choose()
         for at, config in enumerate(self.configs):
@@ -132,7 +132,7 @@ class GroupJob:
             held = yield from self._held_of_shard(rows, task, int(index.rows[rows.numbers[0]]), place, places)
             part, rest = task.rows(~held), task.rows(held)
             found = yield from self.model.fit_summed(functools.partial(list, [part]), self.configs)
-            mine = [len(rest.target), *(float(one.sum()) for one in self._losses(rest, found.coefficients))]
+            mine = [len(rest.target), *(float(one.sum()) for one in self.losses(rest, found.coefficients))]
             count, *sums = (yield Summand(torch.tensor(mine, dtype=torch.float64))).tolist()
             records.losses[:], records.steps[:] = found.losses, found.steps
             records.held_losses[0] = np.array(sums) / max(1.0, count)
@@ -143,6 +143,28 @@ class GroupJob:
         if len(self.configs) == 1:
             records.losses[:], records.steps[:] = final.losses, final.steps
         return records
+
+    def prepare_shard(
+        self, rows: GroupRows, index: GroupIndex, place: int, places: int
+    ) -> Summing[tuple[BucketTask, BucketTask, GroupStatus]]:
+        """Return the rows of a shard that models are trained on, those that are held out, and whether they can be.
+
+        Args:
+            rows: that are here, of one group of which several places have rows.
+            place, places: of this one, and how many there are.
+        """
+        task = self.task(rows, index)
+        facts = torch.tensor([len(task.target), (~task.is_finite).sum(), task.target.sum()], dtype=torch.float64)
+        count, unusable, ones = (yield Summand(facts)).tolist()
+        held = np.zeros(len(task.target), np.bool_)
+        if len(self.configs) > 1:
+            held = yield from self._held_of_shard(rows, task, int(count), place, places)
+        status = GroupStatus.OK
+        if unusable:
+            status = GroupStatus.NOT_FINITE
+        elif self.model.is_classifier and ones in (0, count):
+            status = GroupStatus.ONE_CLASS
+        return task.rows(~held), task.rows(held), status
 
     def _held_of_shard(
         self, rows: GroupRows, task: BucketTask, total: int, place: int, places: int
@@ -160,7 +182,7 @@ class GroupJob:
         scores = np.nansum(records.held_losses * index.rows[:, None], 0)
         return self.configs[int(scores.argmin())]
 
-    def _losses(self, task: BucketTask, coefficients: np.ndarray) -> Iterator[np.ndarray]:
+    def losses(self, task: BucketTask, coefficients: np.ndarray) -> Iterator[np.ndarray]:
         """The loss of each row by the model of each configuration.
 
         Args:

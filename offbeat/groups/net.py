@@ -121,12 +121,16 @@ class Net:
         """Return the epochs of a configuration."""
         return config.epochs  # type: ignore[return-value]
 
+    def steps_of(self, config: Net, rows: int) -> int:
+        """Return the steps of a configuration over a shard of so many rows, in all epochs."""
+        return -(-rows // config.batch) * config.epochs  # type: ignore[operator]
+
     def visit(self, task: BucketTask, configs: Sequence[Net], state: Tensors, epoch: int, shard: int) -> Tensors:
         """Train configurations of one group for an epoch on the rows of one shard.
 
         Args:
             task: of the one group, with these rows.
-            configs: with the same epochs still to come.
+            configs: the same at each visit.
             state: with which they have come; empty at first.
             epoch, shard: their numbers.
 
@@ -136,9 +140,10 @@ class Net:
         module, made = self._module(task.features.shape[1]), dict(state)
         features, target = (torch.from_numpy(values.astype(np.float32)) for values in (task.features, task.target))
         for at, alike in enumerate(_alike(configs)):
-            those = [dataclasses.replace(configs[place], epochs=1) for place in alike]
+            those = [configs[place] for place in alike]
             training = NetTraining(module, those[0].optimizer, self._family, those[0].batch, features, target)
             models = _models(task, np.zeros(1, np.int64), those)
+            models = dataclasses.replace(models, epochs=np.ones_like(models.epochs))
             came = NetState.of_tensors(state, f"{at}/") if state else None
             went = training.visit(models, training.try_two(models), came, epoch + (shard << 32))
             made |= went.as_tensors(f"{at}/")

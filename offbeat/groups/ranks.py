@@ -17,7 +17,7 @@ import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -28,12 +28,14 @@ from torch._C._distributed_c10d import PrefixStore
 from offbeat.clock import WallClock
 from offbeat.diagnosis.wait import BlockingWait
 from offbeat.errors import DisagreementError
-from offbeat.groups.buckets import BucketFiles, cut_buckets
+from offbeat.groups.buckets import BUCKET_BYTES, BucketFiles, cut_buckets
 from offbeat.groups.carrier import ObjectCarrier
-from offbeat.groups.fitting import BucketTask
+from offbeat.groups.fitting import BucketTask, GroupStatus
 from offbeat.groups.group_index import GroupIndex
+from offbeat.groups.hopping import HopGroup, HoppingModel, blocks_of
 from offbeat.groups.partition import wrap_around
 from offbeat.groups.records import GroupModels, GroupRecords
+from offbeat.groups.split_hops import HopCoordinator, HoppingShards, ShardRows
 from offbeat.groups.split_sums import SummedShard
 from offbeat.groups.summing import SummingModel
 from offbeat.groups.table_messages import table_in, table_message
@@ -47,10 +49,12 @@ if TYPE_CHECKING:
     from offbeat.groups.carrier import Carrier
     from offbeat.groups.group_job import GroupJob
     from offbeat.groups.partition import GroupPartition
+    from offbeat.groups.summing import Summing
     from offbeat.groups.table_input import TableInput
     from offbeat.groups.this_process import Progress
     from offbeat.groups.trainer import GroupedTrainer
 
+T = TypeVar("T")
 _log = logging.getLogger("offbeat")
 _PATIENCE = timedelta(seconds=60)
 _met = 0  # how often the workers met for a fit
@@ -63,9 +67,11 @@ class Ranks:
     Args:
         own_rows: whether each worker is given a table of its own; else all are given the same one, and each reads a
             part of it.
+        bucket_bytes: of rows that are in memory together; a group that has fewer than a quarter is not split.
     """
 
     own_rows: bool = False
+    bucket_bytes: int = BUCKET_BYTES
 
     def fit(self, trainer: GroupedTrainer, table: TableInput, progress: Progress) -> GroupModels:
         """Fit all groups of a table. Collective.
@@ -78,10 +84,10 @@ class Ranks:
         waiter = BlockingWait(clock=WallClock(), timeout=environment.timeout or _PATIENCE, tell=_log.warning)
         join(waiter, environment)
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return ThisProcess().fit(trainer, table, progress)
+            return ThisProcess(self.bucket_bytes).fit(trainer, table, progress)
         carrier = ObjectCarrier(dist.get_rank(), dist.get_world_size(), _meeting())
         try:
-            made = SharedFit(carrier, trainer, table, own_rows=self.own_rows).run(progress)
+            made = SharedFit(carrier, trainer, table, self).run(progress)
         except BaseException:
             carrier.abandon()
             raise
@@ -111,11 +117,12 @@ class SharedFit:
     Args:
         carrier: to the others, all of which make this.
         table: the same one everywhere; or this worker's own rows.
+        how: the same everywhere.
     """
 
-    def __init__(self, carrier: Carrier, trainer: GroupedTrainer, table: TableInput, *, own_rows: bool = False) -> None:
-        self._carrier, self._trainer, self._table = carrier, trainer, table
-        self._part = (0, 1) if own_rows else (carrier.rank, carrier.world)
+    def __init__(self, carrier: Carrier, trainer: GroupedTrainer, table: TableInput, how: Ranks) -> None:
+        self._carrier, self._trainer, self._table, self._how = carrier, trainer, table, how
+        self._part = (0, 1) if how.own_rows else (carrier.rank, carrier.world)
         self._told = 0
 
     def run(self, progress: Progress) -> GroupModels:
@@ -125,7 +132,7 @@ class SharedFit:
         counted = self._tables_of_all(own.as_table())
         index = GroupIndex.merged([GroupIndex.of_table(table, job.by) for table in counted])
         job.small.check(index)
-        buckets = cut_buckets(index.rows, 8 * len(job.schema))
+        buckets = cut_buckets(index.rows, 8 * len(job.schema), self._how.bucket_bytes)
         partition = self._partition(job, index, buckets)
         records = GroupRecords.empty(len(index), len(job.configs), job.width)
         with tempfile.TemporaryDirectory(prefix="offbeat-groups-") as folder:
@@ -160,9 +167,10 @@ class SharedFit:
     def _partition(self, job: GroupJob, index: GroupIndex, buckets: np.ndarray) -> GroupPartition:
         """Whose each bucket is; one of a single group may be split."""
         rows = np.bincount(buckets, index.rows).astype(np.int64)
-        can_split = isinstance(job.model, SummingModel)
-        whole = (np.bincount(buckets) > 1) | (not can_split)
-        return wrap_around(rows, self._carrier.world, self._carrier.world, indivisible=whole)
+        hops, workers = isinstance(job.model, HoppingModel), self._carrier.world
+        whole = (np.bincount(buckets) > 1) | (not hops and not isinstance(job.model, SummingModel))
+        # Parts of a sum are computed at the same time, whereas a configuration is at one shard at a time.
+        return wrap_around(rows, workers, len(job.configs) if hops else workers, indivisible=whole)
 
     def _firsts(
         self, index: GroupIndex, own: GroupIndex, buckets: np.ndarray, partition: GroupPartition
@@ -223,39 +231,104 @@ class SharedFit:
         records: GroupRecords,
         progress: Progress,
     ) -> np.ndarray:
-        """Fit this worker's groups, and return their numbers; of a split one, the first that has rows tells."""
-        rank = self._carrier.rank
-        has_come = threading.Event()
-        splits: list[tuple[int, SummedShard[GroupRecords]]] = []
-        for bucket in sorted({shard.group for shard in partition.shards if shard.worker == rank}):
-            holders = [shard.worker for shard in partition.shards if shard.group == bucket]
-            work = job.fit_shard(files.read(bucket), index, holders.index(rank), len(holders))
-            splits.append((bucket, SummedShard(self._carrier, f"split/{bucket}", holders, work, has_come.set)))
+        """Fit this worker's groups, and return the numbers of those whose records it has."""
+        rank, has_come = self._carrier.rank, threading.Event()
+        hops, coordinator = None, None
+        splits = list[tuple[int, SummedShard[GroupRecords]]]()
         wholes = np.flatnonzero(partition.home == rank).tolist()
-        groups, mine = np.bincount(files.buckets), list[np.ndarray]()
-        total = int(groups[wholes].sum()) + len(splits)
-        ended = 0
-        while splits or wholes:
+        if isinstance(job.model, HoppingModel):
+            groups, shards = self._prepare_hops(job, index, files, partition, records)
+            if rank == 0 and groups:
+                coordinator = HopCoordinator(self._carrier, groups, job)
+            if any(rank in one.holders for one in groups.values()):
+                hops = HoppingShards(self._carrier, job, groups, shards, has_come.set, waits=not wholes)
+        else:
+            for bucket, holders in self._split(partition):
+                work = job.fit_shard(files.read(bucket), index, holders.index(rank), len(holders))
+                splits.append((bucket, SummedShard(self._carrier, f"split/{bucket}", holders, work, has_come.set)))
+        groups_of, mine, ended = np.bincount(files.buckets), list[np.ndarray](), 0
+        total = int(groups_of[wholes].sum()) + len(splits)
+        while splits or wholes or hops is not None:
             has_come.clear()
             if (ready := next((one for one in splits if one[1].is_ready), None)) is not None:
                 bucket, shard = ready
                 shard.advance()
-                if shard.has_ended:
-                    splits.remove(ready)
-                    if shard.holders[0] == rank:
-                        mine.append(np.flatnonzero(files.buckets == bucket))
-                        records.put(mine[-1], shard.result)
-                    ended += 1
-                    progress(ended, total)
+                if not shard.has_ended:
+                    continue
+                splits.remove(ready)
+                ended += 1
+                if shard.holders[0] == rank:
+                    mine.append(np.flatnonzero(files.buckets == bucket))
+                    records.put(mine[-1], shard.result)
+            elif hops is not None and hops.is_ready:
+                hops.advance(waits=not wholes)
+                hops = None if hops.has_ended else hops
+                continue
             elif wholes:
                 rows = files.read(wholes.pop(0))
                 records.put(rows.numbers, job.fit(rows, index))
                 mine.append(rows.numbers)
                 ended += len(rows.numbers)
-                progress(ended, total)
+                if hops is not None and hops.is_idle:
+                    hops.ask_again(waits=not wholes)
+            elif hops is not None and hops.is_idle:
+                hops.ask_again(waits=True)
+                continue
             else:
                 has_come.wait()
+                continue
+            progress(ended, total)
+        if coordinator is not None:
+            coordinator.join()
+            for bucket in coordinator.groups:
+                mine.append(np.flatnonzero(files.buckets == bucket))
+                records.put(mine[-1], coordinator.records(bucket))
         return np.concatenate(mine) if mine else np.zeros(0, np.int64)
+
+    def _split(self, partition: GroupPartition) -> list[tuple[int, list[int]]]:
+        """The buckets of split groups of which this worker has rows, and all holders of each."""
+        found: dict[int, list[int]] = {}
+        for shard in partition.shards:
+            found.setdefault(shard.group, []).append(shard.worker)
+        return [(bucket, holders) for bucket, holders in found.items() if self._carrier.rank in holders]
+
+    def _prepare_hops(
+        self, job: GroupJob, index: GroupIndex, files: BucketFiles, partition: GroupPartition, records: GroupRecords
+    ) -> tuple[dict[int, HopGroup], dict[int, ShardRows]]:
+        """The split groups that can be trained, of all workers, and this worker's rows of them."""
+        assert isinstance(job.model, HoppingModel)
+        rank, shards = self._carrier.rank, dict[int, ShardRows]()
+        for bucket, holders in self._split(partition):
+            work = job.prepare_shard(files.read(bucket), index, holders.index(rank), len(holders))
+            trained, held, status = self._run(f"prepare/{bucket}", holders, work)
+            shards[bucket] = ShardRows(trained, held)
+            if rank == holders[0]:
+                self._carrier.publish(f"hop/status/{bucket}", {"": torch.tensor([int(status)])})
+        groups: dict[int, HopGroup] = {}
+        for bucket in sorted({shard.group for shard in partition.shards}):
+            status = GroupStatus(int(self._carrier.move(f"hop/status/{bucket}").get()[""]))
+            records.status[files.buckets == bucket] = status
+            if status == GroupStatus.OK:
+                mine = [shard for shard in partition.shards if shard.group == bucket]
+                blocks = blocks_of(job.model, job.configs, len(mine))
+                groups[bucket] = HopGroup(
+                    tuple(shard.worker for shard in mine),
+                    tuple(shard.rows for shard in mine),
+                    tuple(map(tuple, blocks)),
+                    tuple(job.model.epochs_of(job.configs[block[0]]) for block in blocks),
+                )
+        return groups, shards
+
+    def _run(self, name: str, holders: Sequence[int], work: Summing[T]) -> T:
+        """Run a fit whose sums come from several workers to its end."""
+        has_come = threading.Event()
+        shard = SummedShard(self._carrier, name, holders, work, has_come.set)
+        while not shard.has_ended:
+            has_come.wait()
+            has_come.clear()
+            while shard.is_ready and not shard.has_ended:
+                shard.advance()
+        return shard.result
 
     def _exchange(self, records: GroupRecords, mine: np.ndarray) -> None:
         """Have the records of all workers."""
@@ -280,14 +353,8 @@ class SharedFit:
             lambda: (job.task(files.read(bucket), index).finite() for bucket in mine) if mine else (nothing,),
             [job.pooled(records, index)],
         )
-        has_come = threading.Event()
-        shard = SummedShard(self._carrier, self._name("fallback"), list(range(world)), work, has_come.set)
-        while not shard.has_ended:
-            has_come.wait()
-            has_come.clear()
-            while shard.is_ready and not shard.has_ended:
-                shard.advance()
-        records.fallback = shard.result.coefficients[0, 0]
+        found = self._run(self._name("fallback"), range(world), work)
+        records.fallback = found.coefficients[0, 0]
 
     # -- messages ------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from offbeat.groups.buckets import BucketFiles, cut_buckets
+from offbeat.groups.buckets import BUCKET_BYTES, BucketFiles, cut_buckets
 from offbeat.groups.group_index import GroupIndex
 from offbeat.groups.records import GroupModels, GroupRecords
 
@@ -29,7 +29,13 @@ class Executor(Protocol):
 
 @dataclass(frozen=True)
 class ThisProcess:
-    """Fit all groups in this process, bucket by bucket. An `Executor`."""
+    """Fit all groups in this process, bucket by bucket. An `Executor`.
+
+    Args:
+        bucket_bytes: of rows that are in memory together.
+    """
+
+    bucket_bytes: int = BUCKET_BYTES
 
     def fit(self, trainer: GroupedTrainer, table: TableInput, progress: Progress) -> GroupModels:
         """Fit all groups of a table."""
@@ -38,7 +44,7 @@ class ThisProcess:
         job.small.check(index)
         records = GroupRecords.empty(len(index), len(job.configs), job.width)
         with tempfile.TemporaryDirectory(prefix="offbeat-groups-") as folder:
-            files = BucketFiles(Path(folder), index, cut_buckets(index.rows, 8 * len(job.schema)))
+            files = BucketFiles(Path(folder), index, cut_buckets(index.rows, 8 * len(job.schema), self.bucket_bytes))
             files.write(table.batches(job.schema.names), job.schema)
             ended = 0
             for bucket in range(files.count):
