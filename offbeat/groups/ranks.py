@@ -2,10 +2,10 @@
 
     fitted = GroupedTrainer(Logistic(), by="store", target="sold", executor=Ranks()).fit("sales/*.parquet")
 
-in a script that `offbeat run --workers 4` or torchrun starts. Each worker reads a part of the table. Groups are counted by
-all; then rows go to the workers that fit them (`partition`), part after part in the order of the table, so that a group
-that is whole has the same model, to the bit, whoever fits it. A worker fits its whole buckets while it waits for the
-others' parts of split groups. In the end all workers have all models.
+in a script that `offbeat run --workers 4` or torchrun starts. Each worker reads a part of the table. Groups are counted
+by all; then rows go to the workers that fit them (`partition`), part after part in the order of the table, so that a
+group that is whole has the same model, to the bit, whoever fits it. A worker fits its whole buckets while it waits for
+the others' parts of split groups. In the end all workers have all models.
 """
 
 from __future__ import annotations
