@@ -115,10 +115,13 @@ class StripeSum:
             order, slot = stage.order, stage.order.slot
             if slot >= tree.n or (order.positions, order.degree) != (tree.n, tree.degree) or slot in part._attempts:
                 return None
+            if slot != CALLER and order.source is None:  # only the root's stage may have no source of its own
+                return None
             part._attempts[slot] = order.attempt
             if slot == CALLER:
                 part.own = order.source
-            elif order.source is not None:
+            else:
+                assert order.source is not None
                 part._places[slot] = Place(order.source, stage.store)
         for stage in stages:
             slot = stage.order.slot

@@ -16,6 +16,7 @@ store                                           directory
   | <----- ObjectDropped(name, granted) ---------- |
   | -- DeleteObject(name) -----------------------> |   anybody
   | <----- ForgetObject(name, reason) ------------ |   all that have it, or wait for it
+  | <----- ObjectDeleted(name) ------------------- |   it is gone: the store may put the name again
   | -- WantVersions(name, after, waits) ---------> |   which versions of the name's id are there?
   | <----- VersionsKnown(name, versions, ...) ---- |   at once, or as soon as one after that is whole
   | -- ReduceObjects(target, sources, ...) ------> |   the caller's store: it keeps the sum
@@ -61,6 +62,8 @@ ObjectId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Stripe = Annotated[int, msgspec.Meta(ge=0, lt=MAX_STRIPES)]
 Slot = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_SOURCES)]
 Generation = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Generations = Annotated[tuple[Generation, ...], msgspec.Meta(max_length=MAX_STRIPES)]
+"""The generation of each stripe of an object."""
 _Sources = Annotated[int, msgspec.Meta(ge=1, le=MAX_SOURCES)]
 _Inline = Annotated[bytes, msgspec.Meta(max_length=INLINE_BYTES)]
 _ContentDigest = Annotated[str, msgspec.Meta(max_length=32)]
@@ -184,7 +187,7 @@ class PutObject(_Message, frozen=True, tag=True, kw_only=True):
     """
 
     meta: ObjectMeta
-    generations: Annotated[tuple[Generation, ...], msgspec.Meta(min_length=1, max_length=MAX_STRIPES)]
+    generations: Generations
     whole: bool = False
     digest: _ContentDigest = ""
     inline: _Inline | None = None
@@ -260,9 +263,12 @@ class ObjectInline(_Message, frozen=True, tag=True, kw_only=True):
     """An object is there, and these are its bytes."""
 
     meta: ObjectMeta
+    generations: Generations
     data: _Inline
 
     def __post_init__(self) -> None:
+        if len(self.generations) != self.meta.stripes:
+            raise ValueError(f"{len(self.generations)} generations are said for {self.meta.stripes} stripes")
         if len(self.data) != self.meta.size_bytes:
             raise ValueError(f"{len(self.data)} bytes are no {self.meta}")
 
@@ -333,16 +339,34 @@ class DeleteObject(_Message, frozen=True, tag=True, kw_only=True):
     Args:
         when_read: only once no store reads it any more.
         after: once so many stores have said so, this one among them.
+        generations: of what the store had, where this is repeated: others may have put the name since then; () for
+            whatever is there.
     """
 
     when_read: bool = False
     after: _Sources = 1
+    generations: Generations = ()
+
+    @property
+    def is_done_at_once(self) -> bool:
+        """Whether the directory waits for nobody, and answers it."""
+        return not self.when_read and self.after == 1
 
 
 class ForgetObject(_Message, frozen=True, tag=True, kw_only=True):
-    """An object is gone, for this reason: let go of it, and tell those who wait for it."""
+    """An object is gone, for this reason: let go of it, and tell those who wait for it.
+
+    Args:
+        generations: of what the store itself has put, or was to make; () if the directory knows of nothing. What it
+            has put since then stays.
+    """
 
     reason: Text
+    generations: Generations = ()
+
+
+class ObjectDeleted(_Message, frozen=True, tag=True):
+    """The answer to a `DeleteObject` that waits for nobody: what the store puts from now on is not what was deleted."""
 
 
 class WantVersions(_Message, frozen=True, tag=True, kw_only=True):
@@ -513,9 +537,10 @@ class ChildFailed(_Message, frozen=True, tag=True, kw_only=True):
 
 
 class ReduceSmall(_Message, frozen=True, tag=True, kw_only=True):
-    """The parts of a small sum, in the order in which they are added."""
+    """The parts of a small sum, in the order in which they are added; the store puts it as this generation."""
 
     meta: ObjectMeta
+    generation: Generation
     op: ReduceOp
     used: Annotated[tuple[ObjectName, ...], msgspec.Meta(min_length=1, max_length=MAX_SOURCES)]
     parts: Annotated[tuple[_Inline, ...], msgspec.Meta(min_length=1, max_length=MAX_SOURCES)]
@@ -543,11 +568,13 @@ class ObjectRefused(_Message, frozen=True, tag=True, kw_only=True):
     Args:
         differs: whether it is because others said something else of it.
         is_there: whether the name stands for an object nevertheless, or a sum that is being made.
+        generations: of the put that is refused; () if it is something else.
     """
 
     reason: Text
     differs: bool = False
     is_there: bool = False
+    generations: Generations = ()
 
 
 FromStore = (
@@ -578,6 +605,7 @@ FromDirectory = (
     | RestartObject
     | ObjectDropped
     | ForgetObject
+    | ObjectDeleted
     | VersionsKnown
     | RunStage
     | FeedStage

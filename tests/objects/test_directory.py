@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from offbeat.objects.directory import MAX_PARKED, Directory, Entry
+from offbeat.objects.directory import MAX_PARKED, Directory
+from offbeat.objects.directory_entry import Entry
 from offbeat.objects.reduction import Reduction
 from offbeat.protocol import objects as say
 from offbeat.protocol.objects import ObjectMeta, ObjectName
