@@ -1,6 +1,7 @@
 """How do tasks hand tensors to each other, and have them summed on the way?
 
 * `client` - what a task does; `object_future` - a call that may be waited for
+* `progress` - how far an object is, for those who wait for it
 * `store_access` - a task's way to a store: `remote_store` - to that of its machine, which `local_store` finds or
   starts; `embedded_store` - to one in its own process
 * `publishing` - a trainer publishes a model, readers follow it; `versions` - how versions are put and loaded

@@ -31,6 +31,7 @@ from offbeat.objects.version_index import VersionIndex
 from offbeat.protocol.objects import (
     INLINE_BYTES,
     MAX_VERSIONS,
+    MOST_NAMED,
     ChangeFeeder,
     ChildArrived,
     ChildFailed,
@@ -60,6 +61,7 @@ from offbeat.protocol.objects import (
     StopWantingVersions,
     StripeArrived,
     StripeFeeder,
+    SumWaits,
     UsedSource,
     VersionsKnown,
     WantObject,
@@ -340,7 +342,7 @@ class Directory:
             told = self._answer(entry, store)
             if isinstance(entry.reduction, Reduction):
                 told += entry.reduction.retry() + self._sync_target(entry)
-            return told
+            return told + self._sum_waits(entry, store)
         if store not in entry.waiting:
             parked = self._parked.get(store, 0)
             if parked >= MAX_PARKED:
@@ -348,7 +350,18 @@ class Directory:
                 return [(store, ObjectRefused(name=message.name, reason=reason))]
             self._parked[store] = parked + 1
             entry.waiting[store] = None
-        return []
+        return self._sum_waits(entry, store)
+
+    def _sum_waits(self, entry: Entry, store: str) -> Instructions:
+        """Tell a store that wants a sum which of its sources are missing."""
+        reduction = entry.reduction
+        if reduction is None:
+            return []
+        lacking = reduction.lacking
+        there = reduction.there
+        missing = [source for source in reduction.request.sources if source not in there] if lacking else []
+        more = max(0, len(missing) - MOST_NAMED)
+        return [(store, SumWaits(name=entry.name, lacking=lacking, missing=tuple(missing[:MOST_NAMED]), more=more))]
 
     def _stop_wanting(self, message: StopWanting, store: str) -> Instructions:
         entry = self._entries.get(message.name)
@@ -609,7 +622,7 @@ class Directory:
             holders = known.whole_at
             if holders:
                 told += self._source_ready(entry, known, store if store in holders else min(holders))
-        return told
+        return told + [one for waiting in entry.waiting for one in self._sum_waits(entry, waiting)]
 
     def _why_not_reduce(self, entry: Entry, message: ReduceObjects) -> str:
         name, sources = message.name, message.sources

@@ -117,6 +117,7 @@ class NodeStore:
         self._stages = StageRunner(self, arithmetic)
         self.objects: OrderedDict[ObjectName, StoredObject] = OrderedDict()
         self._waiting: dict[ObjectName, list[Callable[[Outcome], None]]] = {}
+        self.sums_that_wait: dict[ObjectName, say.SumWaits] = {}
         self._retrying: set[ObjectName] = set()
         self._putting: dict[ObjectName, Callable[[Outcome], None]] = {}
         self._asked: dict[ObjectName, AskedSum] = {}
@@ -498,6 +499,9 @@ class NodeStore:
                 if stored is not None:
                     stored.is_settled = True
                     self._tell_waiting(stored)
+            case say.SumWaits():
+                if name in self._waiting:
+                    self.sums_that_wait[name] = message
             case say.ObjectRefused():
                 if stored is not None and message.generations and message.generations != stored.generations:
                     return  # it is about an earlier put
@@ -864,15 +868,19 @@ class NodeStore:
             self._later(_RETRY_S, lambda: self._want_again(name))
 
     def _want_again(self, name: ObjectName) -> None:
-        """Ask again for an object that is waited for and that no store feeds."""
+        """Ask again for an object that is waited for and that no store feeds, or for what a sum waits."""
         self._retrying.discard(name)
         if name not in self._waiting:
+            self.sums_that_wait.pop(name, None)
             return
         stored = self.objects.get(name)
-        idle = stored is not None and any(
-            not buffer.is_whole and stripe not in stored.readings for stripe, buffer in enumerate(stored.stripes)
-        )
-        if idle and stored is not None and not stored.is_own:
+        if stored is None:
+            is_idle = name in self.sums_that_wait  # whose sources may have come
+        else:
+            stripes = enumerate(stored.stripes)
+            is_fed = all(buffer.is_whole or stripe in stored.readings for stripe, buffer in stripes)
+            is_idle = not (is_fed or stored.is_own)
+        if is_idle:
             self.tell_directory(say.WantObject(name=name))
         self._retry(name)
 

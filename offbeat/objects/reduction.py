@@ -230,6 +230,18 @@ class Reduction:
         """Whether the sum is there, in all of its stripes."""
         return all(part is not None and part.is_whole for part in self.sums)
 
+    @property
+    def there(self) -> set[ObjectName]:
+        """Return the sources of the sum that are there, or in it with all of their bytes."""
+        members = enumerate(self._members)
+        there = {one.source for at, one in members if one is not None and (one.store or not self._is_missed(at))}
+        return there if self._own is None else there | {self._own.source}
+
+    @property
+    def lacking(self) -> int:
+        """Return how many more are needed."""
+        return (len(self.used) if self._is_closed else self.count) - len(self.there)
+
     def ready(self, source: ObjectName, store: str) -> Instructions:
         """A source is there, at a store."""
         if source in self.used:

@@ -45,6 +45,16 @@ class SmallReduction:
         """Return these, as they are told."""
         return tuple(UsedSource(source) for source in self.used)
 
+    @property
+    def there(self) -> set[ObjectName]:
+        """Return the sources that are there."""
+        return set(self._parts)
+
+    @property
+    def lacking(self) -> int:
+        """Return how many more are needed."""
+        return max(0, self.request.count - len(self._parts))
+
     def ready(self, source: ObjectName, data: bytes) -> Instructions:
         """A source is there."""
         if self._is_over or source in self._parts:

@@ -27,6 +27,7 @@ store                                           directory
   | -- RefuseSum(target, reason) ----------------> |   has no room for the sum that it is to make
   | <----- ReduceSmall(target, sources, parts) --- |   instead of stages: the caller's store adds
   | <----- ReduceSettled(target, used) ----------- |   which sources are in the sum
+  | <----- SumWaits(target, missing) ------------- |   whoever wants the sum, for people
   | <----- ObjectRefused(name, reason) ----------- |   instead of any of these
   | -- StageFed(feed, start) --------------------> |   where a spare is to continue a sum, if it `splices`
   | -- StageRuns(order), StageFed(feed) ---------> |   reports to a directory that begins anew, after StoreHello
@@ -56,6 +57,8 @@ INLINE_BYTES = 64 << 10
 MAX_SOURCES = 4096
 MAX_STRIPES = 256
 MAX_VERSIONS = 1024
+MOST_NAMED = 8
+"""The sources of a sum that are named to those who wait for it."""
 
 Address = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 ObjectId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -556,6 +559,19 @@ class ReduceSettled(_Message, frozen=True, tag=True, kw_only=True):
     used: Annotated[tuple[UsedSource, ...], msgspec.Meta(min_length=1, max_length=MAX_SOURCES)]
 
 
+class SumWaits(_Message, frozen=True, tag=True, kw_only=True):
+    """The answer to a `WantObject` of a sum that is not made: the sources that it waits for.
+
+    Args:
+        lacking: so many more are needed.
+        missing: sources that nobody has all of, the first ones of them; `more` is the number of the others.
+    """
+
+    lacking: Annotated[int, msgspec.Meta(ge=0, le=MAX_SOURCES)]
+    missing: Annotated[tuple[ObjectName, ...], msgspec.Meta(max_length=MOST_NAMED)] = ()
+    more: Annotated[int, msgspec.Meta(ge=0, le=MAX_SOURCES)] = 0
+
+
 class RefuseSum(_Message, frozen=True, tag=True, kw_only=True):
     """Word that a store cannot make a sum, or a stripe of it, that was to be made there."""
 
@@ -612,6 +628,7 @@ FromDirectory = (
     | EndStage
     | ReduceSmall
     | ReduceSettled
+    | SumWaits
     | ObjectRefused
 )
 

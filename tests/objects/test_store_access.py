@@ -199,3 +199,24 @@ def test_one_tensor_is_not_loaded_into_several(client: ObjectClient) -> None:
     client.put("w", torch.ones(LARGE), version=1, timeout=20)
     with pytest.raises(ObjectError, match=r"Cannot load 'w' version 1 into several tensors: it is one tensor, float32"):
         client.get("w", version=1, into={"a": torch.ones(LARGE)}, timeout=20)
+
+
+@pytest.mark.parametrize("numel", [5, LARGE])
+def test_a_sum_that_waits_names_the_sources_that_are_missing(client: ObjectClient, numel: int) -> None:
+    names = [f"g{number}" for number in range(12)]
+    client.put(names[3], torch.ones(numel))
+    client.reduce("sum", names, num_objects=11)
+    with pytest.raises(ObjectTimeoutError, match=r"10 more of its sources: .* 'g0', 'g1', .*'g8' and 3 others"):
+        client.get("sum", timeout=1)
+    waiting = client.start_get("sum")
+    for name in names[:2] + names[4:11]:
+        client.put(name, torch.ones(numel))
+    with pytest.raises(ObjectTimeoutError, match="waits for 1 more of its sources: nobody has all of 'g2', 'g11'"):
+        waiting.get(2)
+    client.put("g2", torch.ones(numel))
+    assert torch.equal(waiting.get(20), torch.full((numel,), 11.0))
+
+
+def test_an_object_that_nobody_has_put(client: ObjectClient) -> None:
+    with pytest.raises(ObjectTimeoutError, match=r"Cannot get 'w' within 0\.5 s: nobody has put it"):
+        client.get("w", timeout=0.5)
