@@ -108,7 +108,10 @@ class Reduction:
         for stripe, part in enumerate(self.sums):
             if part is None:
                 continue
-            places = {self._member_at(stripe, position): place for position, place in part.places.items()}
+            places = {  # copies: a member that is lost still runs the stages of its places, which are ended then
+                self._member_at(stripe, position): Place(place.source, place.store)
+                for position, place in part.places.items()
+            }
             for stage in stages:
                 if stage.order.slot < 0 and stage.order.stripe == stripe:
                     part.root, own = stage.store, stage.order.source
@@ -431,7 +434,7 @@ class Reduction:
             if part is None:
                 continue
             if self._is_root(stripe, index):
-                part.is_whole = False
+                part.lose_root()
             else:
                 told += part.lose(self._position(stripe, index))
         return told
