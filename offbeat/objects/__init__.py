@@ -13,7 +13,8 @@
   way to a directory; `deletions` - that it has not answered
 * `stage_runner` - what a store adds for reduces; `stage` - one position of one; `adding` - by torch;
   `edge_dtypes` - the dtypes of what travels between stages; `rounded_part` - a source that is sent in another one
-* `serve` - a store as a process; `store_doctor` - whether it works; `directory_server` - a directory over links
+* `serve` - a store as a process; `store_doctor` - whether it works; `directory_server` - a directory over links;
+  `directory_list` - the directories that a store names
 * `directory` - who has what, who reads from whom, and which reduces are under way; `directory_entry` - one object
 * `version_index` - which versions there are, and who waits for a newer one
 * `chains` - who feeds whom while many read one object; `goodput` - which stores are slow

@@ -56,7 +56,7 @@ class DirectoryLink:
 
     Args:
         store: whose it is.
-        address: of the directory.
+        directories, number: the addresses of all, and which of them this one is.
         job, credentials: what both prove.
         patience: for how long those who wait do without it.
         waits_for_stopped: whether its silence is no end of the link while its machine says that its process is there.
@@ -68,7 +68,8 @@ class DirectoryLink:
     def __init__(
         self,
         store: DirectoryUser,
-        address: str,
+        directories: tuple[str, ...],
+        number: int,
         *,
         job: str,
         credentials: Credentials | None,
@@ -76,7 +77,9 @@ class DirectoryLink:
         waits_for_stopped: bool = False,
     ) -> None:
         self._waits_for_stopped = waits_for_stopped
-        self._store, self.address, self._patience = store, address, patience
+        self._store, self._patience = store, patience
+        self._directories, self._number, self.address = directories, number, directories[number]
+        self._welcome: asyncio.Future[None] | None = None
         self._job, self._credentials = job, credentials
         self._link: PeerLink | None = None
         self._returning: asyncio.Task[None] | None = None
@@ -96,8 +99,7 @@ class DirectoryLink:
             NetworkError: if it cannot be reached.
             PeerError: if it refuses.
         """
-        self._link = await self._dial(patience)
-        self._link.send(say.pack(say.StoreHello(self._store.address)))
+        self._link = await self._join(patience, again=False)
 
     def send(self, message: FromStore) -> None:
         """Say something. The next reports repeat messages that are lost on the way."""
@@ -128,11 +130,17 @@ class DirectoryLink:
 
     def received(self, metadata: bytes, body: memoryview) -> None:
         """Do what the directory says."""
-        self._store.hear(say.from_directory_of(metadata))
+        message = say.from_directory_of(metadata)
+        if not isinstance(message, say.StoreWelcome):
+            self._store.hear(message)
+        elif self._welcome is not None and not self._welcome.done():
+            self._welcome.set_result(None)
 
     def lost(self, error: OffbeatError | None) -> None:
         """The link has ended."""
-        if self._link is not None:
+        if self._welcome is not None and not self._welcome.done():
+            self._welcome.set_exception(error or NetworkError(f"The directory at {self.address} has hung up."))
+        elif self._link is not None:
             self._link, self._lost_s = None, asyncio.get_running_loop().time()
             self._store.directory_lost(self, error)
             self._returning = asyncio.create_task(self._return())
@@ -149,7 +157,7 @@ class DirectoryLink:
         while not self._is_over:
             await self._store.prepare_reports(self)
             try:
-                link = await self._dial(_TRY)
+                link = await self._join(_TRY, again=True)
                 if not link.is_open:
                     raise NetworkError(f"The directory at {self.address} has hung up.")
             except OffbeatError as error:
@@ -160,12 +168,27 @@ class DirectoryLink:
                 await asyncio.sleep(_PAUSE_S)
                 continue
             self._link = link
-            link.send(say.pack(say.StoreHello(self._store.address, again=True)))
             for message in self._store.reports(self):
                 self.send(message)
             for deletion in self.deletions.again():
                 self.delete(deletion, deletion.generations)
             return
+
+    async def _join(self, patience: timedelta, *, again: bool) -> PeerLink:
+        """Dial, and wait until the directory knows this store."""
+        link = await self._dial(patience)
+        self._welcome = asyncio.get_running_loop().create_future()
+        hello = say.StoreHello(self._store.address, self._directories, self._number, again)
+        link.send(say.pack(hello))
+        try:
+            await asyncio.wait_for(self._welcome, DIRECTORY_LIMITS.timeout.total_seconds())
+        except TimeoutError:
+            link.abort()
+            raise NetworkError(f"The directory at {self.address} does not answer.") from None
+        except BaseException:
+            link.abort()
+            raise
+        return link
 
     async def _dial(self, patience: timedelta) -> PeerLink:
         link = await tcp.connect(

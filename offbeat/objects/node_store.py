@@ -146,10 +146,11 @@ class NodeStore:
             bind, port, accept=self._accept, job=self._job, credentials=self._credentials, limits=self._limits
         )
         self.address = self._listener.address
-        for address in directories:
+        for number in range(len(directories)):
             link = DirectoryLink(
                 self,
-                address,
+                tuple(directories),
+                number,
                 job=self._job,
                 credentials=self._credentials,
                 patience=self._directory_patience,

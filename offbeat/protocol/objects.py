@@ -1,6 +1,8 @@
 """The conversation between stores of objects and their directory.
 
 store                                           directory
+  | -- StoreHello(address, directories) ---------> |   is known by this address from now on
+  | <----- StoreWelcome -------------------------- |
   | -- PutObject(name, meta, ...) ---------------> |   has it, or makes it from now on
   | -- ObjectWhole(name, digest) ----------------> |   has made all of it
   | <----- PutTaken(name) ------------------------ |
@@ -57,6 +59,7 @@ INLINE_BYTES = 64 << 10
 MAX_SOURCES = 4096
 MAX_STRIPES = 256
 MAX_VERSIONS = 1024
+MAX_DIRECTORIES = 1024
 MOST_NAMED = 8
 """The sources of a sum that are named to those who wait for it."""
 
@@ -170,11 +173,18 @@ class StoreHello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     """A store's first word to a directory: the address at which it serves others.
 
     Args:
+        directories: the addresses of all, as the store was told them; this one is `number` of them, from 0.
         again: whether it has lost a link with this directory before, and reports all that it has and waits for.
     """
 
     address: Address
+    directories: Annotated[tuple[Address, ...], msgspec.Meta(min_length=1, max_length=MAX_DIRECTORIES)]
+    number: Annotated[int, msgspec.Meta(ge=0, lt=MAX_DIRECTORIES)]
     again: bool = False
+
+
+class StoreWelcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The directory's answer: the store is one of those that it knows."""
 
 
 class PutObject(_Message, frozen=True, tag=True, kw_only=True):
@@ -634,10 +644,10 @@ FromDirectory = (
 
 _encode = msgspec.msgpack.Encoder().encode
 _from_store = msgspec.msgpack.Decoder(StoreHello | FromStore).decode
-_from_directory = msgspec.msgpack.Decoder(FromDirectory).decode
+_from_directory = msgspec.msgpack.Decoder(StoreWelcome | FromDirectory).decode
 
 
-def pack(message: StoreHello | FromStore | FromDirectory) -> bytes:
+def pack(message: StoreHello | StoreWelcome | FromStore | FromDirectory) -> bytes:
     """The message as a frame's metadata."""
     return _encode(message)
 
@@ -652,11 +662,11 @@ def from_store_of(metadata: Buffer) -> StoreHello | FromStore:
     return message
 
 
-def from_directory_of(metadata: Buffer) -> FromDirectory:
+def from_directory_of(metadata: Buffer) -> StoreWelcome | FromDirectory:
     """Read what a directory says.
 
     Raises:
         PeerError: if it is none of that.
     """
-    message: FromDirectory = read_message(_from_directory, metadata, "this directory of objects")
+    message: StoreWelcome | FromDirectory = read_message(_from_directory, metadata, "this directory of objects")
     return message
