@@ -65,6 +65,7 @@ class RemoteStore(StoreAccess):
         job: to which it belongs.
         credentials: what both sides prove.
         patience: for how long to dial.
+        may_start: whether the store may still be starting; if not, a refused connection is an error at once.
         role: "onlooker" for one that only asks for the status.
 
     Raises:
@@ -73,7 +74,14 @@ class RemoteStore(StoreAccess):
     """
 
     def __init__(
-        self, address: str, *, job: str, credentials: Credentials | None, patience: timedelta, role: Role = "worker"
+        self,
+        address: str,
+        *,
+        job: str,
+        credentials: Credentials | None,
+        patience: timedelta,
+        may_start: bool = True,
+        role: Role = "worker",
     ) -> None:
         self._address = address
         self._numbers = itertools.count(1)
@@ -91,6 +99,7 @@ class RemoteStore(StoreAccess):
                     limits=CLIENT_LIMITS,
                     patience=patience,
                     role=role,
+                    may_start=may_start,
                 )
             )
         except BaseException:
