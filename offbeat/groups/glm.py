@@ -37,13 +37,18 @@ class Glm:
         intercept: whether there is one; it is not penalized.
         standardize: whether each group's features are scaled to a mean of 0 and a variance of 1 there before they are
             penalized; coefficients are told for the features as they are.
+        per_row: whether `l2` is a penalty for each row, so that it weighs as much in large groups as in small ones.
     """
 
     l2: float | Grid = 1.0
     intercept: bool = True
     standardize: bool = False
+    per_row: bool = False
     family: ClassVar[Family]
     is_classifier: ClassVar[bool] = False
+    most_classes: ClassVar[int] = 2
+    takes_missing: ClassVar[bool] = False
+    dtype: ClassVar[type] = float
 
     def check(self) -> None:
         """Check one configuration.
@@ -54,9 +59,10 @@ class Glm:
         if not isinstance(self.l2, int | float) or not 0 <= self.l2 < float("inf"):
             raise GroupDataError(f"Cannot use l2={self.l2!r}: name a number that is 0 or greater.")
 
-    def columns(self, features: Sequence[str]) -> list[str]:
-        """Return the names of the coefficients."""
-        return [*(f"coefficient of {name}" for name in features), *(["intercept"] if self.intercept else [])]
+    def shown(self, coefficients: np.ndarray, features: Sequence[str]) -> dict[str, np.ndarray]:
+        """Return the coefficients by their names."""
+        names = [*(f"coefficient of {name}" for name in features), *(["intercept"] if self.intercept else [])]
+        return dict(zip(names, coefficients.T, strict=True))
 
     def width(self, features: int) -> int:
         """Return how many there are."""
@@ -86,7 +92,7 @@ class Glm:
             solution = solve(
                 PaddedGroups(x, target, torch.from_numpy(counts[at])),
                 self.family,
-                penalties,
+                penalties * torch.from_numpy(counts[at, None]) if self.per_row else penalties,
                 has_intercept=self.intercept,
             )
             found.coefficients[at] = self._as_they_are(solution.coefficients.numpy(), mean[at], scale[at])
@@ -100,12 +106,13 @@ class Glm:
 
     def fit_together(self, tasks: Callable[[], Iterable[BucketTask]], config: Glm) -> np.ndarray:
         """Fit one model to the rows of all groups; rows that are not finite are left out, and nothing is scaled."""
-        penalty = torch.tensor([float(config.l2)], dtype=torch.float64)  # type: ignore[arg-type]
+        rows = sum(int(_usable(task).sum()) for task in tasks()) if config.per_row else 1
+        penalty = torch.tensor([rows * float(config.l2)], dtype=torch.float64)  # type: ignore[arg-type]
         newton: SummedNewton | None = None
         while newton is None or not newton.has_ended:
             sums: GlmSums | None = None
             for task in tasks():
-                which = np.isfinite(task.features).all(1) & np.isfinite(task.target)
+                which = _usable(task)
                 x = torch.from_numpy(
                     np.hstack((task.features[which], np.ones((int(which.sum()), int(self.intercept)))))
                 )
@@ -189,6 +196,12 @@ class Logistic(Glm):
 
 @dataclass(frozen=True)
 class Poisson(Glm):
-    """Poisson regression with a ridge penalty: scikit-learn's `PoissonRegressor(alpha=l2 / rows)`."""
+    """Poisson regression with a ridge penalty: scikit-learn's `PoissonRegressor(alpha=l2 / rows)`, or
+    `PoissonRegressor(alpha=l2)` with `per_row`."""
 
     family: ClassVar[Family] = PoissonFamily()
+
+
+def _usable(task: BucketTask) -> np.ndarray:
+    """Which rows lack nothing."""
+    return np.asarray(np.isfinite(task.features).all(1) & np.isfinite(task.target))

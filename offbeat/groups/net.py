@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -59,6 +59,9 @@ class Net:
     batch: int | Grid = 32
     epochs: int | Grid = 10
     seed: int = 0
+    most_classes: ClassVar[int] = 2
+    takes_missing: ClassVar[bool] = False
+    dtype: ClassVar[type] = float
 
     def __post_init__(self) -> None:
         if not isinstance(self.loss, str) or self.loss not in _FAMILIES:
@@ -84,9 +87,9 @@ class Net:
             raise GroupDataError(f"Cannot use optimizer={self.optimizer!r}: use SGD, Adam or AdamW of offbeat.groups.")
         self.optimizer.check()
 
-    def columns(self, features: Sequence[str]) -> list[str]:
-        """Return no name: single weights of a net tell users nothing."""
-        return []
+    def shown(self, coefficients: np.ndarray, features: Sequence[str]) -> dict[str, np.ndarray]:
+        """Return nothing: single weights of a net tell users little."""
+        return {}
 
     def width(self, features: int) -> int:
         """Return how many numbers a model is."""

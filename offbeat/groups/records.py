@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from offbeat.groups.fitting import GroupStatus
+from offbeat.groups.fitting import GroupStatus, no_model
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -21,13 +21,15 @@ class GroupRecords:
     """The record of each group.
 
     Args:
-        coefficients: (groups, width), of the chosen configuration, fitted to all rows; NaN where there is no model.
+        coefficients: (groups, width), of the chosen configuration, fitted to all rows; NaN, or None, where there is
+            no model.
         chosen: (groups,), the configuration.
         losses, held_losses: (groups, configs), the objective for each row that was fitted, and the mean loss of a row
             that was held out.
         steps: (groups, configs).
         status: (groups,), of `GroupStatus`.
-        fallback: (width,), of all rows; NaN if there is none.
+        errors: (groups,), texts, and None where nothing failed.
+        fallback: (width,), of all rows; NaN, or None, if there is none.
     """
 
     coefficients: np.ndarray
@@ -36,19 +38,21 @@ class GroupRecords:
     held_losses: np.ndarray
     steps: np.ndarray
     status: np.ndarray
+    errors: np.ndarray
     fallback: np.ndarray
 
     @classmethod
-    def empty(cls, groups: int, configs: int, width: int) -> Self:
+    def empty(cls, groups: int, configs: int, width: int, dtype: type = float) -> Self:
         """Return those of groups that are not fitted yet."""
         return cls(
-            np.full((groups, width), np.nan),
+            np.full((groups, width), no_model(dtype), dtype),
             np.zeros(groups, np.int64),
             np.full((groups, configs), np.nan),
             np.full((groups, configs), np.nan),
             np.zeros((groups, configs), np.int64),
             np.full(groups, GroupStatus.NO_ROWS, np.int8),
-            np.full(width, np.nan),
+            np.full(groups, None),
+            np.full(width, no_model(dtype), dtype),
         )
 
     def put(self, numbers: np.ndarray, part: GroupRecords) -> None:
@@ -57,7 +61,7 @@ class GroupRecords:
         Args:
             numbers: of these groups.
         """
-        for name in ("coefficients", "chosen", "losses", "held_losses", "steps", "status"):
+        for name in ("coefficients", "chosen", "losses", "held_losses", "steps", "status", "errors"):
             getattr(self, name)[numbers] = getattr(part, name)
 
 
@@ -68,7 +72,7 @@ class GroupModels:
     Args:
         model: the spec; with `Grid` values it stands for several configurations.
         features, target: columns of the table.
-        classes: the two values of the target, of a classification; else None.
+        classes: the values of the target, of a classification; else None.
     """
 
     model: GroupModel

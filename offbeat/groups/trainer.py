@@ -80,7 +80,7 @@ class GroupedTrainer:
         job = self._job(table)
         index = GroupIndex.count(table.batches(self.by), self.by, table.schema)
         self._check_sizes(index)
-        records = GroupRecords.empty(len(index), len(job.configs), job.width)
+        records = GroupRecords.empty(len(index), len(job.configs), job.width, self.model.dtype)
         with tempfile.TemporaryDirectory(prefix="offbeat-groups-") as folder:
             files = BucketFiles(Path(folder), index, cut_buckets(index.rows, 8 * len(job.schema)))
             files.write(table.batches(job.schema.names), job.schema)
@@ -134,16 +134,18 @@ class GroupedTrainer:
         return found
 
     def _classes(self, table: TableInput) -> pa.Array:
-        """The two values of the target."""
+        """The values of the target."""
+        most = self.model.most_classes
         values = pa.array([], table.schema.field(self.target).type)
         for part in table.batches([self.target]):
             values = pc.unique(pa.chunked_array([values, *part[self.target].chunks]))
-            if len(values) > 3:
+            if len(values) > most + 1:
                 break
         values = values.drop_null()
-        if len(values) != 2:
+        if not 2 <= len(values) <= most:
+            needed = "two classes" if most == 2 else f"2 to {most} classes"
             raise GroupDataError(
-                f"Cannot classify by {self.target!r}: a logistic regression needs two classes, and there are "
-                f"{'more' if len(values) > 2 else len(values)}."
+                f"Cannot classify by {self.target!r}: {type(self.model).__name__} needs {needed}, and there are "
+                f"{'more' if len(values) > most else len(values)}."
             )
         return values.take(pc.sort_indices(values))
