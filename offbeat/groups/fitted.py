@@ -132,5 +132,5 @@ class FittedGroups:
 def _without_nan(values: np.ndarray) -> pa.Array:
     """An Arrow array in which NaN is null."""
     if values.dtype.kind != "f":
-        return pa.array(values)
+        return pa.array(values, pa.string() if values.dtype == object else None)
     return pc.if_else(pc.is_nan(pa.array(values)), None, pa.array(values))

@@ -209,6 +209,17 @@ class BucketFit:
         return np.asarray(self.status == GroupStatus.OK)
 
 
+def joined(tasks: Iterable[BucketTask], *, takes_missing: bool = False) -> BucketTask:
+    """Return the rows of all groups as one group; rows that cannot be used are left out."""
+    parts = list(tasks)
+    features = np.concatenate([part.features for part in parts])
+    target = np.concatenate([part.target for part in parts])
+    which = usable_rows(features, takes_missing=takes_missing) & np.isfinite(target)
+    return BucketTask(
+        features[which], target[which], np.array([0, which.sum()]), np.zeros(1, np.uint64), parts[0].classes
+    )
+
+
 def no_model(dtype: type) -> Any:
     """Return the value that stands where there is no model."""
     return None if dtype is object else np.nan

@@ -142,7 +142,7 @@ class Glm:
 
     def loss_of(self, margins: np.ndarray, target: np.ndarray) -> np.ndarray:
         """Return the loss of each row."""
-        return np.asarray(self.family.losses(torch.from_numpy(margins), torch.from_numpy(target)))
+        return np.asarray(self.family.losses(torch.from_numpy(margins), torch.tensor(target)))
 
     def _scales(self, task: BucketTask) -> tuple[np.ndarray, np.ndarray]:
         """The mean and the scale of each group's features."""
@@ -203,5 +203,5 @@ class Poisson(Glm):
 
 
 def _usable(task: BucketTask) -> np.ndarray:
-    """Which rows lack nothing."""
+    """Whether each row lacks nothing."""
     return np.asarray(np.isfinite(task.features).all(1) & np.isfinite(task.target))

@@ -24,7 +24,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from offbeat.groups.families import BernoulliFamily, Family, GaussianFamily, PoissonFamily
-from offbeat.groups.fitting import BucketFit, BucketTask, GroupStatus, similar_sizes
+from offbeat.groups.fitting import BucketFit, BucketTask, GroupStatus, joined, similar_sizes
 from offbeat.groups.mixing import mixed
 from offbeat.groups.net_training import NetModels, NetTraining
 from offbeat.groups.optimizers import AdamW, StackedOptimizer
@@ -121,11 +121,7 @@ class Net:
     def fit_together(self, tasks: Callable[[], Iterable[BucketTask]], config: Net) -> np.ndarray:
         """Fit one model to the rows of all groups, which have to be in memory together; rows that are not finite are
         left out."""
-        parts = list(tasks())
-        features, target = (np.concatenate(one) for one in zip(*((t.features, t.target) for t in parts), strict=True))
-        which = np.isfinite(features).all(1) & np.isfinite(target)
-        task = BucketTask(features[which], target[which], np.array([0, which.sum()]), np.zeros(1, np.uint64))
-        return np.asarray(self.fit(task, [config]).coefficients[0, 0])
+        return np.asarray(self.fit(joined(tasks()), [config]).coefficients[0, 0])
 
     def margins(self, coefficients: np.ndarray, features: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Return the output for each row, in evaluation mode; NaN where there is no model.
