@@ -10,7 +10,8 @@ After "Towards an Optimized GROUP BY Abstraction for Large-Scale Machine Learnin
 * nets: `net` - the spec `Net`; `stacked_module` - many models of a torch module; `net_training` - their training in
   lockstep; `optimizers` - `SGD`, `Adam` and `AdamW`
 * other libraries: `estimator` - the spec `Estimator`, anything of scikit-learn; `linear_estimators` - which of them
-  Newton solves
+  Newton solves; `sklearn` - `GroupedClassifier` and `GroupedRegressor`, estimators with a model for each group;
+  `split_rows` - their X; `shrinkage` - the averages of a group and those around it
 * a fit: `trainer` - from a table to models; `group_job` - of one bucket, with the choice of a configuration;
   `fitting` - what a spec makes of its rows; `records` - arrays of all groups; `fitted` - tables of models, and
   predictions; `saved` - a file of them

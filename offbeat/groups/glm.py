@@ -203,5 +203,5 @@ class Poisson(Glm):
 
 
 def _usable(task: BucketTask) -> np.ndarray:
-    """Whether each row lacks nothing."""
+    """Return (rows,): whether each lacks nothing."""
     return np.asarray(np.isfinite(task.features).all(1) & np.isfinite(task.target))
