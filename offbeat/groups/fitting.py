@@ -52,6 +52,11 @@ class BucketTask:
     hashes: np.ndarray
     classes: int = 0
 
+    @classmethod
+    def empty(cls, features: int) -> Self:
+        """Return no group."""
+        return cls(np.zeros((0, features)), np.zeros(0), np.zeros(1, np.int64), np.zeros(0, np.uint64))
+
     def rows(self, which: np.ndarray) -> BucketTask:
         """Return the same groups with some of their rows."""
         kept = np.concatenate(([0], np.cumsum(which)))
@@ -67,6 +72,19 @@ class BucketTask:
         rows = np.repeat(is_of, counts)
         offsets = np.concatenate(([0], np.cumsum(counts[which])))
         return BucketTask(self.features[rows], self.target[rows], offsets, self.hashes[which], self.classes)
+
+    def finite(self) -> BucketTask:
+        """Return the rows that can be computed with."""
+        return self.rows(self.is_finite)
+
+    @property
+    def is_finite(self) -> np.ndarray:
+        """Return (rows,): whether a row can be computed with."""
+        return self.usable()
+
+    def usable(self, *, takes_missing: bool = False) -> np.ndarray:
+        """Return (rows,): whether a row can be computed with by a model that may take missing features."""
+        return np.asarray(usable_rows(self.features, takes_missing=takes_missing) & np.isfinite(self.target))
 
     def sums(self, values: np.ndarray) -> np.ndarray:
         """Return the sum over the rows of each group; 0 for one without rows.
@@ -198,8 +216,7 @@ class BucketFit:
     def mark_unusable(self, task: BucketTask, *, is_classifier: bool, takes_missing: bool = False) -> np.ndarray:
         """Set the status of the groups that cannot be fitted, and return which groups can be."""
         counts = np.diff(task.offsets)
-        is_finite = usable_rows(task.features, takes_missing=takes_missing) & np.isfinite(task.target)
-        self.status[task.sums(~is_finite) > 0] = GroupStatus.NOT_FINITE
+        self.status[task.sums(~task.usable(takes_missing=takes_missing)) > 0] = GroupStatus.NOT_FINITE
         self.status[counts == 0] = GroupStatus.NO_ROWS
         if is_classifier:
             differs = task.target[1:] != task.target[:-1]
@@ -211,13 +228,9 @@ class BucketFit:
 
 def joined(tasks: Iterable[BucketTask], *, takes_missing: bool = False) -> BucketTask:
     """Return the rows of all groups as one group; rows that cannot be used are left out."""
-    parts = list(tasks)
-    features = np.concatenate([part.features for part in parts])
-    target = np.concatenate([part.target for part in parts])
-    which = usable_rows(features, takes_missing=takes_missing) & np.isfinite(target)
-    return BucketTask(
-        features[which], target[which], np.array([0, which.sum()]), np.zeros(1, np.uint64), parts[0].classes
-    )
+    parts = [part.rows(part.usable(takes_missing=takes_missing)) for part in tasks]
+    features, target = (np.concatenate(one) for one in zip(*((t.features, t.target) for t in parts), strict=True))
+    return BucketTask(features, target, np.array([0, len(target)]), np.zeros(1, np.uint64), parts[0].classes)
 
 
 def no_model(dtype: type) -> Any:

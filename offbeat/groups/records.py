@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
+from offbeat.errors import PeerError
 from offbeat.groups.fitting import GroupStatus, no_model
 
 if TYPE_CHECKING:
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
 
     from offbeat.groups.fitting import GroupModel
     from offbeat.groups.group_index import GroupIndex
+
+
+_OF_EACH = ("coefficients", "chosen", "losses", "held_losses", "steps", "status")
 
 
 @dataclass
@@ -28,8 +33,8 @@ class GroupRecords:
             that was held out.
         steps: (groups, configs).
         status: (groups,), of `GroupStatus`.
-        errors: (groups,), texts, and None where nothing failed.
         fallback: (width,), of all rows; NaN, or None, if there is none.
+        errors: (groups,), texts, and None where nothing failed.
     """
 
     coefficients: np.ndarray
@@ -38,8 +43,8 @@ class GroupRecords:
     held_losses: np.ndarray
     steps: np.ndarray
     status: np.ndarray
-    errors: np.ndarray
     fallback: np.ndarray
+    errors: np.ndarray
 
     @classmethod
     def empty(cls, groups: int, configs: int, width: int, dtype: type = float) -> Self:
@@ -51,18 +56,35 @@ class GroupRecords:
             np.full((groups, configs), np.nan),
             np.zeros((groups, configs), np.int64),
             np.full(groups, GroupStatus.NO_ROWS, np.int8),
-            np.full(groups, None),
             np.full(width, no_model(dtype), dtype),
+            np.full(groups, None),
         )
 
-    def put(self, numbers: np.ndarray, part: GroupRecords) -> None:
+    def choose(self) -> None:
+        """Choose the configuration of each group that loses least in the rows that were held out."""
+        self.chosen[:] = np.where(np.isfinite(self.held_losses), self.held_losses, np.inf).argmin(1)
+
+    def of(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the arrays of some groups, by name; errors stay here."""
+        return {name: getattr(self, name)[numbers] for name in _OF_EACH}
+
+    def put(self, numbers: np.ndarray, part: GroupRecords | Mapping[str, np.ndarray]) -> None:
         """Take in the records of some groups.
 
         Args:
             numbers: of these groups.
+            part: in the same order; or what `of` has returned elsewhere.
+
+        Raises:
+            PeerError: if they are not of this fit.
         """
-        for name in ("coefficients", "chosen", "losses", "held_losses", "steps", "status", "errors"):
-            getattr(self, name)[numbers] = getattr(part, name)
+        for name in _OF_EACH:
+            mine, its = getattr(self, name), part[name] if isinstance(part, Mapping) else getattr(part, name)
+            if its.shape != (len(numbers), *mine.shape[1:]) or its.dtype != mine.dtype:
+                raise PeerError(f"Cannot take in {name} of another worker: {its.dtype} of shape {its.shape}.")
+            mine[numbers] = its
+        if isinstance(part, GroupRecords):
+            self.errors[numbers] = part.errors
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def place_of(X: Any, name: int | str) -> int:
     if not isinstance(name, int | np.integer) or not -X.shape[1] <= name < X.shape[1]:
         known = f"columns are {', '.join(map(str, columns))}" if columns else f"there are {X.shape[1]} without names"
         raise GroupDataError(f"Cannot group by {name!r}: {known}.")
-    return int(name) % X.shape[1]
+    return int(name % X.shape[1])
 
 
 def _key_column(values: Any) -> pa.Array:
