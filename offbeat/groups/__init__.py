@@ -11,7 +11,8 @@ After "Towards an Optimized GROUP BY Abstraction for Large-Scale Machine Learnin
   lockstep; `optimizers` - `SGD`, `Adam` and `AdamW`
 * other libraries: `estimator` - the spec `Estimator`, anything of scikit-learn; `linear_estimators` - which of them
   Newton solves; `sklearn` - `GroupedClassifier` and `GroupedRegressor`, estimators with a model for each group;
-  `split_rows` - their X; `shrinkage` - the averages of a group and those around it
+  `split_rows` - their X; `shrinkage` - the averages of a group and those around it; `trees` - the
+  spec `Trees`, LightGBM
 * a fit: `trainer` - from a table to models; `group_job` - of one bucket, with the choice of a configuration;
   `fitting` - what a spec makes of its rows; `records` - arrays of all groups; `fitted` - tables of models, and
   predictions; `saved` - a file of them
@@ -37,6 +38,7 @@ from offbeat.groups.search import Grid, HoldOut
 from offbeat.groups.table_input import GroupDataError
 from offbeat.groups.this_process import ThisProcess
 from offbeat.groups.trainer import GroupedTrainer
+from offbeat.groups.trees import Trees
 
 __all__ = [
     "SGD",
@@ -55,4 +57,5 @@ __all__ = [
     "Ranks",
     "Small",
     "ThisProcess",
+    "Trees",
 ]

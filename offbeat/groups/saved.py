@@ -24,6 +24,7 @@ from offbeat.groups.group_index import GroupIndex
 from offbeat.groups.records import GroupModels, GroupRecords
 from offbeat.groups.search import Grid
 from offbeat.groups.table_input import GroupDataError
+from offbeat.groups.trees import Trees
 from offbeat.safe_read import UnreadableError, decode
 from offbeat.safe_write import write_whole
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 _FORMAT, _SEAL_BYTES = 2, 16
 _METADATA = b"offbeat groups"
-_SPECS = {spec.__name__: spec for spec in (Linear, Logistic, Poisson)}
+_SPECS = {spec.__name__: spec for spec in (Linear, Logistic, Poisson, Trees)}
 _NUMBERS = [field.name for field in dataclasses.fields(GroupRecords) if field.name != "fallback"]
 
 
@@ -96,7 +97,7 @@ def load(path: Path, model: GroupModel | None = None) -> GroupModels:
 
     Args:
         path: of the file.
-        model: the spec; None where the file says it, as for linear models.
+        model: the spec; None where the file says it, as for linear models and trees.
 
     Raises:
         GroupDataError: if the file cannot be read, is damaged, or does not say its spec.
