@@ -3,13 +3,14 @@
     Trees(loss="log", rounds=Grid(20, 100), learning_rate=Grid(0.05, 0.2), num_leaves=Grid(7, 31))
 
 A group's rows are binned once, for all configurations, and what cannot differ is trained once: a model of fewer rounds
-is the beginning of one with more, and a tree has no more leaves than its rows allow. Each group is one thread's work.
-A model is kept as LightGBM's text.
+is the beginning of one with more, and trees that stayed below a limit of leaves are the same with a lower one above
+them. Each group is one thread's work. A model is kept as LightGBM's text.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _FAMILIES: dict[str, Family] = {"squared": GaussianFamily(), "log": BernoulliFamily(), "poisson": PoissonFamily()}
 _OBJECTIVES = {"squared": "regression", "log": "binary", "poisson": "poisson"}
 _USUAL_LEAF, _SHARE_OF_LEAF = 20, 10
+_LEAVES = re.compile(r"^num_leaves=(\d+)$", re.MULTILINE)
 _CANNOT_BE_SEARCHED = ("loss", "max_bin", "seed")
 
 
@@ -46,7 +48,7 @@ class Trees:
         feature_fraction: of the features, drawn for each tree.
         bagging_fraction: of the rows, drawn for each round.
         max_bin: values of a feature that are told apart, at most.
-        seed: of what is drawn.
+        seed: of what is drawn, with the group's key and the configuration; it is the same for any rounds and leaves.
     """
 
     loss: str = "squared"
@@ -166,12 +168,10 @@ class Trees:
         return np.asarray(_FAMILIES[self.loss].losses(torch.from_numpy(margins), torch.tensor(target)))
 
     def in_group(self, rows: int) -> Trees:
-        """Return this configuration as it works in a group of so many rows; what would be the same is equal there."""
-        least = self.min_data_in_leaf
-        if least is None:
-            least = min(_USUAL_LEAF, max(1, rows // _SHARE_OF_LEAF))
-        leaves = max(2, min(int(self.num_leaves), rows // int(least)))  # type: ignore[arg-type]
-        return dataclasses.replace(self, min_data_in_leaf=least, num_leaves=leaves)
+        """Return this configuration as it works in a group of so many rows."""
+        if self.min_data_in_leaf is not None:
+            return self
+        return dataclasses.replace(self, min_data_in_leaf=min(_USUAL_LEAF, max(1, rows // _SHARE_OF_LEAF)))
 
 
 @dataclass(frozen=True)
@@ -193,23 +193,36 @@ class GroupTraining:
 
     def models(self, configs: Sequence[Trees]) -> Iterable[tuple[int, tuple[str, np.ndarray, int]]]:
         """Yield, for the place of each configuration, its model as text, the scores of the rows, and its rounds."""
-        from lightgbm import Booster, Dataset
+        from lightgbm import Dataset
 
-        common = self._common()
-        data = Dataset(self.features, self.target, params=common)
+        data = Dataset(self.features, self.target, params=self._common())
         alike: dict[Trees, list[int]] = {}
         for at, config in enumerate(configs):
-            alike.setdefault(dataclasses.replace(config.in_group(len(self.target)), rounds=1), []).append(at)
-        for config, places in alike.items():
-            booster = Booster({**common, **self._own(config)}, data)
-            told = {int(configs[at].rounds) for at in places}  # type: ignore[arg-type]
-            is_random = config.feature_fraction != 1 or config.bagging_fraction != 1
-            for _ in range(max(told)):
-                if booster.update() and not is_random:
-                    break  # no split is left, and a further round would find the same
-            made = {rounds: self._model(booster, rounds) for rounds in told}
-            for at in places:
-                yield at, made[int(configs[at].rounds)]  # type: ignore[arg-type]
+            rest = dataclasses.replace(config.in_group(len(self.target)), rounds=1, num_leaves=2)
+            alike.setdefault(rest, []).append(at)
+        for rest, places in alike.items():
+            booster, grown = None, 0
+            made: dict[int, tuple[str, np.ndarray, int]] = {}
+            for at in sorted(places, key=lambda at: -configs[at].num_leaves):  # type: ignore[operator]
+                leaves, rounds = int(configs[at].num_leaves), int(configs[at].rounds)  # type: ignore[arg-type]
+                if booster is None or grown > leaves:
+                    most = max(int(configs[at].rounds) for at in places)  # type: ignore[arg-type]
+                    booster = self._trained(data, dataclasses.replace(rest, num_leaves=leaves, rounds=most), rest)
+                    made = {most: self._model(booster, most)}
+                    grown = max(map(int, _LEAVES.findall(made[most][0])), default=1)
+                if rounds not in made:
+                    made[rounds] = self._model(booster, rounds)
+                yield at, made[rounds]
+
+    def _trained(self, data: Any, config: Trees, seeded: Trees) -> Any:
+        from lightgbm import Booster
+
+        booster = Booster({**self._common(), **self._own(config, seeded)}, data)
+        is_random = config.feature_fraction != 1 or config.bagging_fraction != 1
+        for _ in range(int(config.rounds)):  # type: ignore[arg-type]
+            if booster.update() and not is_random:
+                break  # no split is left, and a further round would find the same
+        return booster
 
     def _model(self, booster: Any, rounds: int) -> tuple[str, np.ndarray, int]:
         rounds = min(rounds, booster.current_iteration())
@@ -225,13 +238,15 @@ class GroupTraining:
         made |= {"feature_pre_filter": False, "force_col_wise": True, "deterministic": True}
         return made | {"num_threads": 1, "verbosity": -1}
 
-    def _own(self, config: Trees) -> dict[str, Any]:
-        """The parameters of one configuration."""
+    def _own(self, config: Trees, seeded: Trees) -> dict[str, Any]:
+        """The parameters of one configuration, with the seed of all that differ in rounds and leaves alone."""
         names = ("learning_rate", "num_leaves", "min_data_in_leaf", "lambda_l2", "feature_fraction", "bagging_fraction")
         made: dict[str, Any] = {name: getattr(config, name) for name in names}
+        # Room for leaves is made beforehand, so no more is asked for than the rows allow.
+        made["num_leaves"] = max(2, min(made["num_leaves"], len(self.target) // made["min_data_in_leaf"]))
         if config.bagging_fraction != 1:
             made["bagging_freq"] = 1
-        digest = xxh3_64_intdigest(repr(config).encode())
+        digest = xxh3_64_intdigest(repr(seeded).encode())
         return made | {"seed": int(mixed(np.array([self.key]), digest)[0] >> np.uint64(33))}
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from offbeat.groups import FittedGroups, Grid, GroupDataError, Small, ThisProcess, Trees
 from offbeat.groups.search import configs
-from tests.groups.test_estimator import FEATURES, fit, parts_of, shops
+from tests.groups.test_estimator import fit, parts_of, shops
 
 if TYPE_CHECKING:
     from pathlib import Path
