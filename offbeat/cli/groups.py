@@ -45,14 +45,28 @@ def fit(
         str, typer.Option(metavar="COLUMN", help="Hold the last rows by this column out.", show_default="by chance")
     ] = "",
     min_rows: Annotated[int, typer.Option(min=1, help="Fit no group that has less rows.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that fit groups.")] = 1,
+    folder: Annotated[
+        Path | None, typer.Option(help="Leave what was fitted there; started again, continue with the rest.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="The file of the models.")] = Path("groups.models"),
     results: Annotated[
         Path | None, typer.Option(help="Write what was tried, one row for each group and penalty: Parquet or CSV.")
     ] = None,
 ) -> None:
     """Fit one model for each group, and write all of them to a file."""
-    from offbeat.groups import GroupDataError, GroupedTrainer, HoldOut, Linear, Logistic, Poisson, Small
-    from offbeat.groups.search import Grid
+    from offbeat.groups import (
+        Grid,
+        GroupDataError,
+        GroupedTrainer,
+        HoldOut,
+        Linear,
+        Logistic,
+        Poisson,
+        Processes,
+        Small,
+        ThisProcess,
+    )
 
     specs: dict[str, Callable[..., Any]] = {"linear": Linear, "logistic": Logistic, "poisson": Poisson}
     if model not in specs:
@@ -68,13 +82,14 @@ def fit(
         features=features.split(",") if features else None,
         validation=HoldOut(hold_out, by=hold_out_by or None),
         small=Small(min_rows),
+        executor=Processes(workers) if workers > 1 else ThisProcess(),
     )
     _check_place(out)
     if results is not None:
         _check_table(results)
     begin = time.monotonic()
     with _Bar() as bar:
-        fitted = trainer.fit(data, bar.show)
+        fitted = trainer.fit(data, bar.show, folder=folder)
     fitted.save(out)
     if results is not None:
         _write(fitted.results, results)

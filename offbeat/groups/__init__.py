@@ -16,8 +16,9 @@ After "Towards an Optimized GROUP BY Abstraction for Large-Scale Machine Learnin
 * a fit: `trainer` - from a table to models; `group_job` - of one bucket, with the choice of a configuration;
   `fitting` - what a spec makes of its rows; `records` - arrays of all groups; `fitted` - tables of models, and
   predictions; `saved` - a file of them
-* where: `this_process`; `ranks` - all workers of a job; `partition` - who has which rows of which group; `carrier` -
-  what travels between them; `table_messages` - rows that do
+* where: `this_process`; `processes` - of this machine; `fit_folder` - what an ended fit has left
+* several workers: `ranks` - those of a job; `partition` - who has which rows of which group; `carrier` - what travels
+  between them; `table_messages` - rows that do
 * split groups: `summing` - fits whose rows are in several places, `split_sums` - over a carrier; `hopping` - models
   that visit shards, `split_hops` - over a carrier; `unit_scheduler` - the order of visits in an epoch
 """
@@ -33,6 +34,7 @@ from offbeat.groups.glm import Linear, Logistic, Poisson
 from offbeat.groups.group_job import Small
 from offbeat.groups.net import Net
 from offbeat.groups.optimizers import SGD, Adam, AdamW
+from offbeat.groups.processes import Processes
 from offbeat.groups.ranks import Ranks
 from offbeat.groups.search import Grid, HoldOut
 from offbeat.groups.table_input import GroupDataError
@@ -54,6 +56,7 @@ __all__ = [
     "Logistic",
     "Net",
     "Poisson",
+    "Processes",
     "Ranks",
     "Small",
     "ThisProcess",

@@ -41,6 +41,12 @@ class GroupRows:
     offsets: np.ndarray
     table: pa.Table
 
+    def groups(self, which: np.ndarray) -> GroupRows:
+        """Return some of the groups, ascending."""
+        counts = np.diff(self.offsets)
+        rows = np.concatenate([np.arange(begin, end) for begin, end in self.offsets[which[:, None] + [0, 1]]])
+        return GroupRows(self.numbers[which], np.append(0, np.cumsum(counts[which])), self.table.take(pa.array(rows)))
+
     def matrix(self, columns: Sequence[str]) -> np.ndarray:
         """Return the columns as (rows, columns) float64; a null is NaN."""
         return matrix_of(self.table, columns)
@@ -127,7 +133,7 @@ class BucketFiles:
             with ExitStack() as files:  # what a full disk could not take is often told when a file is closed
                 writers = [
                     files.enter_context(pa.ipc.new_file(files.enter_context(pa.OSFile(str(path), "wb")), schema))
-                    for path in map(self._path, range(self.count))
+                    for path in map(self.path, range(self.count))
                 ]
                 for part in parts:
                     numbers = self._index.numbers_of(part)
@@ -153,12 +159,18 @@ class BucketFiles:
 
     def read(self, bucket: int) -> GroupRows:
         """Map the rows of a bucket, and sort them by their groups."""
-        with pa.memory_map(str(self._path(bucket))) as file:
-            table = pa.ipc.open_file(file).read_all()
-        numbers = table[_NUMBER].to_numpy()
-        order = np.argsort(numbers, kind="stable")
-        found, begins = np.unique(numbers[order], return_index=True)
-        return GroupRows(found, np.append(begins, len(order)), table.drop_columns([_NUMBER]).take(pa.array(order)))
+        return read_bucket(self.path(bucket))
 
-    def _path(self, bucket: int) -> Path:
+    def path(self, bucket: int) -> Path:
+        """The file of a bucket."""
         return self._folder / f"{bucket:06d}.arrow"
+
+
+def read_bucket(path: Path) -> GroupRows:
+    """Map the rows of a bucket's file, and sort them by their groups."""
+    with pa.memory_map(str(path)) as file:
+        table = pa.ipc.open_file(file).read_all()
+    numbers = table[_NUMBER].to_numpy()
+    order = np.argsort(numbers, kind="stable")
+    found, begins = np.unique(numbers[order], return_index=True)
+    return GroupRows(found, np.append(begins, len(order)), table.drop_columns([_NUMBER]).take(pa.array(order)))

@@ -26,7 +26,8 @@ class GroupStatus(IntEnum):
     SEPARABLE = 4
     NOT_CONVERGED = 5
     TOO_SMALL = 6
-    FAILED = 7
+    KILLED = 7
+    FAILED = 8
 
     @property
     def text(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,7 @@ from offbeat.groups.summing import Summand, SummingModel, greatest
 from offbeat.groups.table_input import GroupDataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from offbeat.groups.fitting import GroupModel
     from offbeat.groups.group_index import GroupIndex
@@ -82,21 +82,33 @@ class GroupJob:
         """Return how many numbers a model is."""
         return self.model.width(len(self.features))
 
-    def task(self, rows: GroupRows, index: GroupIndex) -> BucketTask:
-        """Return the rows of a bucket as numbers."""
+    def records(self, groups: int) -> GroupRecords:
+        """Return the records of groups that are not fitted yet."""
+        return GroupRecords.empty(groups, len(self.configs), self.width, self.model.dtype)
+
+    def task(self, rows: GroupRows, hashes: np.ndarray) -> BucketTask:
+        """Return the rows of a bucket as numbers.
+
+        Args:
+            hashes: (groups,), of the keys of these groups.
+        """
         if self.classes is None:
             target = numbers_in(rows.table[self.target], self.target)
         else:
             places = pc.index_in(rows.table[self.target], value_set=self.classes)
             target = np.array(places.cast(pa.float64()).to_numpy(), np.float64)
         classes = 0 if self.classes is None else len(self.classes)
-        return BucketTask(rows.matrix(self.features), target, rows.offsets, index.hashes[rows.numbers], classes)
+        return BucketTask(rows.matrix(self.features), target, rows.offsets, hashes, classes)
 
-    def fit(self, rows: GroupRows, index: GroupIndex) -> GroupRecords:
-        """Fit the groups of a bucket, and return their records, in the order of `rows.numbers`."""
-        task = self.task(rows, index)
+    def fit(self, rows: GroupRows, hashes: np.ndarray) -> GroupRecords:
+        """Fit the groups of a bucket, and return their records, in the order of `rows.numbers`.
+
+        Args:
+            hashes: (groups,), of the keys of these groups.
+        """
+        task = self.task(rows, hashes)
         groups = len(rows.numbers)
-        records = GroupRecords.empty(groups, len(self.configs), self.width, self.model.dtype)
+        records = self.records(groups)
         if len(self.configs) > 1:
             held = held_out(task.hashes, task.offsets, self.validation, self._moments(rows), self._strata(task))
             part, rest = task.rows(~held), task.rows(held)
@@ -119,18 +131,19 @@ class GroupJob:
         records.coefficients[is_small] = no_model(self.model.dtype)
         return records
 
-    def fit_shard(self, rows: GroupRows, index: GroupIndex, place: int, places: int) -> Summing[GroupRecords]:
+    def fit_shard(self, rows: GroupRows, hashes: np.ndarray, place: int, places: int) -> Summing[GroupRecords]:
         """Fit a group of which several places have rows; for a spec that is a `SummingModel`.
 
         Args:
             rows: that are here, of this one group.
+            hashes: (1,), of its key.
             place, places: of this one, and how many there are.
         """
         assert isinstance(self.model, SummingModel)
-        task = self.task(rows, index)
-        records = GroupRecords.empty(1, len(self.configs), self.width)
+        task = self.task(rows, hashes)
+        records = self.records(1)
         if len(self.configs) > 1:
-            held = yield from self._held_of_shard(rows, task, int(index.rows[rows.numbers[0]]), place, places)
+            held = yield from self._held_of_shard(rows, task, place, places)
             part, rest = task.rows(~held), task.rows(held)
             found = yield from self.model.fit_summed(functools.partial(list, [part]), self.configs)
             mine = [len(rest.target), *(float(one.sum()) for one in self.losses(rest, found.coefficients))]
@@ -146,20 +159,21 @@ class GroupJob:
         return records
 
     def prepare_shard(
-        self, rows: GroupRows, index: GroupIndex, place: int, places: int
+        self, rows: GroupRows, hashes: np.ndarray, place: int, places: int
     ) -> Summing[tuple[BucketTask, BucketTask, GroupStatus]]:
         """Return the rows of a shard that models are trained on, those that are held out, and whether they can be.
 
         Args:
             rows: that are here, of one group of which several places have rows.
+            hashes: (1,), of its key.
             place, places: of this one, and how many there are.
         """
-        task = self.task(rows, index)
+        task = self.task(rows, hashes)
         facts = torch.tensor([len(task.target), (~task.is_finite).sum(), task.target.sum()], dtype=torch.float64)
         count, unusable, ones = (yield Summand(facts)).tolist()
         held = np.zeros(len(task.target), np.bool_)
         if len(self.configs) > 1:
-            held = yield from self._held_of_shard(rows, task, int(count), place, places)
+            held = yield from self._held_of_shard(rows, task, place, places)
         status = GroupStatus.OK
         if unusable:
             status = GroupStatus.NOT_FINITE
@@ -167,14 +181,13 @@ class GroupJob:
             status = GroupStatus.ONE_CLASS
         return task.rows(~held), task.rows(held), status
 
-    def _held_of_shard(
-        self, rows: GroupRows, task: BucketTask, total: int, place: int, places: int
-    ) -> Summing[np.ndarray]:
-        """Which rows of a shard are held out: by chance in each shard, and by a column in all of them together."""
+    def _held_of_shard(self, rows: GroupRows, task: BucketTask, place: int, places: int) -> Summing[np.ndarray]:
+        """The rows of a shard that are held out: by chance in each shard, and by a column in all of them together."""
         moments = self._moments(rows)
         if moments is None:
             hashes = mixed(task.hashes, place)
             return held_out(hashes, task.offsets, self.validation, None, self._strata(task))
+        total = int((yield Summand(torch.tensor([len(moments)]))))
         count = min(int(total * self.validation.share + 0.5), total - 1)
         return (yield from greatest(moments, count, place, places))
 
@@ -206,3 +219,26 @@ class GroupJob:
 
     def _strata(self, task: BucketTask) -> np.ndarray | None:
         return np.nan_to_num(task.target).astype(np.int64) if self.model.is_classifier else None
+
+
+class JobMaker(Protocol):
+    """The Protocol of what makes the work of a fit of the columns that a table has."""
+
+    target: str
+
+    def classes(self, parts: Iterable[pa.Table], schema: pa.Schema) -> pa.Array | None:
+        """Return the distinct values of the target, or those found until there were too many; None for a regression.
+
+        Args:
+            parts: of the table, with the column of the target.
+        """
+
+    def job(self, schema: pa.Schema, values: pa.Array | None) -> GroupJob:
+        """Return the work with a table of these columns.
+
+        Args:
+            values: the distinct values of the target, of a classification; else None.
+
+        Raises:
+            GroupDataError: if a column is missing or cannot be used, or there are not two classes.
+        """
