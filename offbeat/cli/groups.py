@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(cls=HelpGroup, help="Fit a model for each group of a table.", no_args_is_help=True)
 
+_MOST_SHOWN = 20
 _Data = Annotated[str, typer.Argument(help="A file, folder or pattern of Parquet, CSV or Arrow files.")]
 
 
@@ -131,10 +133,23 @@ def show(
         _write(FittedGroups.load(models).models, out)
         return
     found = FittedGroups.load(models).models
-    table = Table(*found.column_names)
-    for row in found.slice(0, 20).to_pylist():
-        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
+    console, shown = Console(), found.slice(0, _MOST_SHOWN)
+    columns = {name: [_cell(value) for value in shown[name].to_pylist()] for name in found.column_names}
+    widths = [3 + max(map(len, (name, *cells))) for name, cells in columns.items()]
+    fitting = max(1, sum(end < console.width for end in itertools.accumulate(widths)))
+    table = Table(*itertools.islice(columns, fitting))
+    for cells in zip(*itertools.islice(columns.values(), fitting), strict=True):
+        table.add_row(*cells)
+    console.print(table)
+    left_out = [f"{len(found) - len(shown):,} groups"] if len(found) > len(shown) else []
+    if fitting < len(columns):
+        left_out.append(f"the columns {', '.join(itertools.islice(columns, fitting, None))}")
+    if left_out:
+        typer.echo(f"Not shown: {' and '.join(left_out)}. --out FILE.csv writes all.")
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 class _Bar:
