@@ -1,10 +1,12 @@
-"""One model for each of many groups, beside loops over scikit-learn and torch: `python -m benchmarks.groups`, minutes.
+"""One model for each of many groups, beside loops over scikit-learn, torch and LightGBM: minutes.
+
+    python -m benchmarks.groups
 
 Each row is a table of its own. Systems take turns within one run, on one thread each: offbeat from the unsorted table
 in memory to the models, the others from groups that are cut already. scikit-learn's solvers have the same objective,
-which is compared in each group; nets take as many steps as torch's. The last row reads a million groups from Parquet
-files in a process of its own, whose memory is watched. Writes benchmarks/results/groups.json; benchmarks/page.py shows
-it.
+which is compared in each group; nets take as many steps as torch's, and trees have LightGBM's parameters. The last row
+reads a million groups from Parquet files in a process of its own, whose memory is watched. Writes
+benchmarks/results/groups.json; benchmarks/page.py shows it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -35,6 +37,7 @@ OFFBEAT, ROUNDS, FEATURES = "offbeat", 3, 20
 PENALTIES = (0.1, 1.0, 10.0, 100.0)
 MILLION, MILLION_FEATURES = 1_000_000, 4
 SOLVERS = ("newton-cholesky", "lbfgs")
+RATES, LEAVES, BOOSTING_ROUNDS = (1.0, 0.5, 0.1, 0.05), (10, 20, 30), 10
 
 
 class GroupsTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -204,20 +207,72 @@ def measure_nets() -> list[GroupsTime]:
                     nn.functional.binary_cross_entropy_with_logits(margins, target[rows]).backward()
                     optimizer.step()
 
-    cpu: dict[str, list[float]] = {OFFBEAT: [], "loop over torch modules": []}
-    wall: dict[str, list[float]] = {name: [] for name in cpu}
+    counts = {"groups": len(sizes), "rows": len(group), "models": len(sizes)}
+    return _by_turns("200 MLPs (20-32-1), 50 steps of AdamW", counts, ours, "loop over torch modules", theirs)
+
+
+def measure_trees() -> list[GroupsTime]:
+    """Measure the choice of one of 12 configurations of trees in each group, by turns."""
+    import lightgbm
+    import numpy as np
+    import pyarrow as pa
+
+    from offbeat.groups import Grid, GroupedTrainer, HoldOut, Trees
+
+    sizes = sizes_of("500 groups by Pareto")
+    x, y, group = rows_of(sizes, FEATURES, 4)
+    given = pa.table({"group": group, **{f"x{at}": x[:, at] for at in range(FEATURES)}, "y": y})
+    order = np.argsort(group, kind="stable")
+    ends = np.cumsum(sizes)[:-1]
+    parts = list(zip(np.split(x[order], ends), np.split(y[order], ends), strict=True))
+    spec = Trees(
+        loss="log", rounds=BOOSTING_ROUNDS, learning_rate=Grid(*RATES), num_leaves=Grid(*LEAVES), lambda_l2=1.0
+    )
+
+    def ours() -> None:
+        GroupedTrainer(spec, by="group", target="y", validation=HoldOut(0.2)).fit(given)
+
+    def train(features: np.ndarray, target: np.ndarray, rate: float, leaves: int) -> lightgbm.Booster:
+        least = min(20, max(1, len(target) // 10))
+        parameters: dict[str, Any] = {
+            "learning_rate": rate,
+            "num_leaves": leaves,
+            "min_data_in_leaf": least,
+            "lambda_l2": 1.0,
+        }
+        parameters |= {"objective": "binary", "verbosity": -1, "num_threads": 1}
+        return lightgbm.train(parameters, lightgbm.Dataset(features, target), BOOSTING_ROUNDS)
+
+    def theirs() -> None:
+        """Choose by the last fifth of a group's rows, which are in random order, and fit the chosen one to all."""
+        for features, target in parts:
+            cut = len(target) * 4 // 5
+            losses: dict[tuple[float, int], float] = {}
+            for rate in RATES:
+                for leaves in LEAVES:
+                    chance = np.asarray(train(features[:cut], target[:cut], rate, leaves).predict(features[cut:]))
+                    losses[rate, leaves] = -float(np.log(np.where(target[cut:] == 1, chance, 1 - chance)).mean())
+            train(features, target, *min(losses, key=lambda one: losses[one]))
+
+    counts = {"groups": len(sizes), "rows": len(group), "models": len(sizes) * (len(RATES) * len(LEAVES) + 1)}
+    table = f"500 groups by Pareto, trees of {BOOSTING_ROUNDS} rounds, 12 configurations"
+    return _by_turns(table, counts, ours, "loop over lightgbm.train that chooses, too", theirs)
+
+
+def _by_turns(
+    table: str, counts: dict[str, int], ours: Callable[[], None], name: str, theirs: Callable[[], None]
+) -> list[GroupsTime]:
+    """Measure two systems by turns."""
+    cpu: dict[str, list[float]] = {OFFBEAT: [], name: []}
+    wall: dict[str, list[float]] = {OFFBEAT: [], name: []}
     ours()
     for _ in range(ROUNDS):
-        for name, run in zip(cpu, (ours, theirs), strict=True):
+        for system, run in zip(cpu, (ours, theirs), strict=True):
             begin, begin_wall = time.process_time(), time.perf_counter()
             run()
-            cpu[name].append(time.process_time() - begin)
-            wall[name].append(time.perf_counter() - begin_wall)
-    counts = {"groups": len(sizes), "rows": len(group), "models": len(sizes)}
-    table = "200 MLPs (20-32-1), 50 steps of AdamW"
-    return [
-        GroupsTime(table=table, system=name, cpu_s=cpu[name], wall_s=wall[name], worst=None, **counts) for name in cpu
-    ]
+            cpu[system].append(time.process_time() - begin)
+            wall[system].append(time.perf_counter() - begin_wall)
+    return [GroupsTime(table=table, system=one, cpu_s=cpu[one], wall_s=wall[one], worst=None, **counts) for one in cpu]
 
 
 def _objectives(w: np.ndarray, xs: list[np.ndarray], ys: list[np.ndarray], l2: float) -> np.ndarray:
@@ -277,7 +332,7 @@ def main(arguments: list[str]) -> None:
         date=hardware.date(),
         versions=hardware.versions() | _versions(),
         hardware=hardware.hardware(),
-        times=times + measure_nets(),
+        times=times + measure_nets() + measure_trees(),
         million=measure_million(),
     )
     RESULT.write_text(json.dumps(msgspec.to_builtins(found), indent=1) + "\n")
@@ -313,9 +368,9 @@ def section(lines: Callable[[list[str], Sequence[Sequence[str]]], str]) -> str:
     made_by = f"{found.hardware['processor']}, torch {found.versions['torch']}"
     return (
         "\n## groups\n\n"
-        f"A ridge-penalized logistic regression, or a net, for each group; {FEATURES} features, one thread; medians of "
-        f"{ROUNDS} rounds in which systems take turns. offbeat begins with the unsorted table and "
-        "ends with chosen models; the others begin with groups that are cut already, and choose nothing. The last "
+        f"A model for each group; {FEATURES} features, one thread; medians of {ROUNDS} rounds in which systems take "
+        "turns. offbeat begins with the unsorted table and ends with chosen models; the others begin with groups that "
+        "are cut already, and choose only where it is said. The last "
         "column is by how much the objective of any group is above the lowest that a system has found, relative to it."
         f"\n\n{lines(headings, rows)}\n"
         f"{million.groups:,} groups of 20 rows with {MILLION_FEATURES} features, from 20 Parquet files: "
@@ -326,10 +381,11 @@ def section(lines: Callable[[list[str], Sequence[Sequence[str]]], str]) -> str:
 
 
 def _versions() -> dict[str, str]:
+    import lightgbm
     import pyarrow as pa
     import sklearn
 
-    return {"pyarrow": pa.__version__, "scikit-learn": sklearn.__version__}
+    return {"pyarrow": pa.__version__, "scikit-learn": sklearn.__version__, "lightgbm": lightgbm.__version__}
 
 
 if __name__ == "__main__":

@@ -9,6 +9,10 @@ After "Towards an Optimized GROUP BY Abstraction for Large-Scale Machine Learnin
   rows by which one is chosen; `mixing` - random numbers that are functions of keys
 * nets: `net` - the spec `Net`; `stacked_module` - many models of a torch module; `net_training` - their training in
   lockstep; `optimizers` - `SGD`, `Adam` and `AdamW`
+* other libraries: `estimator` - the spec `Estimator`, anything of scikit-learn; `linear_estimators` - which of them
+  Newton solves; `sklearn` - `GroupedClassifier` and `GroupedRegressor`, estimators with a model for each group;
+  `split_rows` - their X; `shrinkage` - the averages of a group and those around it; `trees` - the
+  spec `Trees`, LightGBM
 * a fit: `trainer` - from a table to models; `group_job` - of one bucket, with the choice of a configuration;
   `fitting` - what a spec makes of its rows; `records` - arrays of all groups; `fitted` - tables of models, and
   predictions; `saved` - a file of them
@@ -24,6 +28,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("Cannot learn over groups: pyarrow is missing. `pip install 'offbeat[groups]'`.") from error
 
+from offbeat.groups.estimator import Estimator
 from offbeat.groups.fitted import FittedGroups
 from offbeat.groups.glm import Linear, Logistic, Poisson
 from offbeat.groups.group_job import Small
@@ -35,11 +40,13 @@ from offbeat.groups.search import Grid, HoldOut
 from offbeat.groups.table_input import GroupDataError
 from offbeat.groups.this_process import ThisProcess
 from offbeat.groups.trainer import GroupedTrainer
+from offbeat.groups.trees import Trees
 
 __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "Estimator",
     "FittedGroups",
     "Grid",
     "GroupDataError",
@@ -53,4 +60,5 @@ __all__ = [
     "Ranks",
     "Small",
     "ThisProcess",
+    "Trees",
 ]

@@ -37,10 +37,14 @@ class FitFolder:
         buckets: (groups,), the bucket of each.
 
     Raises:
-        GroupDataError: if the folder is of another fit, or cannot be used.
+        GroupDataError: if the folder is of another fit, or cannot be used, or models are no numbers.
     """
 
     def __init__(self, path: Path, job: GroupJob, index: GroupIndex, buckets: np.ndarray) -> None:
+        if job.model.dtype is object:
+            raise GroupDataError(
+                f"Cannot leave models of {type(job.model).__name__} in {path}: they are no numbers. Fit without folder."
+            )
         self._path, self._buckets = path, buckets
         said = f"{_described(job, index, buckets)}\n"
         place = path / "fit.txt"

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from offbeat.groups.buckets import matrix_of
-from offbeat.groups.fitting import GroupStatus
+from offbeat.groups.fitting import GroupStatus, has_model
 from offbeat.groups.saved import load, save
 from offbeat.groups.search import configs, searched, values_of
 from offbeat.groups.table_input import open_table
@@ -36,7 +36,7 @@ class FittedGroups:
 
     @cached_property
     def models(self) -> pa.Table:
-        """Return one row for each group: key, rows, chosen hyper-parameters, status, and coefficients."""
+        """Return one row for each group: key, rows, chosen hyper-parameters, status, error, and coefficients."""
         records, table = self.records, self.index.keys
         table = table.append_column("rows", pa.array(self.index.rows))
         for name in searched(self.model):
@@ -44,8 +44,9 @@ class FittedGroups:
             table = table.append_column(name, values.take(pa.array(records.chosen)))
         words = pa.array([status.text for status in GroupStatus])
         table = table.append_column("status", words.take(pa.array(records.status)))
-        for at, name in enumerate(self.model.columns(self.features)):
-            table = table.append_column(name, _without_nan(records.coefficients[:, at]))
+        table = table.append_column("error", pa.array(records.errors, pa.string()))
+        for name, values in self.model.shown(records.coefficients, self.features).items():
+            table = table.append_column(name, _without_nan(values))
         return table
 
     @cached_property
@@ -70,7 +71,8 @@ class FittedGroups:
 
         Returns:
             prediction: a class, or a number; null where no model is for a row.
-            probability: of the second class; of a classification alone.
+            probability: of the second class; of a classification alone. Of more than two classes there is a column
+                for each instead: `probability of NAME`.
             model: "group"; for a key that is not known, or whose group has no model, "global" if there is one of all
                 rows, else "none".
 
@@ -106,21 +108,29 @@ class FittedGroups:
         numbers = self.index.numbers_of(part)
         coefficients = np.concatenate((self.records.coefficients, self.records.fallback[None]))
         features = matrix_of(part, self.features)
-        has_own = ~np.isnan(coefficients[numbers, 0]) & (numbers >= 0)
+        has_own = has_model(coefficients)[numbers] & (numbers >= 0)
         numbers[~has_own] = -1
         means = self.model.means(self.model.margins(coefficients, features, numbers))
         made = {}
         if self.classes is None:
             made["prediction"] = _without_nan(means)
-        else:
+        elif len(self.classes) == 2:
             places = pa.array((means > 0.5).astype(np.int64), mask=np.isnan(means))
             made["prediction"] = self.classes.take(places)
             made["probability"] = _without_nan(means)
-        words = pa.array(["none" if np.isnan(self.records.fallback[0]) else "global", "group"])
+        else:
+            means = np.broadcast_to(means.reshape(len(means), -1), (len(means), len(self.classes)))
+            places = pa.array(means.argmax(1), mask=np.isnan(means[:, 0]))
+            made["prediction"] = self.classes.take(places)
+            for at, value in enumerate(self.classes.to_pylist()):
+                made[f"probability of {value}"] = _without_nan(means[:, at])
+        words = pa.array(["global" if has_model(self.records.fallback) else "none", "group"])
         made["model"] = words.take(pa.array(has_own.astype(np.int64)))
         return pa.table(made)
 
 
 def _without_nan(values: np.ndarray) -> pa.Array:
     """An Arrow array in which NaN is null."""
+    if values.dtype.kind != "f":
+        return pa.array(values, pa.string() if values.dtype == object else None)
     return pc.if_else(pc.is_nan(pa.array(values)), None, pa.array(values))

@@ -27,6 +27,7 @@ class GroupStatus(IntEnum):
     NOT_CONVERGED = 5
     TOO_SMALL = 6
     KILLED = 7
+    FAILED = 8
 
     @property
     def text(self) -> str:
@@ -40,15 +41,17 @@ class BucketTask:
 
     Args:
         features: (rows, features), float64; NaN where one is missing.
-        target: (rows,), float64; of two classes 0 and 1.
+        target: (rows,), float64; of a classification the place of each row's class among all of the table.
         offsets: (groups + 1,), where the rows of each group begin and end.
         hashes: (groups,), of their keys: what is random is a function of these.
+        classes: of the table, of a classification; else 0.
     """
 
     features: np.ndarray
     target: np.ndarray
     offsets: np.ndarray
     hashes: np.ndarray
+    classes: int = 0
 
     @classmethod
     def empty(cls, features: int) -> Self:
@@ -58,7 +61,7 @@ class BucketTask:
     def rows(self, which: np.ndarray) -> BucketTask:
         """Return the same groups with some of their rows."""
         kept = np.concatenate(([0], np.cumsum(which)))
-        return BucketTask(self.features[which], self.target[which], kept[self.offsets], self.hashes)
+        return BucketTask(self.features[which], self.target[which], kept[self.offsets], self.hashes, self.classes)
 
     def groups(self, which: np.ndarray) -> BucketTask:
         """Return some of the groups, ascending."""
@@ -69,7 +72,7 @@ class BucketTask:
         is_of[which] = True
         rows = np.repeat(is_of, counts)
         offsets = np.concatenate(([0], np.cumsum(counts[which])))
-        return BucketTask(self.features[rows], self.target[rows], offsets, self.hashes[which])
+        return BucketTask(self.features[rows], self.target[rows], offsets, self.hashes[which], self.classes)
 
     def finite(self) -> BucketTask:
         """Return the rows that can be computed with."""
@@ -78,7 +81,11 @@ class BucketTask:
     @property
     def is_finite(self) -> np.ndarray:
         """Return (rows,): whether a row can be computed with."""
-        return np.asarray(np.isfinite(self.features).all(1) & np.isfinite(self.target))
+        return self.usable()
+
+    def usable(self, *, takes_missing: bool = False) -> np.ndarray:
+        """Return (rows,): whether a row can be computed with by a model that may take missing features."""
+        return np.asarray(usable_rows(self.features, takes_missing=takes_missing) & np.isfinite(self.target))
 
     def sums(self, values: np.ndarray) -> np.ndarray:
         """Return the sum over the rows of each group; 0 for one without rows.
@@ -111,13 +118,25 @@ class BucketTask:
 class GroupModel(Protocol):
     """The Protocol of a model spec, a frozen dataclass: how groups are trained, and how they predict.
 
-    The model of a group is a row of `width` numbers. A spec with a `Grid` in a field stands for several
-    configurations, which differ in such fields alone.
+    The model of a group is a row of `width` numbers, or of one object where `dtype` is `object`. A spec with a `Grid`
+    in a field stands for several configurations, which differ in such fields alone.
     """
 
     @property
     def is_classifier(self) -> bool:
-        """Return whether the target is one of two classes."""
+        """Return whether the target is a class."""
+
+    @property
+    def most_classes(self) -> int:
+        """Return how many classes a table may have, of a classification."""
+
+    @property
+    def takes_missing(self) -> bool:
+        """Return whether features may be missing."""
+
+    @property
+    def dtype(self) -> type:
+        """Return the type of a model's numbers: `float`, or `object`."""
 
     def check(self) -> None:
         """Check one configuration.
@@ -126,8 +145,13 @@ class GroupModel(Protocol):
             GroupDataError: if it cannot be used.
         """
 
-    def columns(self, features: Sequence[str]) -> list[str]:
-        """Return the name of each number of a model that users are shown, the first ones of its row."""
+    def shown(self, coefficients: np.ndarray, features: Sequence[str]) -> dict[str, np.ndarray]:
+        """Return what users are shown of models, by the name of the column: (groups,) each.
+
+        Args:
+            coefficients: (groups, width).
+            features: their names.
+        """
 
     def width(self, features: int) -> int:
         """Return how many numbers a model is."""
@@ -146,7 +170,7 @@ class GroupModel(Protocol):
         """
 
     def margins(self, coefficients: np.ndarray, features: np.ndarray, groups: np.ndarray) -> np.ndarray:
-        """Return (rows,): the margin of each row.
+        """Return (rows,): the margin of each row, or (rows, classes) where there are more than two.
 
         Args:
             coefficients: (groups, width).
@@ -155,7 +179,7 @@ class GroupModel(Protocol):
         """
 
     def means(self, margins: np.ndarray) -> np.ndarray:
-        """Return what margins predict: the mean of the target, or the probability of the second class."""
+        """Return what margins predict: the mean of the target, or the probability of the second class, or of each."""
 
     def loss_of(self, margins: np.ndarray, target: np.ndarray) -> np.ndarray:
         """Return the loss of each row."""
@@ -166,37 +190,73 @@ class BucketFit:
     """The models of a bucket.
 
     Args:
-        coefficients: (groups, configs, width); NaN where there is no model.
+        coefficients: (groups, configs, width); NaN, or None, where there is no model.
         losses: (groups, configs): the objective for each row that was fitted.
         steps: (groups, configs), of training.
         status: (groups,), of `GroupStatus`.
+        errors: (groups,), texts, and None where nothing failed.
     """
 
     coefficients: np.ndarray
     losses: np.ndarray
     steps: np.ndarray
     status: np.ndarray
+    errors: np.ndarray
 
     @classmethod
-    def empty(cls, groups: int, configs: int, width: int) -> Self:
+    def empty(cls, groups: int, configs: int, width: int, dtype: type = float) -> Self:
         """Return one without models."""
         return cls(
-            np.full((groups, configs, width), np.nan),
+            np.full((groups, configs, width), no_model(dtype), dtype),
             np.full((groups, configs), np.nan),
             np.zeros((groups, configs), np.int64),
             np.full(groups, GroupStatus.OK, np.int8),
+            np.full(groups, None),
         )
 
-    def mark_unusable(self, task: BucketTask, *, is_classifier: bool) -> np.ndarray:
+    def mark_unusable(self, task: BucketTask, *, is_classifier: bool, takes_missing: bool = False) -> np.ndarray:
         """Set the status of the groups that cannot be fitted, and return which groups can be."""
         counts = np.diff(task.offsets)
-        self.status[task.sums(~task.is_finite) > 0] = GroupStatus.NOT_FINITE
+        self.status[task.sums(~task.usable(takes_missing=takes_missing)) > 0] = GroupStatus.NOT_FINITE
         self.status[counts == 0] = GroupStatus.NO_ROWS
         if is_classifier:
-            ones = task.sums(task.target)
-            is_one = (self.status == GroupStatus.OK) & ((ones == 0) | (ones == counts))
-            self.status[is_one] = GroupStatus.ONE_CLASS
+            differs = task.target[1:] != task.target[:-1]
+            differs &= task.group[1:] == task.group[:-1]
+            is_one = task.sums(np.append(False, differs)) == 0
+            self.status[is_one & (self.status == GroupStatus.OK)] = GroupStatus.ONE_CLASS
         return np.asarray(self.status == GroupStatus.OK)
+
+
+def joined(tasks: Iterable[BucketTask], *, takes_missing: bool = False) -> BucketTask:
+    """Return the rows of all groups as one group; rows that cannot be used are left out."""
+    parts = [part.rows(part.usable(takes_missing=takes_missing)) for part in tasks]
+    features, target = (np.concatenate(one) for one in zip(*((t.features, t.target) for t in parts), strict=True))
+    return BucketTask(features, target, np.array([0, len(target)]), np.zeros(1, np.uint64), parts[0].classes)
+
+
+def no_model(dtype: type) -> Any:
+    """Return the value that stands where there is no model."""
+    return None if dtype is object else np.nan
+
+
+def has_model(coefficients: np.ndarray) -> np.ndarray:
+    """Return (...): whether there is a model.
+
+    Args:
+        coefficients: (..., width).
+    """
+    is_there = np.not_equal(coefficients, np.array(None)) if coefficients.dtype == object else ~np.isnan(coefficients)
+    return np.asarray(is_there[..., 0], np.bool_)
+
+
+def usable_rows(features: np.ndarray, *, takes_missing: bool) -> np.ndarray:
+    """Return (rows,): whether a model can predict by these features.
+
+    Args:
+        features: (rows, features).
+        takes_missing: whether the model takes NaN.
+    """
+    return np.asarray(np.isfinite(features).all(1) if not takes_missing else ~np.isinf(features).any(1))
 
 
 def similar_sizes(counts: np.ndarray, usable: np.ndarray, width: int) -> Iterator[np.ndarray]:

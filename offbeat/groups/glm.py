@@ -39,13 +39,18 @@ class Glm:
         intercept: whether there is one; it is not penalized.
         standardize: whether each group's features are scaled to a mean of 0 and a variance of 1 there before they are
             penalized; coefficients are told for the features as they are.
+        per_row: whether `l2` is a penalty for each row, so that it weighs as much in large groups as in small ones.
     """
 
     l2: float | Grid = 1.0
     intercept: bool = True
     standardize: bool = False
+    per_row: bool = False
     family: ClassVar[Family]
     is_classifier: ClassVar[bool] = False
+    most_classes: ClassVar[int] = 2
+    takes_missing: ClassVar[bool] = False
+    dtype: ClassVar[type] = float
 
     def check(self) -> None:
         """Check one configuration.
@@ -56,9 +61,10 @@ class Glm:
         if not isinstance(self.l2, int | float) or not 0 <= self.l2 < float("inf"):
             raise GroupDataError(f"Cannot use l2={self.l2!r}: name a number that is 0 or greater.")
 
-    def columns(self, features: Sequence[str]) -> list[str]:
-        """Return the names of the coefficients."""
-        return [*(f"coefficient of {name}" for name in features), *(["intercept"] if self.intercept else [])]
+    def shown(self, coefficients: np.ndarray, features: Sequence[str]) -> dict[str, np.ndarray]:
+        """Return the coefficients by their names."""
+        names = [*(f"coefficient of {name}" for name in features), *(["intercept"] if self.intercept else [])]
+        return dict(zip(names, coefficients.T, strict=True))
 
     def width(self, features: int) -> int:
         """Return how many there are."""
@@ -84,7 +90,7 @@ class Glm:
             solution = solve(
                 PaddedGroups(x, target, torch.from_numpy(counts[at])),
                 self.family,
-                penalties,
+                penalties * torch.from_numpy(counts[at, None]) if self.per_row else penalties,
                 has_intercept=self.intercept,
             )
             found.coefficients[at] = self._as_they_are(solution.coefficients.numpy(), mean[at], scale[at])
@@ -124,7 +130,7 @@ class Glm:
                 x[:, : len(sums)] = (task.features - mean) / scale if self.standardize else task.features
                 yield torch.from_numpy(x), torch.from_numpy(task.target)
 
-        newton = SummedNewton(penalties, width, has_intercept=self.intercept)
+        newton = SummedNewton(penalties * count if self.per_row else penalties, width, has_intercept=self.intercept)
         while not newton.has_ended:
             part = torch.zeros(len(configs) * (1 + width + width**2), dtype=torch.float64)
             for x, target in rows():
@@ -164,7 +170,7 @@ class Glm:
 
     def loss_of(self, margins: np.ndarray, target: np.ndarray) -> np.ndarray:
         """Return the loss of each row."""
-        return np.asarray(self.family.losses(torch.from_numpy(margins), torch.from_numpy(target)))
+        return np.asarray(self.family.losses(torch.from_numpy(margins), torch.tensor(target)))
 
     def _constant(self, ones: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
         """The models of groups of one class, for which the best intercept is infinite: one by the rule of succession.
@@ -234,6 +240,7 @@ class Logistic(Glm):
 
 @dataclass(frozen=True)
 class Poisson(Glm):
-    """Poisson regression with a ridge penalty: scikit-learn's `PoissonRegressor(alpha=l2 / rows)`."""
+    """Poisson regression with a ridge penalty: scikit-learn's `PoissonRegressor(alpha=l2 / rows)`, or
+    `PoissonRegressor(alpha=l2)` with `per_row`."""
 
     family: ClassVar[Family] = PoissonFamily()

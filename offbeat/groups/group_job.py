@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import torch
 
 from offbeat.groups.buckets import GroupRows, numbers_in
-from offbeat.groups.fitting import BucketTask, GroupStatus
+from offbeat.groups.fitting import BucketTask, GroupStatus, no_model
 from offbeat.groups.mixing import mixed
 from offbeat.groups.records import GroupRecords
 from offbeat.groups.search import HoldOut, held_out
@@ -63,7 +63,7 @@ class GroupJob:
     Args:
         model: the spec, and `configs` the configurations that it stands for.
         by, features, target: columns.
-        classes: the two values of the target, of a classification; else None.
+        classes: the values of the target, of a classification; else None.
         schema: of the columns that are needed.
     """
 
@@ -82,6 +82,10 @@ class GroupJob:
         """Return how many numbers a model is."""
         return self.model.width(len(self.features))
 
+    def records(self, groups: int) -> GroupRecords:
+        """Return the records of groups that are not fitted yet."""
+        return GroupRecords.empty(groups, len(self.configs), self.width, self.model.dtype)
+
     def task(self, rows: GroupRows, hashes: np.ndarray) -> BucketTask:
         """Return the rows of a bucket as numbers.
 
@@ -93,7 +97,8 @@ class GroupJob:
         else:
             places = pc.index_in(rows.table[self.target], value_set=self.classes)
             target = np.array(places.cast(pa.float64()).to_numpy(), np.float64)
-        return BucketTask(rows.matrix(self.features), target, rows.offsets, hashes)
+        classes = 0 if self.classes is None else len(self.classes)
+        return BucketTask(rows.matrix(self.features), target, rows.offsets, hashes, classes)
 
     def fit(self, rows: GroupRows, hashes: np.ndarray) -> GroupRecords:
         """Fit the groups of a bucket, and return their records, in the order of `rows.numbers`.
@@ -103,7 +108,7 @@ class GroupJob:
         """
         task = self.task(rows, hashes)
         groups = len(rows.numbers)
-        records = GroupRecords.empty(groups, len(self.configs), self.width)
+        records = self.records(groups)
         if len(self.configs) > 1:
             held = held_out(task.hashes, task.offsets, self.validation, self._moments(rows), self._strata(task))
             part, rest = task.rows(~held), task.rows(held)
@@ -118,12 +123,12 @@ class GroupJob:
                 continue
             final = self.model.fit(task.groups(which), [config])
             records.coefficients[which] = final.coefficients[:, 0]
-            records.status[which] = final.status
+            records.status[which], records.errors[which] = final.status, final.errors
             if len(self.configs) == 1:
                 records.losses[:], records.steps[:] = final.losses, final.steps
         is_small = np.diff(rows.offsets) < self.small.min_rows
         records.status[is_small] = GroupStatus.TOO_SMALL
-        records.coefficients[is_small] = np.nan
+        records.coefficients[is_small] = no_model(self.model.dtype)
         return records
 
     def fit_shard(self, rows: GroupRows, hashes: np.ndarray, place: int, places: int) -> Summing[GroupRecords]:
@@ -136,7 +141,7 @@ class GroupJob:
         """
         assert isinstance(self.model, SummingModel)
         task = self.task(rows, hashes)
-        records = GroupRecords.empty(1, len(self.configs), self.width)
+        records = self.records(1)
         if len(self.configs) > 1:
             held = yield from self._held_of_shard(rows, task, place, places)
             part, rest = task.rows(~held), task.rows(held)
@@ -188,7 +193,10 @@ class GroupJob:
 
     def pooled(self, records: GroupRecords, index: GroupIndex) -> Any:
         """Return the configuration that is best over all groups, each with the weight of its rows."""
-        scores = np.nansum(records.held_losses * index.rows[:, None], 0)
+        is_known = np.isfinite(records.held_losses)
+        # Where a configuration failed that worked for others, it may not win by what it lacks.
+        losses = np.where(is_known, records.held_losses, np.where(is_known.any(1, keepdims=True), np.inf, 0))
+        scores = (losses * index.rows[:, None]).sum(0)
         return self.configs[int(scores.argmin())]
 
     def losses(self, task: BucketTask, coefficients: np.ndarray) -> Iterator[np.ndarray]:

@@ -17,14 +17,14 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 from xxhash import xxh3_64_intdigest
 
 from offbeat.groups.families import BernoulliFamily, Family, GaussianFamily, PoissonFamily
-from offbeat.groups.fitting import BucketFit, BucketTask, GroupStatus, similar_sizes
+from offbeat.groups.fitting import BucketFit, BucketTask, GroupStatus, joined, similar_sizes
 from offbeat.groups.mixing import mixed
 from offbeat.groups.net_training import NetModels, NetState, NetTraining
 from offbeat.groups.optimizers import AdamW, StackedOptimizer
@@ -61,6 +61,9 @@ class Net:
     batch: int | Grid = 32
     epochs: int | Grid = 10
     seed: int = 0
+    most_classes: ClassVar[int] = 2
+    takes_missing: ClassVar[bool] = False
+    dtype: ClassVar[type] = float
 
     def __post_init__(self) -> None:
         if not isinstance(self.loss, str) or self.loss not in _FAMILIES:
@@ -86,9 +89,9 @@ class Net:
             raise GroupDataError(f"Cannot use optimizer={self.optimizer!r}: use SGD, Adam or AdamW of offbeat.groups.")
         self.optimizer.check()
 
-    def columns(self, features: Sequence[str]) -> list[str]:
-        """Return no name: single weights of a net tell users nothing."""
-        return []
+    def shown(self, coefficients: np.ndarray, features: Sequence[str]) -> dict[str, np.ndarray]:
+        """Return nothing: single weights of a net tell users little."""
+        return {}
 
     def width(self, features: int) -> int:
         """Return how many numbers a model is."""
@@ -161,11 +164,7 @@ class Net:
     def fit_together(self, tasks: Callable[[], Iterable[BucketTask]], config: Net) -> np.ndarray:
         """Fit one model to the rows of all groups, which have to be in memory together; rows that are not finite are
         left out."""
-        parts = list(tasks())
-        features, target = (np.concatenate(one) for one in zip(*((t.features, t.target) for t in parts), strict=True))
-        which = np.isfinite(features).all(1) & np.isfinite(target)
-        task = BucketTask(features[which], target[which], np.array([0, which.sum()]), np.zeros(1, np.uint64))
-        return np.asarray(self.fit(task, [config]).coefficients[0, 0])
+        return np.asarray(self.fit(joined(tasks()), [config]).coefficients[0, 0])
 
     def margins(self, coefficients: np.ndarray, features: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Return the output for each row, in evaluation mode; NaN where there is no model.

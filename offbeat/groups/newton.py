@@ -73,7 +73,7 @@ def solve(
     """Fit one model for each group and ridge penalty.
 
     Args:
-        penalties: (penalties,), each 0 or greater.
+        penalties: (penalties,) or (groups, penalties), each 0 or greater.
         has_intercept: whether the last feature is an intercept, which no penalty holds.
         start: (groups, penalties, features), where to begin; None for 0.
     """
@@ -103,7 +103,7 @@ class _Problem:
 
     groups: PaddedGroups
     family: Family
-    penalty: torch.Tensor  # (penalties, features), 0 for the intercept
+    penalty: torch.Tensor  # (groups, penalties, features), 0 for the intercept
     numbers: torch.Tensor
     mask: torch.Tensor
     coefficients: torch.Tensor
@@ -125,20 +125,21 @@ class _Problem:
         held = torch.ones(features, dtype=groups.features.dtype)
         if has_intercept:
             held[-1] = 0
+        penalties = penalties.expand(count, -1)
         if start is None:
-            start = groups.features.new_zeros(count, len(penalties), features)
+            start = groups.features.new_zeros(*penalties.shape, features)
         margins = groups.features @ start.mT
         made = cls(
             groups,
             family,
-            penalties[:, None] * held,
+            penalties[..., None] * held,
             torch.arange(count),
             groups.mask,
             start.clone(),
             margins,
-            groups.features.new_zeros(count, len(penalties)),
-            torch.zeros(count, len(penalties), dtype=torch.int64),
-            torch.zeros(count, len(penalties), dtype=torch.bool),
+            groups.features.new_zeros(penalties.shape),
+            torch.zeros(penalties.shape, dtype=torch.int64),
+            torch.zeros(penalties.shape, dtype=torch.bool),
         )
         made.objectives = made.objective(made.margins, made.coefficients)
         return made
@@ -153,7 +154,7 @@ class _Problem:
         first, second = self.family.derivatives(self.margins, self.groups.target[..., None])
         gradient = (x.mT @ first.mul_(self.mask)).mT + self.penalty * self.coefficients
         second = second.mul_(self.mask)
-        hessian = torch.stack([(x * second[..., at : at + 1]).mT @ x for at in range(len(self.penalty))], 1)
+        hessian = torch.stack([(x * second[..., at : at + 1]).mT @ x for at in range(second.shape[-1])], 1)
         hessian.diagonal(dim1=-2, dim2=-1).add_(self.penalty)
         step = newton_step(hessian, gradient)
         promised = -(gradient * step).sum(-1)
@@ -191,7 +192,7 @@ class _Problem:
         return _Problem(
             groups,
             self.family,
-            self.penalty,
+            self.penalty[which],
             self.numbers[which],
             groups.mask,
             self.coefficients[which],

@@ -18,7 +18,6 @@ import numpy as np
 
 from offbeat.groups.buckets import BUCKET_BYTES, read_bucket
 from offbeat.groups.fitting import GroupStatus
-from offbeat.groups.records import GroupRecords
 from offbeat.groups.table_input import GroupDataError
 from offbeat.groups.this_process import fit_buckets
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from offbeat.groups.buckets import BucketFiles
     from offbeat.groups.group_index import GroupIndex
     from offbeat.groups.group_job import GroupJob, JobMaker
-    from offbeat.groups.records import GroupModels
+    from offbeat.groups.records import GroupModels, GroupRecords
     from offbeat.groups.table_input import TableInput
     from offbeat.groups.this_process import FittedBucket, Progress
 
@@ -101,7 +100,7 @@ class Processes:
     ) -> tuple[np.ndarray, GroupRecords]:
         """Fit a bucket in a process of its own; in halves where that is killed, down to single groups."""
         numbers = np.flatnonzero(files.buckets == bucket)
-        records = GroupRecords.empty(len(numbers), len(job.configs), job.width)
+        records = job.records(len(numbers))
         executor_of, killed = _loky()
         parts = [np.arange(len(numbers))]
         while parts:

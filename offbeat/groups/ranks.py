@@ -41,6 +41,7 @@ from offbeat.groups.records import GroupModels, GroupRecords
 from offbeat.groups.split_hops import HopCoordinator, HoppingShards, ShardRows
 from offbeat.groups.split_sums import SummedShard
 from offbeat.groups.summing import SummingModel
+from offbeat.groups.table_input import GroupDataError
 from offbeat.groups.table_messages import table_in, table_message
 from offbeat.groups.this_process import ThisProcess, task_of
 from offbeat.run.environment import Environment
@@ -80,6 +81,7 @@ class Ranks:
 
         Raises:
             DisagreementError: if the workers fit different things.
+            GroupDataError: if models are no numbers, as those of `Estimator`.
             NetworkError: if one cannot be reached, or is lost.
         """
         environment = Environment()
@@ -147,7 +149,7 @@ class SharedFit:
         index = GroupIndex.merged([GroupIndex.of_table(table, job.by) for table in counted])
         job.small.check(index)
         buckets = cut_buckets(index.rows, 8 * len(job.schema), self._how.bucket_bytes)
-        records = GroupRecords.empty(len(index), len(job.configs), job.width)
+        records = job.records(len(index))
         kept = self._folder(folder, job, index, buckets)
         is_done, mine = self._done(kept, buckets, records)
         partition = self._partition(job, index, buckets, is_done)
@@ -176,6 +178,11 @@ class SharedFit:
             told = self._tables_of_all(pa.table({"value": values}))
             values = pa.concat_tables(told)["value"].unique()
         job = trainer.job(schema, values)
+        if job.model.dtype is object:
+            raise GroupDataError(
+                f"Cannot fit {type(job.model).__name__} by several workers: they exchange models as numbers, and "
+                "its are objects of another library. Fit it on one machine, executor=ThisProcess() or Processes()."
+            )
         said = f"{type(job.model).__name__} of {len(job.configs)} configurations, {job.width} numbers, for {job.schema}"
         for rank, one in enumerate(self._tables_of_all(pa.table({"fit": [said]}))):
             if (other := one["fit"][0].as_py()) != said:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from offbeat.errors import PeerError
-from offbeat.groups.fitting import GroupStatus
+from offbeat.groups.fitting import GroupStatus, no_model
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -26,13 +26,15 @@ class GroupRecords:
     """The record of each group.
 
     Args:
-        coefficients: (groups, width), of the chosen configuration, fitted to all rows; NaN where there is no model.
+        coefficients: (groups, width), of the chosen configuration, fitted to all rows; NaN, or None, where there is
+            no model.
         chosen: (groups,), the configuration.
         losses, held_losses: (groups, configs), the objective for each row that was fitted, and the mean loss of a row
             that was held out.
         steps: (groups, configs).
         status: (groups,), of `GroupStatus`.
-        fallback: (width,), of all rows; NaN if there is none.
+        fallback: (width,), of all rows; NaN, or None, if there is none.
+        errors: (groups,), texts, and None where nothing failed.
     """
 
     coefficients: np.ndarray
@@ -42,18 +44,20 @@ class GroupRecords:
     steps: np.ndarray
     status: np.ndarray
     fallback: np.ndarray
+    errors: np.ndarray
 
     @classmethod
-    def empty(cls, groups: int, configs: int, width: int) -> Self:
+    def empty(cls, groups: int, configs: int, width: int, dtype: type = float) -> Self:
         """Return those of groups that are not fitted yet."""
         return cls(
-            np.full((groups, width), np.nan),
+            np.full((groups, width), no_model(dtype), dtype),
             np.zeros(groups, np.int64),
             np.full((groups, configs), np.nan),
             np.full((groups, configs), np.nan),
             np.zeros((groups, configs), np.int64),
             np.full(groups, GroupStatus.NO_ROWS, np.int8),
-            np.full(width, np.nan),
+            np.full(width, no_model(dtype), dtype),
+            np.full(groups, None),
         )
 
     def choose(self) -> None:
@@ -61,7 +65,7 @@ class GroupRecords:
         self.chosen[:] = np.where(np.isfinite(self.held_losses), self.held_losses, np.inf).argmin(1)
 
     def of(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the arrays of some groups, by name."""
+        """Return the arrays of some groups, by name; errors stay here."""
         return {name: getattr(self, name)[numbers] for name in _OF_EACH}
 
     def put(self, numbers: np.ndarray, part: GroupRecords | Mapping[str, np.ndarray]) -> None:
@@ -79,6 +83,8 @@ class GroupRecords:
             if its.shape != (len(numbers), *mine.shape[1:]) or its.dtype != mine.dtype:
                 raise PeerError(f"Cannot take in {name} of another worker: {its.dtype} of shape {its.shape}.")
             mine[numbers] = its
+        if isinstance(part, GroupRecords):
+            self.errors[numbers] = part.errors
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ class GroupModels:
     Args:
         model: the spec; with `Grid` values it stands for several configurations.
         features, target: columns of the table.
-        classes: the two values of the target, of a classification; else None.
+        classes: the values of the target, of a classification; else None.
     """
 
     model: GroupModel

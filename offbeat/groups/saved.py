@@ -18,11 +18,13 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
+from offbeat.groups.fitting import has_model, no_model
 from offbeat.groups.glm import Linear, Logistic, Poisson
 from offbeat.groups.group_index import GroupIndex
 from offbeat.groups.records import GroupModels, GroupRecords
 from offbeat.groups.search import Grid
 from offbeat.groups.table_input import GroupDataError
+from offbeat.groups.trees import Trees
 from offbeat.safe_read import UnreadableError, decode
 from offbeat.safe_write import write_whole
 
@@ -31,9 +33,9 @@ if TYPE_CHECKING:
 
     from offbeat.groups.fitting import GroupModel
 
-_FORMAT, _SEAL_BYTES = 1, 16
+_FORMAT, _SEAL_BYTES = 2, 16
 _METADATA = b"offbeat groups"
-_SPECS = {spec.__name__: spec for spec in (Linear, Logistic, Poisson)}
+_SPECS = {spec.__name__: spec for spec in (Linear, Logistic, Poisson, Trees)}
 _NUMBERS = [field.name for field in dataclasses.fields(GroupRecords) if field.name != "fallback"]
 
 
@@ -49,26 +51,28 @@ class SavedSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     format: int
     model: str
-    settings: dict[str, bool | int | float | str | list[bool | int | float | str]] | None
+    settings: dict[str, bool | int | float | str | list[bool | int | float | str | None] | None] | None
     by: list[str]
     features: list[str]
     target: str
     is_classifier: bool
-    fallback: list[float] | None
+    fallback: list[float | str] | None
 
 
 def save(fitted: GroupModels, path: Path) -> None:
     """Write fitted groups to a file.
 
     Raises:
+        GroupDataError: if models are objects of another library, which no file without code can hold.
         OSError: if it cannot be written; a file that was there is as before.
     """
+    _check_texts(fitted)
     index, records = fitted.index, fitted.records
     columns = {f"key {at}": index.keys[name] for at, name in enumerate(index.by)}
     columns["rows"] = pa.chunked_array([pa.array(index.rows)])
     for name in _NUMBERS:
         values = getattr(records, name)
-        flat = pa.array(values.ravel())
+        flat = pa.array(values.ravel(), pa.large_string() if values.dtype == object else None)
         columns[name] = flat if values.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
     table = pa.table(columns)
     spec = SavedSpec(
@@ -79,7 +83,7 @@ def save(fitted: GroupModels, path: Path) -> None:
         features=fitted.features,
         target=fitted.target,
         is_classifier=fitted.classes is not None,
-        fallback=None if np.isnan(records.fallback).any() else records.fallback.tolist(),
+        fallback=records.fallback.tolist() if has_model(records.fallback) else None,
     )
     metadata = {_METADATA: msgspec.json.encode(spec)}
     if fitted.classes is not None:
@@ -93,7 +97,7 @@ def load(path: Path, model: GroupModel | None = None) -> GroupModels:
 
     Args:
         path: of the file.
-        model: the spec; None where the file says it, as for linear models.
+        model: the spec; None where the file says it, as for linear models and trees.
 
     Raises:
         GroupDataError: if the file cannot be read, is damaged, or does not say its spec.
@@ -111,8 +115,10 @@ def load(path: Path, model: GroupModel | None = None) -> GroupModels:
             classes = pa.ipc.open_stream(table.schema.metadata[b"offbeat classes"]).read_all()["class"].combine_chunks()
         keys = pa.table({name: table[f"key {at}"] for at, name in enumerate(spec.by)})
         numbers = {name: _matrix(table[name]) for name in _NUMBERS}
-        width = numbers["coefficients"].shape[1]
-        fallback = np.full(width, np.nan) if spec.fallback is None else np.array(spec.fallback)
+        kind = numbers["coefficients"].dtype.type
+        fallback = np.full(numbers["coefficients"].shape[1], no_model(object if kind is np.object_ else kind), kind)
+        if spec.fallback is not None:
+            fallback[:] = spec.fallback
         records = GroupRecords(**numbers, fallback=fallback)
         index = GroupIndex(keys, table["rows"].to_numpy())
     except OSError as error:
@@ -123,10 +129,22 @@ def load(path: Path, model: GroupModel | None = None) -> GroupModels:
     return GroupModels(made, index, records, spec.features, spec.target, classes)
 
 
+def _check_texts(fitted: GroupModels) -> None:
+    """Refuse models that are neither numbers nor texts."""
+    records = fitted.records
+    of_objects = [*records.coefficients.flat, *records.fallback] if records.coefficients.dtype == object else []
+    if not all(isinstance(value, str | None) for value in of_objects):
+        raise GroupDataError(
+            f"Cannot save the models of {type(fitted.model).__name__}: they are objects of another library, and this "
+            "file holds no code. Keep what `fit` has returned by joblib.dump, which reads it by running code, or fit "
+            "Linear, Logistic, Poisson or Trees."
+        )
+
+
 def _settings(model: GroupModel) -> dict[str, Any] | None:
     values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}  # type: ignore[arg-type]
     plain = {name: list(value.values) if isinstance(value, Grid) else value for name, value in values.items()}
-    is_plain = all(isinstance(one, bool | int | float | str) for value in plain.values() for one in _list(value))
+    is_plain = all(isinstance(one, bool | int | float | str | None) for value in plain.values() for one in _list(value))
     return plain if is_plain else None
 
 

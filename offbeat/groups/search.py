@@ -69,15 +69,16 @@ class HoldOut:
 def searched(spec: Any) -> dict[str, tuple[Any, ...]]:
     """Return the hyper-parameters of a model spec that are searched, with their values.
 
-    One of a spec within it has a dotted name: `optimizer.lr`.
+    One of a spec within it has a dotted name: `optimizer.lr`. Parameters of another library's object, a mapping
+    `settings` of the spec, have their own names.
     """
     found: dict[str, tuple[Any, ...]] = {}
-    for field in dataclasses.fields(spec):
-        value = getattr(spec, field.name)
+    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    for name, value in {**fields, **fields.get("settings", {})}.items():
         if isinstance(value, Grid):
-            found[field.name] = value.values
+            found[name] = value.values
         elif _is_spec(value):
-            found |= {f"{field.name}.{name}": values for name, values in searched(value).items()}
+            found |= {f"{name}.{inner}": values for inner, values in searched(value).items()}
     return found
 
 
@@ -90,12 +91,28 @@ def configs(spec: _Spec) -> list[_Spec]:
 
 
 def values_of(name: str, specs: Sequence[Any]) -> list[Any]:
-    """Return the value of a searched hyper-parameter in each configuration; of a spec, its text."""
-    values = map(operator.attrgetter(name), specs)
-    return [repr(value) if _is_spec(value) else value for value in values]
+    """Return the value of a searched hyper-parameter in each configuration; texts where no column can hold them."""
+    values = [_value(name, spec) for spec in specs]
+    kinds = {_column_type(value) for value in values if value is not None}
+    is_text = len(kinds) > 1 or object in kinds
+    return [str(value) if is_text and value is not None else value for value in values]
+
+
+def _column_type(value: Any) -> type:
+    if isinstance(value, bool | str):
+        return type(value)
+    return float if isinstance(value, int | float | np.number) else object
+
+
+def _value(name: str, spec: Any) -> Any:
+    settings = getattr(spec, "settings", {})
+    return settings[name] if name in settings else operator.attrgetter(name)(spec)
 
 
 def _with(spec: Any, item: tuple[str, Any]) -> Any:
+    settings = getattr(spec, "settings", {})
+    if item[0] in settings:
+        return dataclasses.replace(spec, settings={**settings, item[0]: item[1]})
     name, _, rest = item[0].partition(".")
     value = _with(getattr(spec, name), (rest, item[1])) if rest else item[1]
     return dataclasses.replace(spec, **{name: value})

@@ -14,7 +14,6 @@ import torch
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.groups.fitting import GroupStatus
 from offbeat.groups.hopping import HopCourse, HoppingModel, Visit
-from offbeat.groups.records import GroupRecords
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from offbeat.groups.fitting import BucketTask
     from offbeat.groups.group_job import GroupJob
     from offbeat.groups.hopping import HopGroup
+    from offbeat.groups.records import GroupRecords
     from offbeat.objects.object_future import ObjectFuture
 
 
@@ -240,7 +240,7 @@ class HopCoordinator:
         """Return the record of a group, once all visits were made; a split group's model is not fitted anew to the
         rows that were held out."""
         job, sums, course = self.job, self.sums[group], self.course
-        model, made = job.model, GroupRecords.empty(1, len(job.configs), job.width)
+        model, made = job.model, job.records(1)
         assert isinstance(model, HoppingModel)
         made.losses[0] = sums.trained / max(1, sum(sums.rows))
         if len(job.configs) > 1:

@@ -81,7 +81,7 @@ def fit_buckets(
     job = trainer.job(table.schema, trainer.classes(table.batches([trainer.target]), table.schema))
     index = GroupIndex.count(table.batches(job.by), job.by, table.schema)
     job.small.check(index)
-    records = GroupRecords.empty(len(index), len(job.configs), job.width)
+    records = job.records(len(index))
     with tempfile.TemporaryDirectory(prefix="offbeat-groups-") as temporary:
         files = BucketFiles(Path(temporary), index, cut_buckets(index.rows, 8 * len(job.schema), bucket_bytes))
         kept = None if folder is None else FitFolder(folder, job, index, files.buckets)

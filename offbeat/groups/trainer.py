@@ -87,10 +87,10 @@ class GroupedTrainer:
             values: the distinct values of the target, of a classification; else None.
 
         Raises:
-            GroupDataError: if a column is missing or cannot be used, or there are not two classes.
+            GroupDataError: if a column is missing or cannot be used, or there are too many or too few classes.
         """
         features = self._features(schema)
-        classes = None if values is None else self._two(values)
+        classes = None if values is None else self._sorted(values)
         moment = [self.validation.by] if self.validation.by is not None and len(self.configs) > 1 else []
         needed = list(dict.fromkeys([*self.by, *features, self.target, *moment]))
         schema = pa.schema([schema.field(name) for name in needed])
@@ -110,15 +110,17 @@ class GroupedTrainer:
         values = pa.array([], schema.field(self.target).type)
         for part in parts:
             values = pc.unique(pa.chunked_array([values, *part[self.target].chunks]))
-            if len(values) > 3:
+            if len(values) > self.model.most_classes + 1:
                 break
         return values.drop_null()
 
-    def _two(self, values: pa.Array) -> pa.Array:
-        if len(values) != 2:
+    def _sorted(self, values: pa.Array) -> pa.Array:
+        most = self.model.most_classes
+        if not 2 <= len(values) <= most:
+            needed = "two classes" if most == 2 else f"2 to {most} classes"
             raise GroupDataError(
-                f"Cannot classify by {self.target!r}: a logistic regression needs two classes, and there are "
-                f"{'more' if len(values) > 2 else len(values)}."
+                f"Cannot classify by {self.target!r}: {type(self.model).__name__} needs {needed}, and there are "
+                f"{'more' if len(values) > most else len(values)}."
             )
         return values.take(pc.sort_indices(values))
 

@@ -317,7 +317,7 @@ def test_a_table_of_groups() -> None:
     table = pa.table({"shop": shop, "a": x[:, 0], "b": x[:, 1], "sold": y, "many": np.where(y > 0, "yes", "no")})
     net = Net(mlp, AdamW(lr=Grid(1e-6, 3e-2)), batch=16, epochs=20)
     fitted = GroupedTrainer(net, by="shop", target="sold", features=["a", "b"]).fit(table)
-    assert fitted.models.column_names == ["shop", "rows", "optimizer.lr", "status"]
+    assert fitted.models.column_names == ["shop", "rows", "optimizer.lr", "status", "error"]
     assert set(fitted.models["optimizer.lr"].to_pylist()) == {3e-2}
     assert np.mean((fitted.predict(table)["prediction"].to_numpy() - y) ** 2) < 0.05 * y.var()
     kinds = Net(mlp, Grid(SGD(lr=1e-6), AdamW(lr=3e-2)), loss="log", batch=16, epochs=20)
