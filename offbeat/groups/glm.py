@@ -94,7 +94,7 @@ class Glm:
             found.steps[at] = solution.steps.numpy()
             found.status[at[~solution.has_ended.all(1).numpy()]] = GroupStatus.NOT_CONVERGED
             if self.is_classifier:
-                margins = (x @ solution.coefficients.mT).abs().amax((1, 2)).numpy()
+                margins = (solution.coefficients @ x.mT).abs().amax((1, 2)).numpy()
                 found.status[at[margins > _LARGE_MARGIN]] = GroupStatus.SEPARABLE
         return found
 
@@ -153,13 +153,14 @@ class Glm:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         counts = np.diff(task.offsets)[at]
         rows = task.offsets[:-1][at, None] + np.minimum(np.arange(counts.max()), counts[:, None] - 1)
-        x = np.empty((*rows.shape, task.features.shape[1] + self.intercept))
-        x[..., : task.features.shape[1]] = task.features[rows]
+        count = task.features.shape[1]
+        x = np.empty((len(at), count + self.intercept, rows.shape[1]))  # all rows of a feature, side by side
+        x[:, :count] = task.features[rows].transpose(0, 2, 1)
         if self.standardize:
-            x[..., : task.features.shape[1]] = (x[..., : task.features.shape[1]] - mean[at, None]) / scale[at, None]
+            x[:, :count] = (x[:, :count] - mean[at, :, None]) / scale[at, :, None]
         if self.intercept:
-            x[..., -1] = 1.0
-        return torch.from_numpy(x), torch.from_numpy(task.target[rows])
+            x[:, -1] = 1.0
+        return torch.from_numpy(x).mT, torch.from_numpy(task.target[rows])
 
     def _as_they_are(self, coefficients: np.ndarray, mean: np.ndarray, scale: np.ndarray) -> np.ndarray:
         """Coefficients for the features as they are, of those for scaled ones."""

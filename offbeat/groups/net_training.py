@@ -179,7 +179,7 @@ class NetTraining:
                 at, weight = self._batch(models.counts[:active], starts[:active], order, number % each[:active])
                 x, target = self.features[at], self.target[at]
                 margins = compute(leaves, x, shared)
-                slope = self.family.derivatives(margins.detach(), target)[0].mul_(weight)
+                slope = self.family.slopes(margins.detach(), target).mul_(weight)
                 found = torch.autograd.grad(
                     margins, list(leaves.values()), slope, allow_unused=True, materialize_grads=True
                 )
