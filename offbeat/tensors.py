@@ -16,6 +16,8 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     >>> flat_bytes(torch.tensor([[1], [256]], dtype=torch.int16))
     tensor([1, 0, 0, 1], dtype=torch.uint8)
     """
+    if not tensor.numel():  # its strides may be anything
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

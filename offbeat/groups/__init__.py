@@ -9,9 +9,13 @@ After "Towards an Optimized GROUP BY Abstraction for Large-Scale Machine Learnin
   rows by which one is chosen; `mixing` - random numbers that are functions of keys
 * nets: `net` - the spec `Net`; `stacked_module` - many models of a torch module; `net_training` - their training in
   lockstep; `optimizers` - `SGD`, `Adam` and `AdamW`
-* a fit: `trainer` - from a table to models; `fitting` - of one bucket; `records` - arrays of all groups; `fitted` -
-  tables of models, and predictions; `saved` - a file of them
-* several workers: `partition` - who has which rows of which group; `unit_scheduler` - the order of units in an epoch
+* a fit: `trainer` - from a table to models; `group_job` - of one bucket, with the choice of a configuration;
+  `fitting` - what a spec makes of its rows; `records` - arrays of all groups; `fitted` - tables of models, and
+  predictions; `saved` - a file of them
+* where: `this_process`; `ranks` - all workers of a job; `partition` - who has which rows of which group; `carrier` -
+  what travels between them; `table_messages` - rows that do
+* split groups: `summing` - fits whose rows are in several places, `split_sums` - over a carrier; `hopping` - models
+  that visit shards, `split_hops` - over a carrier; `unit_scheduler` - the order of visits in an epoch
 """
 
 try:
@@ -21,11 +25,14 @@ except ModuleNotFoundError as error:
 
 from offbeat.groups.fitted import FittedGroups
 from offbeat.groups.glm import Linear, Logistic, Poisson
+from offbeat.groups.group_job import Small
 from offbeat.groups.net import Net
 from offbeat.groups.optimizers import SGD, Adam, AdamW
+from offbeat.groups.ranks import Ranks
 from offbeat.groups.search import Grid, HoldOut
 from offbeat.groups.table_input import GroupDataError
-from offbeat.groups.trainer import GroupedTrainer, Small
+from offbeat.groups.this_process import ThisProcess
+from offbeat.groups.trainer import GroupedTrainer
 
 __all__ = [
     "SGD",
@@ -40,5 +47,7 @@ __all__ = [
     "Logistic",
     "Net",
     "Poisson",
+    "Ranks",
     "Small",
+    "ThisProcess",
 ]

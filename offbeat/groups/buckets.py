@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from offbeat.errors import OffbeatError
 from offbeat.groups.table_input import GroupDataError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def numbers_in(column: pa.ChunkedArray, name: str) -> np.ndarray:
     """
     if not is_number(column.type):
         raise GroupDataError(f"Cannot compute with the column {name!r}, {column.type}: encode it as numbers first.")
-    return np.asarray(column.cast(pa.float64()).to_numpy(), np.float64)
+    return np.array(column.cast(pa.float64()).to_numpy(), np.float64)
 
 
 def is_number(kind: pa.DataType) -> bool:
@@ -81,7 +82,7 @@ def cut_buckets(rows: np.ndarray, row_bytes: int, bucket_bytes: int = BUCKET_BYT
     Args:
         rows: (groups,), of each group.
         row_bytes: of one row.
-        bucket_bytes: of a bucket; a group that is larger has one of its own.
+        bucket_bytes: of a bucket; a group of a quarter of that or more has one of its own, so that it can be split.
     """
     order = np.lexsort((np.arange(len(rows)), -rows))
     buckets = np.zeros(len(rows), np.int64)
@@ -91,6 +92,8 @@ def cut_buckets(rows: np.ndarray, row_bytes: int, bucket_bytes: int = BUCKET_BYT
     while begin < len(order):
         before = ends[begin] - sizes[begin]
         end = max(begin + 1, int(np.searchsorted(ends, before + bucket_bytes, side="right")))
+        if sizes[begin] * 4 >= bucket_bytes:
+            end = begin + 1
         buckets[order[begin:end]] = bucket
         begin, bucket = end, bucket + 1
     return buckets
@@ -109,8 +112,11 @@ class BucketFiles:
         self._folder, self._index, self.buckets = folder, index, buckets
         self.count = int(buckets.max()) + 1 if len(buckets) else 0
 
-    def write(self, parts: Iterable[pa.Table], schema: pa.Schema) -> None:
+    def write(self, parts: Iterable[pa.Table], schema: pa.Schema, rows: int | None = None) -> None:
         """Distribute the rows of a table.
+
+        Args:
+            rows: of this table; None for all rows of the groups.
 
         Raises:
             GroupDataError: if the disk is full, or the table has changed since its groups were counted.
@@ -135,12 +141,15 @@ class BucketFiles:
                         writers[bucket].write_table(part.slice(begins[bucket], begins[bucket + 1] - begins[bucket]))
                     written += part.num_rows
         except OSError as error:
+            if isinstance(error, OffbeatError):  # of those who read the table
+                raise
             raise GroupDataError(
                 f"Cannot write the buckets of groups to {self._folder}: {error.strerror or error}. "
                 "Name a folder with more room by TMPDIR."
             ) from error
-        if written != int(self._index.rows.sum()):
-            raise GroupDataError(f"The table had {int(self._index.rows.sum())} rows when counted, and {written} then.")
+        expected = int(self._index.rows.sum()) if rows is None else rows
+        if written != expected:
+            raise GroupDataError(f"The table had {expected} rows when counted, and {written} then.")
 
     def read(self, bucket: int) -> GroupRows:
         """Map the rows of a bucket, and sort them by their groups."""

@@ -49,6 +49,11 @@ class BucketTask:
     offsets: np.ndarray
     hashes: np.ndarray
 
+    @classmethod
+    def empty(cls, features: int) -> Self:
+        """Return no group."""
+        return cls(np.zeros((0, features)), np.zeros(0), np.zeros(1, np.int64), np.zeros(0, np.uint64))
+
     def rows(self, which: np.ndarray) -> BucketTask:
         """Return the same groups with some of their rows."""
         kept = np.concatenate(([0], np.cumsum(which)))
@@ -64,6 +69,15 @@ class BucketTask:
         rows = np.repeat(is_of, counts)
         offsets = np.concatenate(([0], np.cumsum(counts[which])))
         return BucketTask(self.features[rows], self.target[rows], offsets, self.hashes[which])
+
+    def finite(self) -> BucketTask:
+        """Return the rows that can be computed with."""
+        return self.rows(self.is_finite)
+
+    @property
+    def is_finite(self) -> np.ndarray:
+        """Return (rows,): whether a row can be computed with."""
+        return np.asarray(np.isfinite(self.features).all(1) & np.isfinite(self.target))
 
     def sums(self, values: np.ndarray) -> np.ndarray:
         """Return the sum over the rows of each group; 0 for one without rows.
@@ -175,8 +189,7 @@ class BucketFit:
     def mark_unusable(self, task: BucketTask, *, is_classifier: bool) -> np.ndarray:
         """Set the status of the groups that cannot be fitted, and return which groups can be."""
         counts = np.diff(task.offsets)
-        is_finite = np.isfinite(task.features).all(1) & np.isfinite(task.target)
-        self.status[task.sums(~is_finite) > 0] = GroupStatus.NOT_FINITE
+        self.status[task.sums(~task.is_finite) > 0] = GroupStatus.NOT_FINITE
         self.status[counts == 0] = GroupStatus.NO_ROWS
         if is_classifier:
             ones = task.sums(task.target)

@@ -18,12 +18,14 @@ from offbeat.groups.families import BernoulliFamily, Family, GaussianFamily, Poi
 from offbeat.groups.fitting import BucketFit, BucketTask, GroupStatus, similar_sizes
 from offbeat.groups.newton import PaddedGroups, solve
 from offbeat.groups.summed_newton import GlmSums, SummedNewton, sums_of
+from offbeat.groups.summing import Summand, run_alone
 from offbeat.groups.table_input import GroupDataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from offbeat.groups.search import Grid
+    from offbeat.groups.summing import Summing
 
 _LARGE_MARGIN = 30.0
 
@@ -74,12 +76,8 @@ class Glm:
         found = BucketFit.empty(groups, len(configs), width)
         counts = np.diff(task.offsets)
         usable = found.mark_unusable(task, is_classifier=self.is_classifier)
-        if self.is_classifier and self.intercept:
-            # The best intercept for a single class is infinite: a constant, by the rule of succession.
-            is_one = found.status == GroupStatus.ONE_CLASS
-            ones = task.sums(task.target)[is_one]
-            found.coefficients[is_one] = 0.0
-            found.coefficients[is_one, :, -1] = np.log((ones + 0.5) / (counts[is_one] - ones + 0.5))[:, None]
+        is_one = found.status == GroupStatus.ONE_CLASS
+        found.coefficients[is_one] = self._constant(task.sums(task.target)[is_one], counts[is_one], width)[:, None]
         mean, scale = self._scales(task)
         for at in similar_sizes(counts, usable, width):
             x, target = self._padded(task, at, mean, scale)
@@ -98,24 +96,55 @@ class Glm:
                 found.status[at[margins > _LARGE_MARGIN]] = GroupStatus.SEPARABLE
         return found
 
-    def fit_together(self, tasks: Callable[[], Iterable[BucketTask]], config: Glm) -> np.ndarray:
-        """Fit one model to the rows of all groups; rows that are not finite are left out, and nothing is scaled."""
-        penalty = torch.tensor([float(config.l2)], dtype=torch.float64)  # type: ignore[arg-type]
-        newton: SummedNewton | None = None
-        while newton is None or not newton.has_ended:
-            sums: GlmSums | None = None
+    def fit_summed(self, tasks: Callable[[], Iterable[BucketTask]], configs: Sequence[Glm]) -> Summing[BucketFit]:
+        """Fit one model for each configuration to rows in several places, of which this is one."""
+        penalties = torch.tensor([float(config.l2) for config in configs], dtype=torch.float64)  # type: ignore[arg-type]
+        facts = np.sum(
+            [np.hstack((len(t.target), (~t.is_finite).sum(), t.target.sum(), t.features.sum(0))) for t in tasks()], 0
+        )
+        count, unusable, ones, *sums = (yield Summand(torch.from_numpy(facts))).tolist()
+        width = len(sums) + self.intercept
+        found = BucketFit.empty(1, len(configs), width)
+        if not count or unusable or (self.is_classifier and ones in (0, count)):
+            found.status[0] = GroupStatus.NO_ROWS if not count else GroupStatus.NOT_FINITE
+            if count and not unusable:
+                found.status[0] = GroupStatus.ONE_CLASS
+                found.coefficients[0] = self._constant(np.array([ones]), np.array([count]), width)
+            return found
+        mean, scale = np.zeros((1, len(sums))), np.ones((1, len(sums)))
+        if self.standardize:
+            mean = np.array([sums]) / count
+            spread = sum((np.square(task.features - mean).sum(0) for task in tasks()), np.zeros(len(sums)))
+            spread = (yield Summand(torch.from_numpy(spread))).numpy()[None] / count
+            scale = np.where(spread > 0, np.sqrt(spread), 1.0)
+
+        def rows() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             for task in tasks():
-                which = np.isfinite(task.features).all(1) & np.isfinite(task.target)
-                x = torch.from_numpy(
-                    np.hstack((task.features[which], np.ones((int(which.sum()), int(self.intercept)))))
-                )
-                newton = newton or SummedNewton(penalty, x.shape[1], has_intercept=self.intercept)
-                part = sums_of(x, torch.from_numpy(task.target[which]), self.family, newton.coefficients)
-                sums = part if sums is None else sums + part
-            assert newton is not None
-            assert sums is not None
-            newton.told(sums)
-        return newton.coefficients[0].numpy()
+                x = np.ones((len(task.target), width))
+                x[:, : len(sums)] = (task.features - mean) / scale if self.standardize else task.features
+                yield torch.from_numpy(x), torch.from_numpy(task.target)
+
+        newton = SummedNewton(penalties, width, has_intercept=self.intercept)
+        while not newton.has_ended:
+            part = torch.zeros(len(configs) * (1 + width + width**2), dtype=torch.float64)
+            for x, target in rows():
+                part += sums_of(x, target, self.family, newton.coefficients).flat
+            newton.told(GlmSums.of_flat((yield Summand(part)), len(configs), width))
+        found.coefficients[0] = self._as_they_are(newton.coefficients.numpy()[None], mean, scale)[0]
+        found.losses[0], found.steps[0] = newton.objectives.numpy() / count, newton.steps
+        if not newton.has_converged.all():
+            found.status[0] = GroupStatus.NOT_CONVERGED
+        if self.is_classifier:
+            margins = [(x @ newton.coefficients.T).abs().amax() for x, _ in rows() if len(x)]
+            greatest = torch.stack(margins).amax(0, keepdim=True) if margins else torch.zeros(1, dtype=torch.float64)
+            if float((yield Summand(greatest, "max"))) > _LARGE_MARGIN:
+                found.status[0] = GroupStatus.SEPARABLE
+        return found
+
+    def fit_together(self, tasks: Callable[[], Iterable[BucketTask]], config: Glm) -> np.ndarray:
+        """Fit one model to the rows of all groups; rows that are not finite are left out."""
+        found = run_alone(self.fit_summed(lambda: (task.finite() for task in tasks()), [config]))
+        return np.asarray(found.coefficients[0, 0])
 
     def margins(self, coefficients: np.ndarray, features: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Return the margins of rows.
@@ -136,6 +165,17 @@ class Glm:
     def loss_of(self, margins: np.ndarray, target: np.ndarray) -> np.ndarray:
         """Return the loss of each row."""
         return np.asarray(self.family.losses(torch.from_numpy(margins), torch.from_numpy(target)))
+
+    def _constant(self, ones: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
+        """The models of groups of one class, for which the best intercept is infinite: one by the rule of succession.
+
+        Args:
+            ones, counts: (groups,).
+        """
+        made = np.full((len(counts), width), 0.0 if self.intercept else np.nan)
+        if self.intercept:
+            made[:, -1] = np.log((ones + 0.5) / (counts - ones + 0.5))
+        return made
 
     def _scales(self, task: BucketTask) -> tuple[np.ndarray, np.ndarray]:
         """The mean and the scale of each group's features."""
@@ -171,6 +211,11 @@ class Glm:
         if self.intercept:
             made[..., -1] -= (made[..., :count] * mean[:, None]).sum(-1)
         return made
+
+
+def _facts(task: BucketTask) -> np.ndarray:
+    """Sums by which it is known whether a model can be fitted: of rows, of unusable ones, of targets and features."""
+    return np.hstack((len(task.target), (~task.is_finite).sum(), task.target.sum(), task.features.sum(0)))
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,24 @@ class GroupIndex:
                 counted = [_merge(counted, by)]
         if not counted:
             return cls(keys.empty_table(), np.zeros(0, np.int64))
+        return cls._of(counted, by)
+
+    @classmethod
+    def of_table(cls, table: pa.Table, by: Sequence[str]) -> GroupIndex:
+        """Return the groups of `as_table`."""
+        return cls(table.select(list(by)), table[_ROWS].to_numpy())
+
+    def as_table(self) -> pa.Table:
+        """Return the keys and the rows of each group."""
+        return self.keys.append_column(_ROWS, pa.array(self.rows, pa.int64()))
+
+    @classmethod
+    def merged(cls, parts: Sequence[GroupIndex]) -> GroupIndex:
+        """Return the groups of several tables of the same schema, with the sums of their rows."""
+        return cls._of([part.as_table() for part in parts], parts[0].by)
+
+    @classmethod
+    def _of(cls, counted: list[pa.Table], by: Sequence[str]) -> GroupIndex:
         found = _merge(counted, by).sort_by([(name, "ascending") for name in by]).combine_chunks()
         return cls(found.select(by), found[_ROWS].to_numpy())
 

@@ -26,7 +26,7 @@ from xxhash import xxh3_64_intdigest
 from offbeat.groups.families import BernoulliFamily, Family, GaussianFamily, PoissonFamily
 from offbeat.groups.fitting import BucketFit, BucketTask, GroupStatus, similar_sizes
 from offbeat.groups.mixing import mixed
-from offbeat.groups.net_training import NetModels, NetTraining
+from offbeat.groups.net_training import NetModels, NetState, NetTraining
 from offbeat.groups.optimizers import AdamW, StackedOptimizer
 from offbeat.groups.search import Grid
 from offbeat.groups.stacked_module import StackedModule
@@ -34,6 +34,8 @@ from offbeat.groups.table_input import GroupDataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+
+    from offbeat.groups.carrier import Tensors
 
 _FAMILIES: dict[str, Family] = {"squared": GaussianFamily(), "log": BernoulliFamily(), "poisson": PoissonFamily()}
 
@@ -114,6 +116,47 @@ class Net:
             margins = self.margins(found.coefficients[:, at], task.features, task.group)
             found.losses[:, at] = task.means(self.loss_of(margins, task.target))
         return found
+
+    def epochs_of(self, config: Net) -> int:
+        """Return the epochs of a configuration."""
+        return config.epochs  # type: ignore[return-value]
+
+    def steps_of(self, config: Net, rows: int) -> int:
+        """Return the steps of a configuration over a shard of so many rows, in all epochs."""
+        return -(-rows // config.batch) * config.epochs  # type: ignore[operator]
+
+    def visit(self, task: BucketTask, configs: Sequence[Net], state: Tensors, epoch: int, shard: int) -> Tensors:
+        """Train configurations of one group for an epoch on the rows of one shard.
+
+        Args:
+            task: of the one group, with these rows.
+            configs: the same at each visit.
+            state: with which they have come; empty at first.
+            epoch, shard: their numbers.
+
+        Returns:
+            The state with which they go.
+        """
+        module, made = self._module(task.features.shape[1]), dict(state)
+        features, target = (torch.from_numpy(values.astype(np.float32)) for values in (task.features, task.target))
+        for at, alike in enumerate(_alike(configs)):
+            those = [configs[place] for place in alike]
+            training = NetTraining(module, those[0].optimizer, self._family, those[0].batch, features, target)
+            models = _models(task, np.zeros(1, np.int64), those)
+            models = dataclasses.replace(models, epochs=np.ones_like(models.epochs))
+            came = NetState.of_tensors(state, f"{at}/") if state else None
+            went = training.visit(models, training.try_two(models), came, epoch + (shard << 32))
+            made |= went.as_tensors(f"{at}/")
+        return made
+
+    def visited(self, configs: Sequence[Net], state: Tensors, features: int) -> np.ndarray:
+        """Return (configs, width): the models that a state holds; NaN for one that diverged."""
+        module = self._module(features)
+        made = np.full((len(configs), module.width), np.nan)
+        for at, alike in enumerate(_alike(configs)):
+            made[alike] = NetState.of_tensors(state, f"{at}/").models(module).numpy()
+        made[~np.isfinite(made).all(1)] = np.nan
+        return made
 
     def fit_together(self, tasks: Callable[[], Iterable[BucketTask]], config: Net) -> np.ndarray:
         """Fit one model to the rows of all groups, which have to be in memory together; rows that are not finite are

@@ -21,7 +21,7 @@ from offbeat.groups.mixing import mixed
 from offbeat.groups.table_input import GroupDataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from offbeat.groups.families import Family
     from offbeat.groups.optimizers import StackedOptimizer
@@ -141,7 +141,7 @@ class NetTraining:
         order = np.argsort(-steps, kind="stable")
         for at in self._parts(models, order, trial):
             try:
-                made[at] = self._train(models[at], steps[at], trial).numpy()
+                made[at] = self._train(models[at], trial).models(self.module).numpy()
             except (RuntimeError, ValueError):  # of one group's rows: the module's own errors came in the trial
                 if not trial.obstacle:
                     raise
@@ -157,25 +157,45 @@ class NetTraining:
         is_left_out = trial.mixes_rows & (models.counts % self.batch == 1) & (models.counts > self.batch)
         return np.asarray(-(-models.counts // self.batch) - is_left_out)
 
-    def _train(self, models: NetModels, steps: np.ndarray, trial: Trial) -> torch.Tensor:
+    def visit(self, models: NetModels, trial: Trial, state: NetState | None, turn: int) -> NetState:
+        """Train models of one group for an epoch on some of its rows, and return what they have become.
+
+        Args:
+            models: with rows that are here, and one epoch.
+            state: that they have come with; None at first.
+            turn: a number of the epoch and of these rows, by which their order is drawn.
+        """
+        if trial.obstacle:
+            each = [
+                self._train(models[at : at + 1], trial, None if state is None else state.part(at), turn)
+                for at in range(len(models))
+            ]
+            return NetState.joined(each)
+        return self._train(models, trial, state, turn)
+
+    def _train(self, models: NetModels, trial: Trial, state: NetState | None = None, turn: int = 0) -> NetState:
+        """Train models from a state on, or from the start; they have as many steps left as all or those before."""
         module, each = self.module, self._steps_an_epoch(models, trial)
+        steps = each * models.epochs
         module.module.train()
-        rows, shared = module.initial(models.seeds), self._shared()
+        state = (
+            NetState.first(module, self.optimizer, models, is_alone=bool(trial.obstacle)) if state is None else state
+        )
+        rows, slots, shared = state.rows, state.slots, state.shared_of(module)
         rates = torch.from_numpy(models.rates)
         gradients = torch.empty_like(rows)
-        slots = [torch.zeros_like(rows) for _ in range(self.optimizer.slots)]
         compute = module.single if trial.obstacle else module.batched
         starts = np.cumsum(models.counts) - models.counts
         order = np.empty(models.counts.sum(), np.int64)
         active = 0
         with torch.random.fork_rng(devices=[]):  # of dropout
-            torch.manual_seed(int(models.seeds[0] >> np.uint64(1)))
+            torch.manual_seed(int((models.seeds[0] >> np.uint64(1)) ^ np.uint64(turn)))
             for number in range(int(steps[0])):
                 now = int(np.searchsorted(-steps, -number))
                 if now != active:
                     active, leaves = now, self._leaves(rows[:now])
                 new = np.flatnonzero(number % each[:active] == 0)
-                _draw(order, starts[new], models[new], number // each[new])
+                _draw(order, starts[new], models[new], turn + number // each[new])
                 at, weight = self._batch(models.counts[:active], starts[:active], order, number % each[:active])
                 x, target = self.features[at], self.target[at]
                 margins = compute(leaves, x, shared)
@@ -185,9 +205,8 @@ class NetTraining:
                 )
                 torch.cat([part.reshape(active, -1) for part in found], 1, out=gradients[:active])
                 mine = [slot[:active] for slot in slots]
-                self.optimizer.step(rows[:active], gradients[:active], mine, rates[:active], number + 1)
-        kept = [shared[name].flatten() for name in module.kept]
-        return torch.cat((rows, *(part.expand(len(rows), -1) for part in kept)), 1).double()
+                self.optimizer.step(rows[:active], gradients[:active], mine, rates[:active], state.steps + number + 1)
+        return NetState(rows, slots, state.shared_from(shared), state.steps + int(steps[0]))
 
     def _batch(
         self, counts: np.ndarray, starts: np.ndarray, order: np.ndarray, number: np.ndarray
@@ -214,6 +233,82 @@ class NetTraining:
 
     def _shared(self) -> Values:
         return self.module.new_shared()
+
+
+@dataclass
+class NetState:
+    """Models in the middle of their training, and all that it continues with.
+
+    Args:
+        rows: (models, numbers that are trained), changed in place.
+        slots: each (models, numbers that are trained): what the optimizer keeps.
+        shared: by name, with a first dimension for models: what no gradient changes, where training may change it
+            otherwise; else nothing.
+        steps: that were taken.
+    """
+
+    rows: torch.Tensor
+    slots: list[torch.Tensor]
+    shared: Values
+    steps: int
+
+    @classmethod
+    def first(
+        cls, module: StackedModule, optimizer: StackedOptimizer, models: NetModels, *, is_alone: bool
+    ) -> NetState:
+        """Return new models.
+
+        Args:
+            is_alone: whether it is one that changes what is shared.
+        """
+        rows = module.initial(models.seeds)
+        shared = {name: value[None] for name, value in module.new_shared().items()} if is_alone else {}
+        return cls(rows, [torch.zeros_like(rows) for _ in range(optimizer.slots)], shared, 0)
+
+    @classmethod
+    def joined(cls, states: Sequence[NetState]) -> NetState:
+        """Return the models of several states, which have taken equally many steps."""
+        return cls(
+            torch.cat([state.rows for state in states]),
+            [torch.cat(slots) for slots in zip(*(state.slots for state in states), strict=True)],
+            {name: torch.cat([state.shared[name] for state in states]) for name in states[0].shared},
+            states[0].steps,
+        )
+
+    @classmethod
+    def of_tensors(cls, values: Mapping[str, torch.Tensor], prefix: str) -> NetState:
+        """Return the state of `as_tensors`."""
+        mine = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+        slots = [mine[name] for name in sorted(mine) if name.startswith("slot/")]
+        shared = {name.removeprefix("shared/"): value for name, value in mine.items() if name.startswith("shared/")}
+        return cls(mine["rows"], slots, shared, int(mine["steps"]))
+
+    def as_tensors(self, prefix: str) -> Values:
+        """Return everything by name."""
+        made = {"rows": self.rows, "steps": torch.tensor(self.steps)}
+        made |= {f"slot/{number}": slot for number, slot in enumerate(self.slots)}
+        made |= {f"shared/{name}": value for name, value in self.shared.items()}
+        return {prefix + name: value for name, value in made.items()}
+
+    def part(self, at: int) -> NetState:
+        """Return the state of one model."""
+        which = slice(at, at + 1)
+        shared = {name: value[which] for name, value in self.shared.items()}
+        return NetState(self.rows[which], [slot[which] for slot in self.slots], shared, self.steps)
+
+    def shared_of(self, module: StackedModule) -> Values:
+        """Return what a module is computed with beside trained numbers."""
+        return {name: value[0] for name, value in self.shared.items()} or module.new_shared()
+
+    def shared_from(self, shared: Values) -> Values:
+        """Return what to keep of what a module was computed with."""
+        return {name: shared[name][None] for name in self.shared}
+
+    def models(self, module: StackedModule) -> torch.Tensor:
+        """Return (models, width), float64."""
+        values = self.shared or {name: value[None] for name, value in module.new_shared().items()}
+        kept = [values[name].flatten(1).expand(len(self.rows), -1) for name in module.kept]
+        return torch.cat((self.rows, *kept), 1).double()
 
 
 def _draw(order: np.ndarray, starts: np.ndarray, models: NetModels, epochs: np.ndarray) -> None:

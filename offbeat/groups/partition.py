@@ -65,7 +65,15 @@ class GroupPartition:
         return made.astype(np.int64)
 
 
-def wrap_around(rows: np.ndarray, workers: int, configs: int, *, batch: int = 1, capacity: int = 0) -> GroupPartition:
+def wrap_around(
+    rows: np.ndarray,
+    workers: int,
+    configs: int,
+    *,
+    batch: int = 1,
+    capacity: int = 0,
+    indivisible: np.ndarray | None = None,
+) -> GroupPartition:
     """Distribute groups, the largest first.
 
     Args:
@@ -73,6 +81,8 @@ def wrap_around(rows: np.ndarray, workers: int, configs: int, *, batch: int = 1,
         workers, configs: how many there are.
         batch: a shard's end is a multiple of it, so that no mini-batch is in two shards.
         capacity: of a worker, in rows; 0 for max(n / p, max n_i / s), which no partition with less idle time has.
+        indivisible: (groups,), which of them are not to be split: one that two workers would share is with the worker
+            that would have its middle.
     """
     order = np.lexsort((np.arange(len(rows)), -rows))
     total, largest = int(rows.sum()), int(rows.max(initial=0))
@@ -82,6 +92,9 @@ def wrap_around(rows: np.ndarray, workers: int, configs: int, *, batch: int = 1,
     begins = ends - rows[order]
     first = np.minimum(begins // room, workers - 1)
     last = np.minimum(np.maximum(ends - 1, begins) // room, workers - 1)
+    if indivisible is not None:
+        middle = np.minimum((begins + ends) // 2 // room, workers - 1)
+        first, last = (np.where(indivisible[order], middle, one) for one in (first, last))
     home = np.full(len(rows), -1, np.int64)
     is_whole = first == last
     home[order[is_whole]] = first[is_whole]

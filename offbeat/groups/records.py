@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
+from offbeat.errors import PeerError
 from offbeat.groups.fitting import GroupStatus
 
 if TYPE_CHECKING:
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
 
     from offbeat.groups.fitting import GroupModel
     from offbeat.groups.group_index import GroupIndex
+
+
+_OF_EACH = ("coefficients", "chosen", "losses", "held_losses", "steps", "status")
 
 
 @dataclass
@@ -39,9 +44,8 @@ class GroupRecords:
     fallback: np.ndarray
 
     @classmethod
-    def empty(cls, index: GroupIndex, configs: int, width: int) -> Self:
+    def empty(cls, groups: int, configs: int, width: int) -> Self:
         """Return those of groups that are not fitted yet."""
-        groups = len(index)
         return cls(
             np.full((groups, width), np.nan),
             np.zeros(groups, np.int64),
@@ -51,6 +55,30 @@ class GroupRecords:
             np.full(groups, GroupStatus.NO_ROWS, np.int8),
             np.full(width, np.nan),
         )
+
+    def choose(self) -> None:
+        """Choose the configuration of each group that loses least in the rows that were held out."""
+        self.chosen[:] = np.where(np.isfinite(self.held_losses), self.held_losses, np.inf).argmin(1)
+
+    def of(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the arrays of some groups, by name."""
+        return {name: getattr(self, name)[numbers] for name in _OF_EACH}
+
+    def put(self, numbers: np.ndarray, part: GroupRecords | Mapping[str, np.ndarray]) -> None:
+        """Take in the records of some groups.
+
+        Args:
+            numbers: of these groups.
+            part: in the same order; or what `of` has returned elsewhere.
+
+        Raises:
+            PeerError: if they are not of this fit.
+        """
+        for name in _OF_EACH:
+            mine, its = getattr(self, name), part[name] if isinstance(part, Mapping) else getattr(part, name)
+            if its.shape != (len(numbers), *mine.shape[1:]) or its.dtype != mine.dtype:
+                raise PeerError(f"Cannot take in {name} of another worker: {its.dtype} of shape {its.shape}.")
+            mine[numbers] = its
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,16 @@ class GlmSums:
     gradients: torch.Tensor
     hessians: torch.Tensor
 
-    def __add__(self, other: GlmSums) -> GlmSums:
-        return GlmSums(self.losses + other.losses, self.gradients + other.gradients, self.hessians + other.hessians)
+    @property
+    def flat(self) -> torch.Tensor:
+        """Return all of them in one vector."""
+        return torch.cat((self.losses, self.gradients.flatten(), self.hessians.flatten()))
+
+    @classmethod
+    def of_flat(cls, values: torch.Tensor, penalties: int, features: int) -> GlmSums:
+        """Return the sums that are in a vector."""
+        losses, gradients, hessians = values.split((penalties, penalties * features, penalties * features**2))
+        return cls(losses, gradients.view(penalties, features), hessians.view(penalties, features, features))
 
 
 def sums_of(features: torch.Tensor, target: torch.Tensor, family: Family, coefficients: torch.Tensor) -> GlmSums:
@@ -64,7 +72,10 @@ class SummedNewton:
 
     Attributes:
         coefficients: (penalties, features), at which sums are wanted next.
-        has_ended: whether the objectives fall no more.
+        has_ended: whether the objectives fall no more, or were to fall for too long.
+        has_converged: (penalties,), which of them fall no more.
+        objectives: (penalties,).
+        steps: that were taken.
     """
 
     def __init__(self, penalties: torch.Tensor, features: int, *, has_intercept: bool) -> None:
@@ -76,29 +87,30 @@ class SummedNewton:
         self._step = torch.zeros_like(self._penalty)
         self._promised = torch.zeros_like(penalties)
         self._share = torch.ones_like(penalties)
-        self._objectives = torch.full_like(penalties, torch.inf)
-        self._steps = 0
+        self.objectives = torch.full_like(penalties, torch.inf)
+        self.steps = 0
         self.coefficients = self._best.clone()
-        self.has_ended = False
+        self.has_ended, self.has_converged = False, torch.zeros_like(penalties, dtype=torch.bool)
 
     def told(self, sums: GlmSums) -> None:
         """Take a step, by the sums at `coefficients` over all rows; a step that went too far is halved instead."""
         objectives = sums.losses + (self._penalty * self.coefficients.square()).sum(-1) / 2
-        falls = objectives <= self._objectives + TOLERANCE * (1 + objectives.abs())
+        falls = objectives <= self.objectives + TOLERANCE * (1 + objectives.abs())
         is_small = self._promised <= TOLERANCE * (1 + objectives.abs())
         gradient = sums.gradients + self._penalty * self.coefficients
         hessian = sums.hessians.clone()
         hessian.diagonal(dim1=-2, dim2=-1).add_(self._penalty)
         step = newton_step(hessian, gradient)
-        has_ended = (falls & is_small & (self._steps > 0)) | (self._share < _LEAST_SHARE)
+        has_ended = (falls & is_small & (self.steps > 0)) | (self._share < _LEAST_SHARE)
         self._best = torch.where(falls[:, None], self.coefficients, self._best)
-        self._objectives = torch.where(falls, objectives, self._objectives)
+        self.objectives = torch.where(falls, objectives, self.objectives)
         self._step = torch.where(falls[:, None], step, self._step)
         promised = -(gradient * step).sum(-1)
         self._promised = torch.where(falls, promised.clamp(min=0), self._promised)
         self._share = torch.where(falls, torch.ones_like(self._share), self._share / 2)
-        self._steps += 1
-        self.has_ended = bool(has_ended.all()) or self._steps >= MOST_STEPS
+        self.steps += 1
+        self.has_converged = has_ended
+        self.has_ended = bool(has_ended.all()) or self.steps >= MOST_STEPS
         if self.has_ended:
             self.coefficients = self._best
         else:

@@ -7,6 +7,7 @@ pattern is read by `pyarrow.dataset`: Parquet, CSV, or Arrow IPC.
 from __future__ import annotations
 
 import glob
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,8 +39,11 @@ class TableInput(Protocol):
 
     schema: pa.Schema
 
-    def batches(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+    def batches(self, columns: Sequence[str], worker: int = 0, workers: int = 1) -> Iterator[pa.Table]:
         """Read these columns, in the order of the rows, a part of them at a time.
+
+        Args:
+            worker, workers: of `workers` parts in turn read one, beginning with this one.
 
         Raises:
             GroupDataError: if they cannot be read.
@@ -82,9 +86,9 @@ class _MemoryTable:
     def __init__(self, table: pa.Table) -> None:
         self._table, self.schema = table, table.schema
 
-    def batches(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+    def batches(self, columns: Sequence[str], worker: int = 0, workers: int = 1) -> Iterator[pa.Table]:
         table = self._table.select(list(columns))
-        for at in range(0, table.num_rows, _BATCH_ROWS):
+        for at in range(worker * _BATCH_ROWS, table.num_rows, workers * _BATCH_ROWS):
             yield table.slice(at, _BATCH_ROWS)
 
 
@@ -106,13 +110,23 @@ class _FileTables:
             raise GroupDataError(f"Cannot read {pattern!r}: {_first_line(error)}.") from error
         self._pattern, self.schema = pattern, self._files.schema
 
-    def batches(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+    def batches(self, columns: Sequence[str], worker: int = 0, workers: int = 1) -> Iterator[pa.Table]:
         try:
-            for batch in self._files.to_batches(columns=list(columns), batch_size=_BATCH_ROWS, batch_readahead=2):
-                if batch.num_rows:
-                    yield pa.Table.from_batches([batch])
+            if workers > 1 and isinstance(self._files.format, pyarrow.dataset.ParquetFileFormat):
+                yield from self._row_groups(list(columns), worker, workers)
+                return
+            read = self._files.to_batches(columns=list(columns), batch_size=_BATCH_ROWS, batch_readahead=2)
+            full = (batch for batch in read if batch.num_rows)
+            for batch in itertools.islice(full, worker, None, workers):
+                yield pa.Table.from_batches([batch])
         except (pa.ArrowException, OSError) as error:
             raise GroupDataError(f"Cannot read {self._pattern!r}: {_first_line(error)}.") from error
+
+    def _row_groups(self, columns: list[str], worker: int, workers: int) -> Iterator[pa.Table]:
+        """Read one of so many row groups, of which the others need not be decoded."""
+        parts = (part for file in self._files.get_fragments() for part in file.split_by_row_group())
+        for part in itertools.islice(parts, worker, None, workers):
+            yield part.to_table(schema=self.schema, columns=columns)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,204 @@
+"""The work of a fit that is the same wherever it is done: from the rows of a bucket to the records of its groups."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from offbeat.groups.buckets import GroupRows, numbers_in
+from offbeat.groups.fitting import BucketTask, GroupStatus
+from offbeat.groups.mixing import mixed
+from offbeat.groups.records import GroupRecords
+from offbeat.groups.search import HoldOut, held_out
+from offbeat.groups.summing import Summand, SummingModel, greatest
+from offbeat.groups.table_input import GroupDataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from offbeat.groups.fitting import GroupModel
+    from offbeat.groups.group_index import GroupIndex
+    from offbeat.groups.summing import Summing
+
+
+@dataclass(frozen=True)
+class Small:
+    """The treatment of groups that have few rows.
+
+    Args:
+        min_rows: below which a group is small.
+        fallback: "skip": nothing predicts for it; "global": one model of all rows does, and for keys that are not
+            known; "raise": `fit` refuses the table.
+    """
+
+    min_rows: int = 1
+    fallback: str = "skip"
+
+    def __post_init__(self) -> None:
+        if self.fallback not in ("global", "skip", "raise"):
+            raise GroupDataError(f"Cannot fall back to {self.fallback!r}: name 'skip', 'global' or 'raise'.")
+
+    def check(self, index: GroupIndex) -> None:
+        """Check the sizes of groups.
+
+        Raises:
+            GroupDataError: if one is small, and that is to be refused.
+        """
+        is_small = index.rows < self.min_rows
+        if self.fallback == "raise" and is_small.any():
+            first = index.keys.slice(int(np.argmax(is_small)), 1).to_pylist()[0]
+            raise GroupDataError(f"Cannot fit the group {first}: it has less than {self.min_rows} rows.")
+
+
+@dataclass(frozen=True)
+class GroupJob:
+    """A fit of groups: what is fitted to which columns, and how.
+
+    Args:
+        model: the spec, and `configs` the configurations that it stands for.
+        by, features, target: columns.
+        classes: the two values of the target, of a classification; else None.
+        schema: of the columns that are needed.
+    """
+
+    model: GroupModel
+    configs: Sequence[Any]
+    by: Sequence[str]
+    features: Sequence[str]
+    target: str
+    classes: pa.Array | None
+    schema: pa.Schema
+    validation: HoldOut
+    small: Small
+
+    @property
+    def width(self) -> int:
+        """Return how many numbers a model is."""
+        return self.model.width(len(self.features))
+
+    def task(self, rows: GroupRows, index: GroupIndex) -> BucketTask:
+        """Return the rows of a bucket as numbers."""
+        if self.classes is None:
+            target = numbers_in(rows.table[self.target], self.target)
+        else:
+            places = pc.index_in(rows.table[self.target], value_set=self.classes)
+            target = np.array(places.cast(pa.float64()).to_numpy(), np.float64)
+        return BucketTask(rows.matrix(self.features), target, rows.offsets, index.hashes[rows.numbers])
+
+    def fit(self, rows: GroupRows, index: GroupIndex) -> GroupRecords:
+        """Fit the groups of a bucket, and return their records, in the order of `rows.numbers`."""
+        task = self.task(rows, index)
+        groups = len(rows.numbers)
+        records = GroupRecords.empty(groups, len(self.configs), self.width)
+        if len(self.configs) > 1:
+            held = held_out(task.hashes, task.offsets, self.validation, self._moments(rows), self._strata(task))
+            part, rest = task.rows(~held), task.rows(held)
+            found = self.model.fit(part, self.configs)
+            records.losses[:], records.steps[:] = found.losses, found.steps
+            for at, losses in enumerate(self.losses(rest, found.coefficients)):
+                records.held_losses[:, at] = rest.means(losses)
+            records.choose()
+        for at, config in enumerate(self.configs):
+            which = np.flatnonzero(records.chosen == at)
+            if not len(which):
+                continue
+            final = self.model.fit(task.groups(which), [config])
+            records.coefficients[which] = final.coefficients[:, 0]
+            records.status[which] = final.status
+            if len(self.configs) == 1:
+                records.losses[:], records.steps[:] = final.losses, final.steps
+        is_small = np.diff(rows.offsets) < self.small.min_rows
+        records.status[is_small] = GroupStatus.TOO_SMALL
+        records.coefficients[is_small] = np.nan
+        return records
+
+    def fit_shard(self, rows: GroupRows, index: GroupIndex, place: int, places: int) -> Summing[GroupRecords]:
+        """Fit a group of which several places have rows; for a spec that is a `SummingModel`.
+
+        Args:
+            rows: that are here, of this one group.
+            place, places: of this one, and how many there are.
+        """
+        assert isinstance(self.model, SummingModel)
+        task = self.task(rows, index)
+        records = GroupRecords.empty(1, len(self.configs), self.width)
+        if len(self.configs) > 1:
+            held = yield from self._held_of_shard(rows, task, int(index.rows[rows.numbers[0]]), place, places)
+            part, rest = task.rows(~held), task.rows(held)
+            found = yield from self.model.fit_summed(functools.partial(list, [part]), self.configs)
+            mine = [len(rest.target), *(float(one.sum()) for one in self.losses(rest, found.coefficients))]
+            count, *sums = (yield Summand(torch.tensor(mine, dtype=torch.float64))).tolist()
+            records.losses[:], records.steps[:] = found.losses, found.steps
+            records.held_losses[0] = np.array(sums) / max(1.0, count)
+            records.choose()
+        config = self.configs[int(records.chosen[0])]
+        final = yield from self.model.fit_summed(functools.partial(list, [task]), [config])
+        records.coefficients[:], records.status[:] = final.coefficients[:, 0], final.status
+        if len(self.configs) == 1:
+            records.losses[:], records.steps[:] = final.losses, final.steps
+        return records
+
+    def prepare_shard(
+        self, rows: GroupRows, index: GroupIndex, place: int, places: int
+    ) -> Summing[tuple[BucketTask, BucketTask, GroupStatus]]:
+        """Return the rows of a shard that models are trained on, those that are held out, and whether they can be.
+
+        Args:
+            rows: that are here, of one group of which several places have rows.
+            place, places: of this one, and how many there are.
+        """
+        task = self.task(rows, index)
+        facts = torch.tensor([len(task.target), (~task.is_finite).sum(), task.target.sum()], dtype=torch.float64)
+        count, unusable, ones = (yield Summand(facts)).tolist()
+        held = np.zeros(len(task.target), np.bool_)
+        if len(self.configs) > 1:
+            held = yield from self._held_of_shard(rows, task, int(count), place, places)
+        status = GroupStatus.OK
+        if unusable:
+            status = GroupStatus.NOT_FINITE
+        elif self.model.is_classifier and ones in (0, count):
+            status = GroupStatus.ONE_CLASS
+        return task.rows(~held), task.rows(held), status
+
+    def _held_of_shard(
+        self, rows: GroupRows, task: BucketTask, total: int, place: int, places: int
+    ) -> Summing[np.ndarray]:
+        """Which rows of a shard are held out: by chance in each shard, and by a column in all of them together."""
+        moments = self._moments(rows)
+        if moments is None:
+            hashes = mixed(task.hashes, place)
+            return held_out(hashes, task.offsets, self.validation, None, self._strata(task))
+        count = min(int(total * self.validation.share + 0.5), total - 1)
+        return (yield from greatest(moments, count, place, places))
+
+    def pooled(self, records: GroupRecords, index: GroupIndex) -> Any:
+        """Return the configuration that is best over all groups, each with the weight of its rows."""
+        scores = np.nansum(records.held_losses * index.rows[:, None], 0)
+        return self.configs[int(scores.argmin())]
+
+    def losses(self, task: BucketTask, coefficients: np.ndarray) -> Iterator[np.ndarray]:
+        """The loss of each row by the model of each configuration.
+
+        Args:
+            coefficients: (groups, configs, width).
+        """
+        for at in range(coefficients.shape[1]):
+            margins = self.model.margins(coefficients[:, at], task.features, task.group)
+            yield self.model.loss_of(margins, task.target)
+
+    def _moments(self, rows: GroupRows) -> np.ndarray | None:
+        if self.validation.by is None:
+            return None
+        column = rows.table[self.validation.by]
+        if pa.types.is_temporal(column.type):
+            column = column.cast(pa.timestamp("us")).cast(pa.int64())
+        return numbers_in(column, self.validation.by)
+
+    def _strata(self, task: BucketTask) -> np.ndarray | None:
+        return np.nan_to_num(task.target).astype(np.int64) if self.model.is_classifier else None

@@ -1,0 +1,401 @@
+"""A fit by all workers of a job, on one machine or several: each has some of the groups, and the largest are split.
+
+    fitted = GroupedTrainer(Logistic(), by="store", target="sold", executor=Ranks()).fit("sales/*.parquet")
+
+started by `offbeat run --workers 4 fit.py`, or torchrun. Each worker reads a part of the table. Groups are counted by
+all; then rows go to the workers that fit them (`partition`), part after part in the order of the table, so that a group
+that is whole has the same model, to the bit, whoever fits it. A worker fits its whole buckets while it waits for the
+others' parts of split groups. In the end all workers have all models.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import tempfile
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from offbeat.clock import WallClock
+from offbeat.diagnosis.wait import BlockingWait
+from offbeat.errors import DisagreementError
+from offbeat.groups.buckets import BUCKET_BYTES, BucketFiles, cut_buckets
+from offbeat.groups.carrier import ObjectCarrier
+from offbeat.groups.fitting import BucketTask, GroupStatus
+from offbeat.groups.group_index import GroupIndex
+from offbeat.groups.hopping import HopGroup, HoppingModel, blocks_of
+from offbeat.groups.partition import wrap_around
+from offbeat.groups.records import GroupModels, GroupRecords
+from offbeat.groups.split_hops import HopCoordinator, HoppingShards, ShardRows
+from offbeat.groups.split_sums import SummedShard
+from offbeat.groups.summing import SummingModel
+from offbeat.groups.table_messages import table_in, table_message
+from offbeat.groups.this_process import ThisProcess
+from offbeat.run.environment import Environment
+from offbeat.run.rendezvous import join
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from offbeat.groups.carrier import Carrier
+    from offbeat.groups.group_job import GroupJob
+    from offbeat.groups.partition import GroupPartition
+    from offbeat.groups.summing import Summing
+    from offbeat.groups.table_input import TableInput
+    from offbeat.groups.this_process import Progress
+    from offbeat.groups.trainer import GroupedTrainer
+
+T = TypeVar("T")
+_log = logging.getLogger("offbeat")
+_PATIENCE = timedelta(seconds=60)
+_met = 0  # how often the workers met for a fit
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Fit groups by all workers that torchrun or `offbeat run` has started, each of which calls `fit`. An `Executor`.
+
+    Args:
+        own_rows: whether each worker is given a table of its own; else all are given the same one, and each reads a
+            part of it.
+        bucket_bytes: of rows that are in memory together; a group that has fewer than a quarter is not split.
+    """
+
+    own_rows: bool = False
+    bucket_bytes: int = BUCKET_BYTES
+
+    def fit(self, trainer: GroupedTrainer, table: TableInput, progress: Progress) -> GroupModels:
+        """Fit all groups of a table. Collective.
+
+        Raises:
+            DisagreementError: if the workers fit different things.
+            NetworkError: if one cannot be reached, or is lost.
+        """
+        environment = Environment()
+        waiter = BlockingWait(clock=WallClock(), timeout=environment.timeout or _PATIENCE, tell=_log.warning)
+        join(waiter, environment)
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return ThisProcess(self.bucket_bytes).fit(trainer, table, progress)
+        carrier = ObjectCarrier(dist.get_rank(), dist.get_world_size(), _meeting())
+        try:
+            made = SharedFit(carrier, trainer, table, self).run(progress)
+        except BaseException:
+            carrier.abandon()
+            raise
+        carrier.close()
+        return made
+
+
+def _meeting() -> Callable[[str], list[str]]:
+    """Tell the others a text, and hear theirs, by the store in which the workers met."""
+    global _met
+    store = PrefixStore(f"offbeat-groups-{_met}", dist.distributed_c10d._get_default_store())
+    _met += 1
+    turn = 0
+
+    def meet(text: str) -> list[str]:
+        nonlocal turn
+        turn += 1
+        store.set(f"{turn}/{dist.get_rank()}", text)
+        return [store.get(f"{turn}/{rank}").decode() for rank in range(dist.get_world_size())]
+
+    return meet
+
+
+class SharedFit:
+    """One worker's part of a fit.
+
+    Args:
+        carrier: to the others, all of which make this.
+        table: the same one everywhere; or this worker's own rows.
+        how: the same everywhere.
+    """
+
+    def __init__(self, carrier: Carrier, trainer: GroupedTrainer, table: TableInput, how: Ranks) -> None:
+        self._carrier, self._trainer, self._table, self._how = carrier, trainer, table, how
+        self._part = (0, 1) if how.own_rows else (carrier.rank, carrier.world)
+        self._told = 0
+
+    def run(self, progress: Progress) -> GroupModels:
+        """Fit all groups, and return the models of all workers."""
+        job = self._job()
+        own = GroupIndex.count(self._batches(job.by), job.by, self._table.schema)
+        counted = self._tables_of_all(own.as_table())
+        index = GroupIndex.merged([GroupIndex.of_table(table, job.by) for table in counted])
+        job.small.check(index)
+        buckets = cut_buckets(index.rows, 8 * len(job.schema), self._how.bucket_bytes)
+        partition = self._partition(job, index, buckets)
+        records = GroupRecords.empty(len(index), len(job.configs), job.width)
+        with tempfile.TemporaryDirectory(prefix="offbeat-groups-") as folder:
+            files = BucketFiles(Path(folder), index, buckets)
+            sent = RowsInTransit(job, index, files, partition, self._firsts(index, own, buckets, partition))
+            rows = partition.loads(np.bincount(buckets, index.rows).astype(np.int64), self._carrier.world)
+            files.write(self._received(sent), job.schema, int(rows[self._carrier.rank]))
+            mine = self._fit_all(job, index, files, partition, records, progress)
+            self._exchange(records, mine)
+            if job.small.fallback == "global" and len(index):
+                self._fit_fallback(job, index, files, partition, records)
+        return GroupModels(job.model, index, records, list(job.features), job.target, job.classes)
+
+    # -- what all have to know -----------------------------------------------------------------------------------
+
+    def _job(self) -> GroupJob:
+        trainer, schema = self._trainer, self._table.schema
+        values = trainer.classes(self._batches([trainer.target]), schema)
+        if values is not None:
+            told = self._tables_of_all(pa.table({"value": values}))
+            values = pa.concat_tables(told)["value"].unique()
+        job = trainer.job(schema, values)
+        said = f"{type(job.model).__name__} of {len(job.configs)} configurations, {job.width} numbers, for {job.schema}"
+        for rank, one in enumerate(self._tables_of_all(pa.table({"fit": [said]}))):
+            if (other := one["fit"][0].as_py()) != said:
+                raise DisagreementError(
+                    f"Cannot fit together: worker {self._carrier.rank} fits {said}, and worker {rank} {other}. Give "
+                    "all the same model and columns of the same types."
+                )
+        return job
+
+    def _partition(self, job: GroupJob, index: GroupIndex, buckets: np.ndarray) -> GroupPartition:
+        """Whose each bucket is; one of a single group may be split."""
+        rows = np.bincount(buckets, index.rows).astype(np.int64)
+        hops, workers = isinstance(job.model, HoppingModel), self._carrier.world
+        whole = (np.bincount(buckets) > 1) | (not hops and not isinstance(job.model, SummingModel))
+        # Parts of a sum are computed at the same time, whereas a configuration is at one shard at a time.
+        return wrap_around(rows, workers, len(job.configs) if hops else workers, indivisible=whole)
+
+    def _firsts(
+        self, index: GroupIndex, own: GroupIndex, buckets: np.ndarray, partition: GroupPartition
+    ) -> dict[int, int]:
+        """The place of this worker's first row among all rows of each group that is split, by bucket."""
+        split = sorted({shard.group for shard in partition.shards})
+        if not split:
+            return {}
+        mine = np.bincount(buckets[index.numbers_of(own.keys)], own.rows, minlength=len(partition.home))[split]
+        name = self._name("rows of split groups")
+        self._carrier.publish(f"{name}/{self._carrier.rank}", {"": torch.from_numpy(mine)})
+        before = np.zeros(len(split))
+        for rank in range(self._carrier.rank):
+            before += self._carrier.move(f"{name}/{rank}").get()[""].numpy()
+        return dict(zip(split, before.astype(np.int64).tolist(), strict=True))
+
+    # -- rows ----------------------------------------------------------------------------------------------------
+
+    def _batches(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        return self._table.batches(columns, *self._part)
+
+    def _received(self, transit: RowsInTransit) -> Iterator[pa.Table]:
+        """The rows of this worker, in the order of the table: those of all workers, turn by turn."""
+        carrier, own = self._carrier, self._batches(transit.job.schema.names)
+        name, turn, has_more = self._name("rows"), 0, True
+        while has_more:
+            part = next(own, None)
+            parts = transit.sent(part, carrier.world)
+            for rank, table in enumerate(parts):
+                if rank != carrier.rank:
+                    message = table_message(table, has_more=part is not None)
+                    carrier.publish(f"{name}/{turn}/{carrier.rank}/{rank}", message)
+            coming = [
+                None if rank == carrier.rank else carrier.move(f"{name}/{turn}/{rank}/{carrier.rank}")
+                for rank in range(carrier.world)
+            ]
+            has_more = part is not None
+            for rank, future in enumerate(coming):
+                if future is None:
+                    yield parts[rank]
+                    continue
+                table, has_its = table_in(future.get(), transit.job.schema)
+                has_more |= has_its
+                yield table
+            for rank in range(carrier.world) if turn else ():  # all have those of the turn before
+                if rank != carrier.rank:
+                    carrier.drop(f"{name}/{turn - 1}/{carrier.rank}/{rank}")
+            turn += 1
+
+    # -- fits ----------------------------------------------------------------------------------------------------
+
+    def _fit_all(
+        self,
+        job: GroupJob,
+        index: GroupIndex,
+        files: BucketFiles,
+        partition: GroupPartition,
+        records: GroupRecords,
+        progress: Progress,
+    ) -> np.ndarray:
+        """Fit this worker's groups, and return the numbers of those whose records it has."""
+        rank, has_come = self._carrier.rank, threading.Event()
+        hops, coordinator = None, None
+        splits = list[tuple[int, SummedShard[GroupRecords]]]()
+        wholes = np.flatnonzero(partition.home == rank).tolist()
+        if isinstance(job.model, HoppingModel):
+            groups, shards = self._prepare_hops(job, index, files, partition, records)
+            if rank == 0 and groups:
+                coordinator = HopCoordinator(self._carrier, groups, job)
+            if any(rank in one.holders for one in groups.values()):
+                hops = HoppingShards(self._carrier, job, groups, shards, has_come.set, waits=not wholes)
+        else:
+            for bucket, holders in self._split(partition):
+                work = job.fit_shard(files.read(bucket), index, holders.index(rank), len(holders))
+                splits.append((bucket, SummedShard(self._carrier, f"split/{bucket}", holders, work, has_come.set)))
+        groups_of, mine, ended = np.bincount(files.buckets), list[np.ndarray](), 0
+        total = int(groups_of[wholes].sum()) + len(splits)
+        while splits or wholes or hops is not None:
+            has_come.clear()
+            if (ready := next((one for one in splits if one[1].is_ready), None)) is not None:
+                bucket, shard = ready
+                shard.advance()
+                if not shard.has_ended:
+                    continue
+                splits.remove(ready)
+                ended += 1
+                if shard.holders[0] == rank:
+                    mine.append(np.flatnonzero(files.buckets == bucket))
+                    records.put(mine[-1], shard.result)
+            elif hops is not None and hops.is_ready:
+                hops.advance(waits=not wholes)
+                hops = None if hops.has_ended else hops
+                continue
+            elif wholes:
+                rows = files.read(wholes.pop(0))
+                records.put(rows.numbers, job.fit(rows, index))
+                mine.append(rows.numbers)
+                ended += len(rows.numbers)
+                if hops is not None and hops.is_idle:
+                    hops.ask_again(waits=not wholes)
+            elif hops is not None and hops.is_idle:
+                hops.ask_again(waits=True)
+                continue
+            else:
+                has_come.wait()
+                continue
+            progress(ended, total)
+        if coordinator is not None:
+            coordinator.join()
+            for bucket in coordinator.groups:
+                mine.append(np.flatnonzero(files.buckets == bucket))
+                records.put(mine[-1], coordinator.records(bucket))
+        return np.concatenate(mine) if mine else np.zeros(0, np.int64)
+
+    def _split(self, partition: GroupPartition) -> list[tuple[int, list[int]]]:
+        """The buckets of split groups of which this worker has rows, and all holders of each."""
+        found: dict[int, list[int]] = {}
+        for shard in partition.shards:
+            found.setdefault(shard.group, []).append(shard.worker)
+        return [(bucket, holders) for bucket, holders in found.items() if self._carrier.rank in holders]
+
+    def _prepare_hops(
+        self, job: GroupJob, index: GroupIndex, files: BucketFiles, partition: GroupPartition, records: GroupRecords
+    ) -> tuple[dict[int, HopGroup], dict[int, ShardRows]]:
+        """The split groups that can be trained, of all workers, and this worker's rows of them."""
+        assert isinstance(job.model, HoppingModel)
+        rank, shards = self._carrier.rank, dict[int, ShardRows]()
+        for bucket, holders in self._split(partition):
+            work = job.prepare_shard(files.read(bucket), index, holders.index(rank), len(holders))
+            trained, held, status = self._run(f"prepare/{bucket}", holders, work)
+            shards[bucket] = ShardRows(trained, held)
+            if rank == holders[0]:
+                self._carrier.publish(f"hop/status/{bucket}", {"": torch.tensor([int(status)])})
+        groups: dict[int, HopGroup] = {}
+        for bucket in sorted({shard.group for shard in partition.shards}):
+            status = GroupStatus(int(self._carrier.move(f"hop/status/{bucket}").get()[""]))
+            records.status[files.buckets == bucket] = status
+            if status == GroupStatus.OK:
+                mine = [shard for shard in partition.shards if shard.group == bucket]
+                blocks = blocks_of(job.model, job.configs, len(mine))
+                groups[bucket] = HopGroup(
+                    tuple(shard.worker for shard in mine),
+                    tuple(shard.rows for shard in mine),
+                    tuple(map(tuple, blocks)),
+                    tuple(job.model.epochs_of(job.configs[block[0]]) for block in blocks),
+                )
+        return groups, shards
+
+    def _run(self, name: str, holders: Sequence[int], work: Summing[T]) -> T:
+        """Run a fit whose sums come from several workers to its end."""
+        has_come = threading.Event()
+        shard = SummedShard(self._carrier, name, holders, work, has_come.set)
+        while not shard.has_ended:
+            has_come.wait()
+            has_come.clear()
+            while shard.is_ready and not shard.has_ended:
+                shard.advance()
+        return shard.result
+
+    def _exchange(self, records: GroupRecords, mine: np.ndarray) -> None:
+        """Have the records of all workers."""
+        name, carrier = self._name("records"), self._carrier
+        part = {key: torch.from_numpy(value) for key, value in records.of(mine).items()}
+        carrier.publish(f"{name}/{carrier.rank}", {"numbers": torch.from_numpy(mine), **part})
+        for rank in range(carrier.world):
+            if rank != carrier.rank:
+                told = {key: value.numpy() for key, value in carrier.move(f"{name}/{rank}").get().items()}
+                records.put(told.pop("numbers"), told)
+
+    def _fit_fallback(
+        self, job: GroupJob, index: GroupIndex, files: BucketFiles, partition: GroupPartition, records: GroupRecords
+    ) -> None:
+        """Fit one model to the rows of all workers."""
+        assert isinstance(job.model, SummingModel)
+        rank, world = self._carrier.rank, self._carrier.world
+        held = {shard.group for shard in partition.shards if shard.worker == rank}
+        mine = sorted({*np.flatnonzero(partition.home == rank).tolist(), *held})
+        nothing = BucketTask.empty(len(job.features))
+        work = job.model.fit_summed(
+            lambda: (job.task(files.read(bucket), index).finite() for bucket in mine) if mine else (nothing,),
+            [job.pooled(records, index)],
+        )
+        found = self._run(self._name("fallback"), range(world), work)
+        records.fallback = found.coefficients[0, 0]
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def _name(self, what: str) -> str:
+        """The name of the next exchange, the same on all workers."""
+        self._told += 1
+        return f"{self._told} {what}"
+
+    def _tables_of_all(self, table: pa.Table) -> list[pa.Table]:
+        name, carrier = self._name("tables"), self._carrier
+        carrier.publish(f"{name}/{carrier.rank}", table_message(table))
+        return [table_in(carrier.move(f"{name}/{rank}").get(), table.schema)[0] for rank in range(carrier.world)]
+
+
+@dataclass
+class RowsInTransit:
+    """Which rows go to which worker.
+
+    Args:
+        firsts: by bucket of a split group, the place among all rows of that group of the next one read here.
+    """
+
+    job: GroupJob
+    index: GroupIndex
+    files: BucketFiles
+    partition: GroupPartition
+    firsts: dict[int, int]
+
+    def sent(self, part: pa.Table | None, workers: int) -> list[pa.Table]:
+        """Return what each worker gets of a part of the table; of None nothing."""
+        if part is None:
+            return [self.job.schema.empty_table()] * workers
+        buckets = self.files.buckets[self.index.numbers_of(part)]
+        owners = self.partition.home[buckets]
+        for bucket, first in self.firsts.items():
+            which = np.flatnonzero(buckets == bucket)
+            shards = [shard for shard in self.partition.shards if shard.group == bucket]
+            places = np.searchsorted([shard.end for shard in shards], first + np.arange(len(which)), side="right")
+            owners[which] = np.array([shard.worker for shard in shards])[places]
+            self.firsts[bucket] = first + len(which)
+        order = np.argsort(owners, kind="stable")
+        ends = np.searchsorted(owners[order], np.arange(workers + 1))
+        moved = part.take(pa.array(order))
+        return [moved.slice(begin, end - begin) for begin, end in itertools.pairwise(ends.tolist())]

@@ -1,0 +1,322 @@
+"""Tests of a fit by several workers."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+import pytest
+import torch
+from torch import nn
+
+from offbeat.errors import DisagreementError, OffbeatError, PeerError
+from offbeat.groups import (
+    SGD,
+    AdamW,
+    Grid,
+    GroupDataError,
+    GroupedTrainer,
+    HoldOut,
+    Linear,
+    Logistic,
+    Net,
+    Ranks,
+    Small,
+    ThisProcess,
+)
+from offbeat.groups.carrier import LocalBoard, LocalCarrier
+from offbeat.groups.fitting import BucketTask, GroupStatus
+from offbeat.groups.hopping import HopCourse, HopGroup, blocks_of, replay
+from offbeat.groups.net import _models
+from offbeat.groups.ranks import SharedFit
+from offbeat.groups.split_hops import HopCoordinator, HoppingShards, ShardRows
+from offbeat.groups.stacked_module import StackedModule
+from offbeat.groups.table_input import open_table
+from offbeat.groups.table_messages import table_in, table_message
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from offbeat.groups.records import GroupModels
+
+BUCKET = 64 << 10
+
+
+def skewed(rows: int = 6_000, features: int = 3, seed: int = 0) -> pa.Table:
+    """Two large groups and many small ones, mixed."""
+    chance = np.random.default_rng(seed)
+    key = np.where(chance.random(rows) < 0.7, chance.integers(0, 2, rows), chance.integers(2, 60, rows))
+    x = chance.normal(size=(rows, features))
+    weights = chance.normal(size=(60, features))
+    y = (x * weights[key]).sum(1) + chance.normal(size=rows)
+    columns = {f"x{at}": x[:, at] for at in range(features)}
+    return pa.table({"key": key, "day": chance.integers(0, 30, rows), **columns, "y": y, "is": y > 0})
+
+
+def fit_by(workers: int, trainer: GroupedTrainer, tables: Sequence[Any], **how: Any) -> list[GroupModels]:
+    """The models that each of some threads has; the error that one of them ended with is raised."""
+    board, made = LocalBoard(), dict[int, Any]()
+    ranks = Ranks(bucket_bytes=BUCKET, **how)
+
+    def work(rank: int) -> None:
+        try:
+            carrier = LocalCarrier(rank, workers, board)
+            made[rank] = SharedFit(carrier, trainer, open_table(tables[rank]), ranks).run(lambda ended, groups: None)
+        except OffbeatError as error:
+            made[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    for one in made.values():
+        if isinstance(one, OffbeatError):
+            raise one
+    return [made[rank] for rank in range(workers)]
+
+
+def trainer_of(model: Any, target: str = "y", **more: Any) -> GroupedTrainer:
+    return GroupedTrainer(model, by="key", target=target, features=["x0", "x1", "x2"], **more)
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.groups.table_input._BATCH_ROWS", 500)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("own_rows", [False, True])
+def test_all_workers_have_the_models_of_one(workers: int, own_rows: bool) -> None:
+    table = skewed()
+    trainer = trainer_of(Linear(l2=1.0), executor=ThisProcess(BUCKET))
+    alone = trainer.fit(table)
+    parts = [table.slice(rank * 6_000 // workers, 6_000 // workers) if own_rows else table for rank in range(workers)]
+    for made in fit_by(workers, trainer, parts, own_rows=own_rows):
+        assert made.index.keys.equals(alone.index.keys)
+        np.testing.assert_array_equal(made.index.rows, alone.index.rows)
+        np.testing.assert_allclose(made.records.coefficients, alone.records.coefficients, rtol=1e-10)
+        is_same = (made.records.coefficients == alone.records.coefficients).all(1)
+        assert own_rows or is_same[2:].all(), "rows of whole groups come in the order of the table"
+        assert not is_same[:2].all(), "one of the large groups was split"
+
+
+@pytest.mark.parametrize("by", [None, "day"])
+def test_a_configuration_is_chosen_for_a_split_group(by: str | None) -> None:
+    table = skewed()
+    trainer = trainer_of(
+        Logistic(l2=Grid(0.1, 10.0, 1000.0)), "is", validation=HoldOut(by=by), executor=ThisProcess(BUCKET)
+    )
+    alone, found = trainer.fit(table).records, fit_by(3, trainer, [table] * 3)
+    for made in found:
+        np.testing.assert_array_equal(made.records.coefficients, found[0].records.coefficients)
+        np.testing.assert_array_equal(made.records.chosen, alone.chosen)
+        if by is not None:  # the very same rows are held out
+            np.testing.assert_allclose(made.records.held_losses, alone.held_losses, rtol=1e-9)
+
+
+def test_the_model_of_all_rows_is_a_sum_over_all_workers() -> None:
+    table = skewed()
+    trainer = trainer_of(Linear(l2=Grid(1.0, 2.0)), small=Small(fallback="global"), executor=ThisProcess(BUCKET))
+    alone = trainer.fit(table)
+    for made in fit_by(3, trainer, [table] * 3):
+        np.testing.assert_allclose(made.records.fallback, alone.records.fallback, rtol=1e-10)
+
+
+@pytest.mark.parametrize("model", [Linear(), Net(lambda features: nn.Linear(features, 1), epochs=1)])
+def test_a_split_group_that_cannot_be_fitted_is_a_row(model: Any) -> None:
+    table = skewed()
+    broken = table.set_column(2, "x0", pa.array([np.nan, *table["x0"].to_pylist()[1:]]))
+    number = table["key"][0].as_py()
+    for made in fit_by(2, trainer_of(model), [broken] * 2):
+        expected = np.full(60, GroupStatus.OK)
+        expected[number] = GroupStatus.NOT_FINITE
+        np.testing.assert_array_equal(made.records.status, expected)
+        assert np.isnan(made.records.coefficients[number]).all()
+
+
+def test_files_are_read_in_parts(tmp_path: Path) -> None:
+    table = skewed()
+    for number in range(3):
+        part = table.slice(number * 2_000, 2_000)
+        pa.parquet.write_table(part, tmp_path / f"{number}.parquet", row_group_size=700)
+        pa.csv.write_csv(part, tmp_path / f"{number}.csv")
+    trainer = trainer_of(Linear(), executor=ThisProcess(BUCKET))
+    alone = trainer.fit(table).records
+    for pattern in ("*.parquet", "*.csv"):
+        for made in fit_by(2, trainer, [str(tmp_path / pattern)] * 2):
+            np.testing.assert_allclose(made.records.coefficients, alone.coefficients, rtol=1e-8)
+
+
+def test_what_differs_between_workers_is_refused() -> None:
+    table = skewed()
+    with pytest.raises(DisagreementError, match="worker 1 Linear of 1 configurations"):
+        fit_by(2, trainer_of(Linear()), [table, table.set_column(2, "x0", table["x0"].cast(pa.float32()))])
+    with pytest.raises(GroupDataError, match="no column 'x2'"):
+        fit_by(2, trainer_of(Linear()), [table.drop_columns(["x2"])] * 2)
+
+
+# -- models that hop -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("configs", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("shards", [1, 2, 3, 4, 5])
+def test_each_block_visits_each_shard_once_in_an_epoch(configs: int, shards: int) -> None:
+    """Also where there are more shards than configurations, or no multiple; and at one worker at a time."""
+    epochs = [2 + number % 2 for number in range(configs)]
+    holders = tuple(range(shards))
+    blocks = tuple((number,) for number in range(configs))
+    groups = {
+        0: HopGroup(holders, tuple(range(10, 10 + shards)), blocks, tuple(epochs)),
+        1: HopGroup((0, shards), (5, 6), ((0, 1),), (3,)),
+    }
+    course = HopCourse(groups)
+    chance = np.random.default_rng(configs * 10 + shards)
+    running: dict[int, Any] = {}
+    while not course.is_done:
+        for worker in chance.permutation(shards + 1).tolist():
+            if worker not in running and (visit := course.next(worker)) is not None:
+                assert groups[visit.group].holders[visit.shard] == worker
+                assert (visit.group, visit.block) not in {(one.group, one.block) for one in running.values()}
+                running[worker] = visit
+        worker = chance.choice(list(running))
+        del running[worker]
+        course.done(worker, float(chance.random()))
+    for (group, block), visits in course.visits.items():
+        assert len(visits) == groups[group].epochs[block] + 1
+        for shards_of_epoch in visits:
+            assert sorted(shards_of_epoch) == list(range(len(groups[group].holders)))
+
+
+def hop(net: Net, parts: list[BucketTask], workers: int) -> tuple[Any, LocalBoard]:
+    """Train the configurations of one group, of which each worker has a part, by threads."""
+    names = [f"x{at}" for at in range(parts[0].features.shape[1])]
+    schema = pa.schema([("key", pa.int64()), *((name, pa.float64()) for name in names), ("y", pa.float64())])
+    job = GroupedTrainer(net, by="key", target="y").job(schema, None)
+    blocks = blocks_of(net, job.configs, len(parts))
+    epochs = tuple(net.epochs_of(job.configs[block[0]]) for block in blocks)
+    rows = tuple(len(part.target) for part in parts)
+    groups = {7: HopGroup(tuple(range(workers)), rows, tuple(map(tuple, blocks)), epochs)}
+    board = LocalBoard()
+    coordinator = HopCoordinator(LocalCarrier(0, workers, board), groups, job)
+
+    def work(rank: int) -> None:
+        has_come, shard = threading.Event(), {7: ShardRows(parts[rank], BucketTask.empty(len(names)))}
+        hops = HoppingShards(LocalCarrier(rank, workers, board), job, groups, shard, has_come.set, waits=True)
+        while not hops.has_ended:
+            has_come.wait(60)
+            has_come.clear()
+            if hops.is_ready:
+                hops.advance(waits=True)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    coordinator.join()
+    return coordinator, board
+
+
+def parts_of(counts: Sequence[int], features: int = 4) -> list[BucketTask]:
+    chance = np.random.default_rng(1)
+    made = []
+    for count in counts:
+        x = chance.normal(size=(count, features))
+        y = np.tanh(x @ np.arange(features)) + 0.1 * chance.normal(size=count)
+        made.append(BucketTask(x, y, np.array([0, count]), np.array([99], np.uint64)))
+    return made
+
+
+def mlp(features: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(features, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def with_norm(features: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(features, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+
+@pytest.mark.filterwarnings("ignore:Training nets one by one")
+@pytest.mark.parametrize("make", [mlp, with_norm])
+def test_a_replay_of_the_visits_gives_the_same_bits(make: Any) -> None:
+    net = Net(make, optimizer=AdamW(lr=Grid(1e-2, 3e-2)), batch=Grid(16, 32), epochs=2)
+    parts = parts_of([100, 64, 37])
+    coordinator, board = hop(net, parts, 3)
+    for block, places in enumerate(coordinator.groups[7].blocks):
+        visits = coordinator.course.visits[7, block]
+        configs = [coordinator.job.configs[at] for at in places]
+        state = replay(net, parts, configs, visits[:-1])
+        name = f"hop/state/7/{block}/{sum(map(len, visits))}"
+        came = board.want(name).get(5)
+        assert state.keys() == came.keys()
+        for key, value in state.items():
+            assert torch.equal(value, came[key]), key
+    record = coordinator.records(7)
+    assert (record.steps == [[2 * sum(-(-len(p.target) // b) for p in parts) for b in (16, 32, 16, 32)]]).all()
+
+
+def test_models_that_hop_are_trained_by_torch_over_the_shards_one_after_another() -> None:
+    """The order of rows in a shard is drawn anew, so batches of a whole shard are what is compared."""
+    net = Net(mlp, optimizer=SGD(lr=0.1, momentum=0.9), batch=200, epochs=3)
+    parts = parts_of([100, 64, 37])
+    coordinator, _ = hop(net, parts, 3)
+    visits = coordinator.course.visits[7, 0][:-1]
+    module = mlp(4)
+    torch.nn.utils.vector_to_parameters(initial_of(net, parts[0]), module.parameters())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for shard in itertools.chain.from_iterable(visits):
+        x = torch.from_numpy(parts[shard].features.astype(np.float32))
+        y = torch.from_numpy(parts[shard].target.astype(np.float32))
+        optimizer.zero_grad()
+        (0.5 * (module(x)[:, 0] - y).square()).mean().backward()
+        optimizer.step()
+    made = coordinator.records(7).coefficients[0]
+    expected = torch.nn.utils.parameters_to_vector(module.parameters()).detach().numpy()
+    np.testing.assert_allclose(made, expected, rtol=1e-4, atol=1e-6)
+
+
+def initial_of(net: Net, part: BucketTask) -> torch.Tensor:
+    """The weights with which a group's net begins."""
+    models = _models(part, np.zeros(1, np.int64), [net])
+    return StackedModule(net.make, part.features.shape[1], net.seed).initial(models.seeds)[0]
+
+
+def test_nets_of_several_workers_predict_like_those_of_one() -> None:
+    table = skewed()
+    net = Net(mlp, optimizer=AdamW(lr=Grid(1e-2, 1e-3)), batch=64, epochs=3)
+    trainer = trainer_of(net, executor=ThisProcess(BUCKET))
+    alone = trainer.fit(table).records
+    for made in fit_by(3, trainer, [table] * 3):
+        whole = np.arange(2, 60)
+        np.testing.assert_array_equal(made.records.coefficients[whole], alone.coefficients[whole])
+        np.testing.assert_array_equal(made.records.chosen, alone.chosen)
+        np.testing.assert_allclose(made.records.held_losses[:2], alone.held_losses[:2], rtol=0.3)
+        assert (made.records.status == GroupStatus.OK).all()
+
+
+# -- messages --------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_that_is_damaged_on_its_way_is_refused() -> None:
+    table = pa.table({"a": [1, 2], "b": ["x", None]})
+    made, has_more = table_in(table_message(table, has_more=True), table.schema)
+    assert made.equals(table)
+    assert has_more
+    with pytest.raises(PeerError, match="columns"):
+        table_in(table_message(table), pa.schema([("a", pa.int64())]))
+    message = table_message(table)
+    chance = np.random.default_rng(0)
+    for _ in range(300):
+        damaged = message["table"].clone()
+        for at in chance.integers(0, len(damaged), 3):
+            damaged[at] = int(chance.integers(0, 256))
+        try:
+            table_in({**message, "table": damaged[: chance.integers(1, len(damaged) + 1)]}, table.schema)
+        except PeerError:
+            continue
