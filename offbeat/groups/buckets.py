@@ -100,7 +100,7 @@ def cut_buckets(rows: np.ndarray, row_bytes: int, bucket_bytes: int = BUCKET_BYT
 
 
 class BucketFiles:
-    """The rows of a table, in a file for each bucket.
+    """The rows of a table, in a file for each bucket; those of one bucket alone stay in memory if it is small.
 
     Args:
         folder: of the files; whoever has made it removes it.
@@ -111,6 +111,7 @@ class BucketFiles:
     def __init__(self, folder: Path, index: GroupIndex, buckets: np.ndarray) -> None:
         self._folder, self._index, self.buckets = folder, index, buckets
         self.count = int(buckets.max()) + 1 if len(buckets) else 0
+        self._kept: list[pa.Table] = []
 
     def write(self, parts: Iterable[pa.Table], schema: pa.Schema, rows: int | None = None) -> None:
         """Distribute the rows of a table.
@@ -121,24 +122,28 @@ class BucketFiles:
         Raises:
             GroupDataError: if the disk is full, or the table has changed since its groups were counted.
         """
-        schema = schema.append(pa.field(_NUMBER, pa.int64()))
-        written = 0
+        schema, written = schema.append(pa.field(_NUMBER, pa.int64())), 0
+        total = int(self._index.rows.sum())
         try:
             with ExitStack() as files:  # what a full disk could not take is often told when a file is closed
-                writers = [
-                    files.enter_context(pa.ipc.new_file(files.enter_context(pa.OSFile(str(path), "wb")), schema))
-                    for path in map(self._path, range(self.count))
-                ]
+                if self.count == 1 and total * 8 * len(schema) <= BUCKET_BYTES:
+                    write = [self._kept.append]
+                else:
+                    write = [self._writer(bucket, schema, files).write_table for bucket in range(self.count)]
                 for part in parts:
                     numbers = self._index.numbers_of(part)
                     if len(numbers) and numbers.min() < 0:
                         raise GroupDataError("The table has other groups than when they were counted.")
-                    buckets = self.buckets[numbers]
-                    order = np.argsort(buckets, kind="stable")
-                    part = part.append_column(_NUMBER, pa.array(numbers)).take(pa.array(order)).combine_chunks()
-                    begins = np.searchsorted(buckets[order], np.arange(self.count + 1))
+                    part = part.append_column(_NUMBER, pa.array(numbers))
+                    if self.count > 1:
+                        buckets = self.buckets[numbers]
+                        order = np.argsort(buckets, kind="stable")
+                        part = part.take(pa.array(order)).combine_chunks()
+                        begins = np.searchsorted(buckets[order], np.arange(self.count + 1))
+                    else:
+                        begins = np.array([0, len(numbers)])
                     for bucket in np.flatnonzero(np.diff(begins)):
-                        writers[bucket].write_table(part.slice(begins[bucket], begins[bucket + 1] - begins[bucket]))
+                        write[bucket](part.slice(begins[bucket], begins[bucket + 1] - begins[bucket]))
                     written += part.num_rows
         except OSError as error:
             if isinstance(error, OffbeatError):  # of those who read the table
@@ -147,18 +152,25 @@ class BucketFiles:
                 f"Cannot write the buckets of groups to {self._folder}: {error.strerror or error}. "
                 "Name a folder with more room by TMPDIR."
             ) from error
-        expected = int(self._index.rows.sum()) if rows is None else rows
+        expected = total if rows is None else rows
         if written != expected:
             raise GroupDataError(f"The table had {expected} rows when counted, and {written} then.")
 
     def read(self, bucket: int) -> GroupRows:
         """Map the rows of a bucket, and sort them by their groups."""
-        with pa.memory_map(str(self._path(bucket))) as file:
-            table = pa.ipc.open_file(file).read_all()
+        if self._kept:
+            table = pa.concat_tables(self._kept)
+        else:
+            with pa.memory_map(str(self._path(bucket))) as file:
+                table = pa.ipc.open_file(file).read_all()
         numbers = table[_NUMBER].to_numpy()
         order = np.argsort(numbers, kind="stable")
         found, begins = np.unique(numbers[order], return_index=True)
         return GroupRows(found, np.append(begins, len(order)), table.drop_columns([_NUMBER]).take(pa.array(order)))
+
+    def _writer(self, bucket: int, schema: pa.Schema, files: ExitStack) -> pa.RecordBatchFileWriter:
+        file = files.enter_context(pa.OSFile(str(self._path(bucket)), "wb"))
+        return files.enter_context(pa.ipc.new_file(file, schema))
 
     def _path(self, bucket: int) -> Path:
         return self._folder / f"{bucket:06d}.arrow"

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from offbeat.groups.summing import Summing
 
 _LARGE_MARGIN = 30.0
+_CACHED_BYTES = 4 << 20  # of groups that are solved together: each step reads all of them
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,15 @@ class Glm:
         is_one = found.status == GroupStatus.ONE_CLASS
         found.coefficients[is_one] = self._constant(task.sums(task.target)[is_one], counts[is_one], width)[:, None]
         mean, scale = self._scales(task)
-        for at in similar_sizes(counts, usable, width):
+        start = None if task.start is None else self._as_scaled(np.nan_to_num(task.start), mean, scale)[:, None]
+        for at in similar_sizes(counts, usable, width, _CACHED_BYTES):
             x, target = self._padded(task, at, mean, scale)
             solution = solve(
                 PaddedGroups(x, target, torch.from_numpy(counts[at])),
                 self.family,
                 penalties,
                 has_intercept=self.intercept,
+                start=None if start is None else torch.from_numpy(start[at].repeat(len(configs), 1)),
             )
             found.coefficients[at] = self._as_they_are(solution.coefficients.numpy(), mean[at], scale[at])
             found.losses[at] = solution.objectives.numpy() / np.maximum(counts[at], 1)[:, None]
@@ -212,10 +215,13 @@ class Glm:
             made[..., -1] -= (made[..., :count] * mean[:, None]).sum(-1)
         return made
 
-
-def _facts(task: BucketTask) -> np.ndarray:
-    """Sums by which it is known whether a model can be fitted: of rows, of unusable ones, of targets and features."""
-    return np.hstack((len(task.target), (~task.is_finite).sum(), task.target.sum(), task.features.sum(0)))
+    def _as_scaled(self, coefficients: np.ndarray, mean: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        """(groups, width): coefficients for scaled features, of those for the features as they are."""
+        made, count = coefficients.copy(), mean.shape[1]
+        if self.standardize and self.intercept:
+            made[:, -1] += (made[:, :count] * mean).sum(1)
+        made[:, :count] *= scale
+        return made
 
 
 @dataclass(frozen=True)

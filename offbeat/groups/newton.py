@@ -280,6 +280,7 @@ def firm_factor(hessian: torch.Tensor) -> torch.Tensor:
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)
     scale = diagonal.mean(-1, keepdim=True).clamp(min=torch.finfo(hessian.dtype).tiny)
     diagonal.add_(_FLOOR * scale)
+    factor: torch.Tensor
     factor, failed = torch.linalg.cholesky_ex(hessian)
     firmer = _FIRMER
     while bool(failed.any()) and firmer < 1:
@@ -292,7 +293,8 @@ def firm_factor(hessian: torch.Tensor) -> torch.Tensor:
 def _step(factor: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The step by a Hessian's factor, and the fall that it promises: twice the fall of the quadratic model."""
     step = torch.cholesky_solve(gradient[..., None], factor)[..., 0].neg_()
-    return step, (gradient * step).sum(-1).neg_().nan_to_num_(0.0).clamp_(min=0.0)
+    promised: torch.Tensor = -(gradient * step).sum(-1)
+    return step, promised.nan_to_num_(0.0).clamp_(min=0.0)
 
 
 def _is_row(counts: torch.Tensor, rows: int) -> torch.Tensor:
