@@ -157,7 +157,7 @@ class KeyValues:
         numbers = known.cast(pa.int64()).to_numpy()
         order = np.argsort(numbers)
         self._sorted, self._order = numbers[order], np.flatnonzero(values.is_valid())[order]
-        self._null = pc.index(values, None).as_py()
+        self._null = int(np.argmax(values.is_null())) if values.null_count else -1
         low, high = int(self._sorted[0]), int(self._sorted[-1])
         if high - low < 4 * len(known):
             self._low, self._places = low, np.full(high - low + 1, -1, np.int64)

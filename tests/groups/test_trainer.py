@@ -243,6 +243,8 @@ def test_many_whole_numbers_as_keys(step: int) -> None:
     index = GroupIndex.count([pa.table({"key": shuffled})], ["key"], pa.schema([("key", pa.int64())]))
     asked = pa.table({"key": pa.array([None, -10_000 * step, 0, 19_999 * step, 20_000 * step, -(1 << 62), 1 << 62])})
     assert index.numbers_of(asked).tolist() == [30_000, 0, 10_000, 29_999, -1, -1, -1]
-    np.testing.assert_array_equal(
-        index.keys.take(pa.array(index.numbers_of(pa.table({"key": shuffled}))))["key"], shuffled
+    assert (
+        index.keys.take(pa.array(index.numbers_of(pa.table({"key": shuffled}))))["key"]
+        .combine_chunks()
+        .equals(shuffled)
     )
