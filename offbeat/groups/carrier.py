@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import torch
 
@@ -26,10 +26,11 @@ from offbeat.wire.loop_thread import LoopThread
 from offbeat.wire.session import Limits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from offbeat.wire.credentials import Credentials
 
+T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
 _LIMITS = Limits(timeout=timedelta(seconds=10), max_body_bytes=1 << 20)  # a fit holds the GIL for seconds
 _MOST_BYTES = 1 << 62  # of what is under way; the workers see to its size
@@ -55,7 +56,7 @@ class Carrier(Protocol):
     def move(self, name: str) -> ObjectFuture[Tensors]:
         """Begin to fetch what one has published; it ends with an error once a worker is lost."""
 
-    def reduce(self, name: str, part: torch.Tensor, ranks: Sequence[int], op: Literal["sum", "max"]) -> Total:
+    def reduce(self, name: str, part: torch.Tensor, ranks: Sequence[int], op: Literal["sum", "max"]) -> SumUnderWay:
         """Give one's part of a sum, and begin to fetch that.
 
         Args:
@@ -67,7 +68,7 @@ class Carrier(Protocol):
 
 
 @dataclass
-class Total:
+class SumUnderWay:
     """A sum of the workers' parts, under way.
 
     Args:
@@ -79,21 +80,34 @@ class Total:
     own: list[str] = field(default_factory=list)
 
 
+class MeetingPlace(Protocol):
+    """The Protocol of where workers have met."""
+
+    def tell_all(self, text: str) -> list[str]:
+        """Tell the others a text, and return what all say, by rank. Collective."""
+
+    def note_failure(self, text: str) -> None:
+        """Leave a note why one's fit has failed, unless there is one."""
+
+    def failure(self) -> str:
+        """Return the note; "" if there is none."""
+
+
 class ObjectCarrier:
     """A carrier over stores in the workers. A `Carrier`. Made by all workers at once.
 
     Args:
         rank, world: of this worker.
-        meet: tells the others a text, and returns what all say, by rank.
+        meeting: where the workers have met.
 
     Raises:
         NetworkError: if a worker cannot be reached.
     """
 
-    def __init__(self, rank: int, world: int, meet: Callable[[str], list[str]]) -> None:
-        self.rank, self.world = rank, world
+    def __init__(self, rank: int, world: int, meeting: MeetingPlace) -> None:
+        self.rank, self.world, self._meeting = rank, world, meeting
         self._directory, self._loop = DirectoryServer(LINK, waits_for_stopped=True), LoopThread("offbeat-groups")
-        self._under_way: set[ObjectFuture[Tensors] | ObjectFuture[torch.Tensor]] = set()
+        self._under_way: set[ObjectFuture[Any]] = set()
         self._error: NetworkError | None = None
         self._left: set[int] = set()
         job, made = job_name("groups"), list[NodeStore]()
@@ -115,31 +129,31 @@ class ObjectCarrier:
             return self._loop.run(self._directory.open(bind, 0, job=job, credentials=credentials, limits=_LIMITS))
 
         try:
-            self._directories = [one.address for one in introduce(meet, None, listen)]
+            self._directories = [one.address for one in introduce(meeting.tell_all, None, listen)]
             made[0].on_directory_lost = self._lost
             self._client = ObjectClient(EmbeddedStore(made[0], bound_at, self._directories, _PATIENCE))
-            meet("connected")
+            meeting.tell_all("connected")
         except BaseException:
             self._end()
             raise
 
     def publish(self, name: str, values: Tensors) -> None:
         self._check()
-        self._client.put(name, values)
+        self._put(name, values)
 
     def move(self, name: str) -> ObjectFuture[Tensors]:
         self._check()
         return self._watched(self._client.start_get_tensors(name))
 
-    def reduce(self, name: str, part: torch.Tensor, ranks: Sequence[int], op: Literal["sum", "max"]) -> Total:
+    def reduce(self, name: str, part: torch.Tensor, ranks: Sequence[int], op: Literal["sum", "max"]) -> SumUnderWay:
         self._check()
         names = [f"{name}/{rank}" for rank in ranks]
         own = [f"{name}/{self.rank}"]
-        self._client.start_put(own[0], part)
+        self._put(own[0], part)
         if self.rank == ranks[0]:
             self._client.reduce(name, names, op=op, deterministic=True)
             own.append(name)
-        return Total(self._watched(self._client.start_get(name)), own)
+        return SumUnderWay(self._watched(self._client.start_get(name)), own)
 
     def drop(self, name: str) -> None:
         self._client.delete(name)
@@ -154,15 +168,31 @@ class ObjectCarrier:
                 looks -= 1
         self._end()
 
-    def abandon(self) -> None:
-        """Leave at once: the others fail."""
+    def abandon(self, error: BaseException) -> None:
+        """Leave at once: the others fail, and say why this worker has."""
+        self._meeting.note_failure(str(error) if self._error is not None else f"worker {self.rank} failed: {error}")
         self._end()
 
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _watched(self, future: ObjectFuture) -> ObjectFuture:  # type: ignore[type-arg]
+    def _put(self, name: str, values: Tensors | torch.Tensor) -> None:
+        """Begin to put; nobody would get it if that failed, so all that follows fails, too."""
+        future = self._watched(self._client.start_put(name, values))
+
+        def over() -> None:
+            if future.error is not None and self._error is None:
+                self._fail(NetworkError(str(future.error)))
+
+        future.add_done_callback(over)
+
+    def _fail(self, error: NetworkError) -> None:
+        self._error = error
+        for future in list(self._under_way):
+            future.end(error)
+
+    def _watched(self, future: ObjectFuture[T]) -> ObjectFuture[T]:
         self._under_way.add(future)
         future.add_done_callback(lambda: self._under_way.discard(future))
         if self._error is not None:
@@ -172,10 +202,8 @@ class ObjectCarrier:
     def _lost(self, address: str, error: OffbeatError | None) -> None:
         rank = self._directories.index(address)
         self._left.add(rank)
-        why = "it has left" if error is None else str(error)
-        self._error = NetworkError(f"Cannot fit without worker {rank}: {why}")
-        for future in list(self._under_way):
-            future.end(self._error)
+        why = f"Cannot fit without worker {rank}: {'it has left' if error is None else error}"
+        self._fail(NetworkError((self._meeting.failure() if error is None else "") or why))
 
     def _end(self) -> None:
         if (client := getattr(self, "_client", None)) is not None:
@@ -236,7 +264,7 @@ class LocalCarrier:
     def move(self, name: str) -> ObjectFuture[Tensors]:
         return self.board.want(name)
 
-    def reduce(self, name: str, part: torch.Tensor, ranks: Sequence[int], op: Literal["sum", "max"]) -> Total:
+    def reduce(self, name: str, part: torch.Tensor, ranks: Sequence[int], op: Literal["sum", "max"]) -> SumUnderWay:
         self.board.put(f"{name}/{self.rank}", {"": part})
         total: ObjectFuture[torch.Tensor] = ObjectFuture(f"get {name!r}")
         parts = [self.board.want(f"{name}/{rank}") for rank in ranks]
@@ -256,7 +284,7 @@ class LocalCarrier:
 
         for one in parts:
             one.add_done_callback(one_more)
-        return Total(total, [f"{name}/{self.rank}"])
+        return SumUnderWay(total, [f"{name}/{self.rank}"])
 
     def drop(self, name: str) -> None:
         self.board.drop(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,7 @@ from offbeat.groups.summing import Summand, SummingModel, greatest
 from offbeat.groups.table_input import GroupDataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from offbeat.groups.fitting import GroupModel
     from offbeat.groups.group_index import GroupIndex
@@ -171,7 +171,7 @@ class GroupJob:
     def _held_of_shard(
         self, rows: GroupRows, task: BucketTask, total: int, place: int, places: int
     ) -> Summing[np.ndarray]:
-        """Which rows of a shard are held out: by chance in each shard, and by a column in all of them together."""
+        """The rows of a shard that are held out: by chance in each shard, and by a column in all of them together."""
         moments = self._moments(rows)
         if moments is None:
             hashes = mixed(task.hashes, place)
@@ -204,3 +204,26 @@ class GroupJob:
 
     def _strata(self, task: BucketTask) -> np.ndarray | None:
         return np.nan_to_num(task.target).astype(np.int64) if self.model.is_classifier else None
+
+
+class JobMaker(Protocol):
+    """The Protocol of what makes the work of a fit of the columns that a table has."""
+
+    target: str
+
+    def classes(self, parts: Iterable[pa.Table], schema: pa.Schema) -> pa.Array | None:
+        """Return the distinct values of the target, or those found until there were too many; None for a regression.
+
+        Args:
+            parts: of the table, with the column of the target.
+        """
+
+    def job(self, schema: pa.Schema, values: pa.Array | None) -> GroupJob:
+        """Return the work with a table of these columns.
+
+        Args:
+            values: the distinct values of the target, of a classification; else None.
+
+        Raises:
+            GroupDataError: if a column is missing or cannot be used, or there are not two classes.
+        """

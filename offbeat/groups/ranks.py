@@ -10,6 +10,7 @@ others' parts of split groups. In the end all workers have all models.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import tempfile
@@ -28,6 +29,7 @@ from torch._C._distributed_c10d import PrefixStore
 from offbeat.clock import WallClock
 from offbeat.diagnosis.wait import BlockingWait
 from offbeat.errors import DisagreementError
+from offbeat.fabric.generation import StoreMeeting
 from offbeat.groups.buckets import BUCKET_BYTES, BucketFiles, cut_buckets
 from offbeat.groups.carrier import ObjectCarrier
 from offbeat.groups.fitting import BucketTask, GroupStatus
@@ -44,15 +46,14 @@ from offbeat.run.environment import Environment
 from offbeat.run.rendezvous import join
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from offbeat.groups.carrier import Carrier
-    from offbeat.groups.group_job import GroupJob
+    from offbeat.groups.group_job import GroupJob, JobMaker
     from offbeat.groups.partition import GroupPartition
     from offbeat.groups.summing import Summing
     from offbeat.groups.table_input import TableInput
     from offbeat.groups.this_process import Progress
-    from offbeat.groups.trainer import GroupedTrainer
 
 T = TypeVar("T")
 _log = logging.getLogger("offbeat")
@@ -73,7 +74,7 @@ class Ranks:
     own_rows: bool = False
     bucket_bytes: int = BUCKET_BYTES
 
-    def fit(self, trainer: GroupedTrainer, table: TableInput, progress: Progress) -> GroupModels:
+    def fit(self, trainer: JobMaker, table: TableInput, progress: Progress) -> GroupModels:
         """Fit all groups of a table. Collective.
 
         Raises:
@@ -85,30 +86,38 @@ class Ranks:
         join(waiter, environment)
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return ThisProcess(self.bucket_bytes).fit(trainer, table, progress)
-        carrier = ObjectCarrier(dist.get_rank(), dist.get_world_size(), _meeting())
+        carrier = ObjectCarrier(dist.get_rank(), dist.get_world_size(), JobMeeting())
         try:
             made = SharedFit(carrier, trainer, table, self).run(progress)
-        except BaseException:
-            carrier.abandon()
+        except BaseException as error:
+            carrier.abandon(error)
             raise
         carrier.close()
         return made
 
 
-def _meeting() -> Callable[[str], list[str]]:
-    """Tell the others a text, and hear theirs, by the store in which the workers met."""
-    global _met
-    store = PrefixStore(f"offbeat-groups-{_met}", dist.distributed_c10d._get_default_store())
-    _met += 1
-    turn = 0
+class JobMeeting:
+    """The store of torch in which the workers of a job have met. A `MeetingPlace`; all make it equally often."""
 
-    def meet(text: str) -> list[str]:
-        nonlocal turn
-        turn += 1
-        store.set(f"{turn}/{dist.get_rank()}", text)
-        return [store.get(f"{turn}/{rank}").decode() for rank in range(dist.get_world_size())]
+    def __init__(self) -> None:
+        global _met
+        self._store = PrefixStore(f"offbeat-groups-{_met}", dist.distributed_c10d._get_default_store())
+        self.tell_all = StoreMeeting(
+            self._store, dist.get_rank(), dist.get_world_size(), is_over=lambda: bool(self.failure())
+        )
+        _met += 1
 
-    return meet
+    def note_failure(self, text: str) -> None:
+        """Leave a note why one's fit has failed, unless there is one."""
+        with contextlib.suppress(RuntimeError):  # the first worker has ended, and its store with it
+            if not self._store.check(["failure"]):
+                self._store.set("failure", text)
+
+    def failure(self) -> str:
+        """Return the note; "" if there is none."""
+        with contextlib.suppress(RuntimeError):
+            return self._store.get("failure").decode() if self._store.check(["failure"]) else ""
+        return ""
 
 
 class SharedFit:
@@ -120,7 +129,7 @@ class SharedFit:
         how: the same everywhere.
     """
 
-    def __init__(self, carrier: Carrier, trainer: GroupedTrainer, table: TableInput, how: Ranks) -> None:
+    def __init__(self, carrier: Carrier, trainer: JobMaker, table: TableInput, how: Ranks) -> None:
         self._carrier, self._trainer, self._table, self._how = carrier, trainer, table, how
         self._part = (0, 1) if how.own_rows else (carrier.rank, carrier.world)
         self._told = 0
@@ -165,7 +174,7 @@ class SharedFit:
         return job
 
     def _partition(self, job: GroupJob, index: GroupIndex, buckets: np.ndarray) -> GroupPartition:
-        """Whose each bucket is; one of a single group may be split."""
+        """The worker of each bucket; one of a single group may be split."""
         rows = np.bincount(buckets, index.rows).astype(np.int64)
         hops, workers = isinstance(job.model, HoppingModel), self._carrier.world
         whole = (np.bincount(buckets) > 1) | (not hops and not isinstance(job.model, SummingModel))
@@ -371,7 +380,7 @@ class SharedFit:
 
 @dataclass
 class RowsInTransit:
-    """Which rows go to which worker.
+    """The rows of each worker.
 
     Args:
         firsts: by bucket of a split group, the place among all rows of that group of the next one read here.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from offbeat.groups.carrier import Carrier, Total
+    from offbeat.groups.carrier import Carrier, SumUnderWay
     from offbeat.groups.summing import Summand, Summing
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class SummedShard(Generic[T]):
         except StopIteration as end:
             self.result, self.has_ended = end.value, True
 
-    def _add(self, part: Summand) -> Total:
+    def _add(self, part: Summand) -> SumUnderWay:
         self._turn += 1
         total = self._carrier.reduce(f"{self._name}/{self._turn}", part.values, self.holders, part.op)
         total.future.add_done_callback(self._tell)

@@ -13,8 +13,8 @@ from offbeat.groups.group_index import GroupIndex
 from offbeat.groups.records import GroupModels, GroupRecords
 
 if TYPE_CHECKING:
+    from offbeat.groups.group_job import JobMaker
     from offbeat.groups.table_input import TableInput
-    from offbeat.groups.trainer import GroupedTrainer
 
 Progress = Callable[[int, int], None]
 """Called after each bucket with the number of groups that have ended, and of all."""
@@ -23,7 +23,7 @@ Progress = Callable[[int, int], None]
 class Executor(Protocol):
     """The Protocol of where groups are fitted."""
 
-    def fit(self, trainer: GroupedTrainer, table: TableInput, progress: Progress) -> GroupModels:
+    def fit(self, trainer: JobMaker, table: TableInput, progress: Progress) -> GroupModels:
         """Fit all groups of a table."""
 
 
@@ -37,7 +37,7 @@ class ThisProcess:
 
     bucket_bytes: int = BUCKET_BYTES
 
-    def fit(self, trainer: GroupedTrainer, table: TableInput, progress: Progress) -> GroupModels:
+    def fit(self, trainer: JobMaker, table: TableInput, progress: Progress) -> GroupModels:
         """Fit all groups of a table."""
         job = trainer.job(table.schema, trainer.classes(table.batches([trainer.target]), table.schema))
         index = GroupIndex.count(table.batches(job.by), job.by, table.schema)

@@ -209,15 +209,20 @@ class ObjectClient:
             deadline=deadline,
         )
 
-    def start_put(self, name: str, tensor: Tensor, *, version: int = 0, stripes: int = 1) -> ObjectFuture[bool]:
-        """Begin a `put`; the tensor may change once this returns. The outcome is whether it was not there before."""
+    def start_put(
+        self, name: str, tensor: Tensor | Mapping[str, Tensor], *, version: int = 0, stripes: int = 1
+    ) -> ObjectFuture[bool]:
+        """Begin a `put`; what was given may change once this returns. The outcome is whether it was not there before.
+
+        Several tensors in one object, put like this, are no base of a later version.
+        """
         named = _named(name, version)
         if name.endswith((DELTA, DESCRIPTION)):
             check_id(name, version)
         if not 1 <= stripes <= MAX_STRIPES:
             raise ObjectError(f"Cannot put {name!r} with stripes={stripes}: 1 to {MAX_STRIPES} are possible.")
         layout = TensorLayout.of(tensor)
-        if named in self._empty:
+        if named in self._empty and isinstance(tensor, torch.Tensor):
             if stripes != 1:
                 raise ObjectError(f"Cannot put {name!r} with stripes={stripes}: what empty() has made is not cut.")
             return self._finish(named, tensor)

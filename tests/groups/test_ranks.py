@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,7 @@ from offbeat.groups.split_hops import HopCoordinator, HoppingShards, ShardRows
 from offbeat.groups.stacked_module import StackedModule
 from offbeat.groups.table_input import open_table
 from offbeat.groups.table_messages import table_in, table_message
+from tests.workers import run_workers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,7 +79,7 @@ def fit_by(workers: int, trainer: GroupedTrainer, tables: Sequence[Any], **how: 
         thread.start()
     for thread in threads:
         thread.join(100)
-    for one in made.values():
+    for _, one in sorted(made.items()):
         if isinstance(one, OffbeatError):
             raise one
     return [made[rank] for rank in range(workers)]
@@ -320,3 +323,50 @@ def test_a_table_that_is_damaged_on_its_way_is_refused() -> None:
             table_in({**message, "table": damaged[: chance.integers(1, len(damaged) + 1)]}, table.schema)
         except PeerError:
             continue
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+
+
+def fit_here(victim: int, fault: str) -> tuple[np.ndarray, np.ndarray] | str:
+    """Fit linear models, then nets, as a worker of a job; the victim has a fault at its second visit."""
+    table, visits = skewed(), 0
+    alone = trainer_of(Linear(l2=1.0), executor=ThisProcess(BUCKET)).fit(table).records
+    found = trainer_of(Linear(l2=1.0), executor=Ranks(bucket_bytes=BUCKET)).fit(table).records
+    np.testing.assert_allclose(found.coefficients, alone.coefficients, rtol=1e-10)
+
+    class Fragile(Net):
+        def visit(self, *args: Any) -> Any:
+            nonlocal visits
+            visits += 1
+            if int(os.environ["RANK"]) == victim and visits == 2:
+                if fault == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise GroupDataError("its disk is full")
+            return super().visit(*args)
+
+    net = Fragile(mlp, optimizer=AdamW(lr=Grid(1e-2, 1e-3)), batch=64, epochs=3)
+    trainer = trainer_of(net, executor=Ranks(bucket_bytes=BUCKET))
+    try:
+        made = trainer.fit(table).records
+    except OffbeatError as error:
+        return str(error)
+    return made.coefficients, made.held_losses
+
+
+def test_processes_fit_together() -> None:
+    first, *others = run_workers(3, fit_here, -1, "", timeout_s=80)
+    assert np.isfinite(first[0]).all()
+    for other in others:
+        np.testing.assert_array_equal(first[0], other[0])
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_lost_worker_is_named(victim: int) -> None:
+    for rank, told in enumerate(run_workers(3, fit_here, victim, "kill", timeout_s=80, faulty=victim)):
+        assert rank == victim or told.startswith(f"Cannot fit without worker {victim}: ")
+
+
+def test_all_say_why_one_has_failed() -> None:
+    told = run_workers(3, fit_here, 1, "disk", timeout_s=80)
+    assert told == ["worker 1 failed: its disk is full", "its disk is full", "worker 1 failed: its disk is full"]
