@@ -5,10 +5,12 @@ After "Towards an Optimized GROUP BY Abstraction for Large-Scale Machine Learnin
 * input: `table_input` - tables that are read in batches; `group_index` - keys, sorted, and their rows; `buckets` -
   files of groups of similar sizes, the unit of tasks
 * models: `glm` - the specs `Linear`, `Logistic` and `Poisson`; `families` - their losses; `newton` - many of them
-  solved at once; `summed_newton` - one whose rows are in several places; `search` - hyper-parameters to try, and the
-  rows by which one is chosen; `mixing` - random numbers that are functions of keys
+  solved at once; `summed_newton` - one whose rows are in several places; `mixing` - random numbers that are functions
+  of keys
+* hyper-parameters: `search` - values to try, and the rows by which one is chosen; `search_methods` - which are tried,
+  and how long; `overrides` - those of single groups
 * nets: `net` - the spec `Net`; `stacked_module` - many models of a torch module; `net_training` - their training in
-  lockstep; `optimizers` - `SGD`, `Adam` and `AdamW`
+  lockstep, `net_rungs` - and of which some stop early; `optimizers` - `SGD`, `Adam` and `AdamW`
 * a fit: `trainer` - from a table to models; `group_job` - of one bucket, with the choice of a configuration;
   `fitting` - what a spec makes of its rows; `records` - arrays of all groups; `fitted` - tables of models, and
   predictions; `saved` - a file of them
@@ -29,7 +31,8 @@ from offbeat.groups.group_job import Small
 from offbeat.groups.net import Net
 from offbeat.groups.optimizers import SGD, Adam, AdamW
 from offbeat.groups.ranks import Ranks
-from offbeat.groups.search import Grid, HoldOut
+from offbeat.groups.search import Grid, HoldOut, LogUniform, Uniform
+from offbeat.groups.search_methods import GridSearch, Halving, Pooled, RandomSearch
 from offbeat.groups.table_input import GroupDataError
 from offbeat.groups.this_process import ThisProcess
 from offbeat.groups.trainer import GroupedTrainer
@@ -40,14 +43,20 @@ __all__ = [
     "AdamW",
     "FittedGroups",
     "Grid",
+    "GridSearch",
     "GroupDataError",
     "GroupedTrainer",
+    "Halving",
     "HoldOut",
     "Linear",
+    "LogUniform",
     "Logistic",
     "Net",
     "Poisson",
+    "Pooled",
+    "RandomSearch",
     "Ranks",
     "Small",
     "ThisProcess",
+    "Uniform",
 ]

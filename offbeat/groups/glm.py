@@ -24,7 +24,7 @@ from offbeat.groups.table_input import GroupDataError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from offbeat.groups.search import Grid
+    from offbeat.groups.search import Searched
     from offbeat.groups.summing import Summing
 
 _LARGE_MARGIN = 30.0
@@ -42,7 +42,7 @@ class Glm:
             penalized; coefficients are told for the features as they are.
     """
 
-    l2: float | Grid = 1.0
+    l2: float | Searched = 1.0
     intercept: bool = True
     standardize: bool = False
     family: ClassVar[Family]

@@ -8,7 +8,7 @@ group: keys are an Arrow table, and rows are looked up by Arrow's hashes.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -105,6 +105,14 @@ class GroupIndex:
             of_values = np.array([xxh3_64_intdigest(text.encode()) for text in texts], np.uint64)
             found = mixed(found, of_values[values.places_of(self.keys[name])])
         return found
+
+    def number_of(self, key: Sequence[Any]) -> int:
+        """Return the number of a group; -1 where its key is not known, or of another type."""
+        try:
+            columns = [pa.array([value], self.keys[name].type) for name, value in zip(self.by, key, strict=True)]
+        except (pa.ArrowException, TypeError):
+            return -1
+        return int(self.numbers_of(pa.table(columns, names=self.by))[0])
 
     def numbers_of(self, table: pa.Table) -> np.ndarray:
         """Return the number of each row's group; -1 where a key is not known.

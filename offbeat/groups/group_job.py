@@ -15,15 +15,18 @@ from offbeat.groups.buckets import GroupRows, numbers_in
 from offbeat.groups.fitting import BucketTask, GroupStatus
 from offbeat.groups.mixing import mixed
 from offbeat.groups.records import GroupRecords
-from offbeat.groups.search import HoldOut, held_out
+from offbeat.groups.search import HoldOut, held_out, searched, values_of
+from offbeat.groups.search_methods import Halving, RungModel
 from offbeat.groups.summing import Summand, SummingModel, greatest
 from offbeat.groups.table_input import GroupDataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from offbeat.groups.fitting import GroupModel
+    from offbeat.groups.fitting import BucketFit, GroupModel
     from offbeat.groups.group_index import GroupIndex
+    from offbeat.groups.overrides import GroupOverrides
+    from offbeat.groups.search_methods import SearchMethod
     from offbeat.groups.summing import Summing
 
 
@@ -76,11 +79,20 @@ class GroupJob:
     schema: pa.Schema
     validation: HoldOut
     small: Small
+    search: SearchMethod
+    overrides: GroupOverrides
 
     @property
     def width(self) -> int:
         """Return how many numbers a model is."""
         return self.model.width(len(self.features))
+
+    @property
+    def tried(self) -> dict[str, list[Any]]:
+        """Return the value of each hyper-parameter that is open in each configuration, of single groups at last."""
+        names = dict.fromkeys([*searched(self.model), *self.overrides.names])
+        every = [*self.configs, *self.overrides.configs(self.model)]
+        return {name: values_of(name, every) for name in names}
 
     def task(self, rows: GroupRows, index: GroupIndex) -> BucketTask:
         """Return the rows of a bucket as numbers."""
@@ -91,34 +103,84 @@ class GroupJob:
             target = np.array(places.cast(pa.float64()).to_numpy(), np.float64)
         return BucketTask(rows.matrix(self.features), target, rows.offsets, index.hashes[rows.numbers])
 
+    def check(self, index: GroupIndex) -> None:
+        """Check the groups of a table.
+
+        Raises:
+            GroupDataError: if one is small, and that is to be refused, or one that is overridden is not there.
+        """
+        self.small.check(index)
+        self.overrides.chosen(index)
+
     def fit(self, rows: GroupRows, index: GroupIndex) -> GroupRecords:
         """Fit the groups of a bucket, and return their records, in the order of `rows.numbers`."""
         task = self.task(rows, index)
-        groups = len(rows.numbers)
-        records = GroupRecords.empty(groups, len(self.configs), self.width)
+        records = GroupRecords.empty(len(rows.numbers), len(self.configs), self.width)
         if len(self.configs) > 1:
-            held = held_out(task.hashes, task.offsets, self.validation, self._moments(rows), self._strata(task))
-            part, rest = task.rows(~held), task.rows(held)
+            found = self._try(rows, task, records)
+            # The model of most rows is close to that of all.
+            task = replace(task, start=found.coefficients[np.arange(len(rows.numbers)), records.chosen])
+        self._fit_chosen(rows, task, index, records)
+        return records
+
+    def try_all(self, rows: GroupRows, index: GroupIndex) -> GroupRecords:
+        """Fit all configurations to the rows that are not held out, and return records without models."""
+        records = GroupRecords.empty(len(rows.numbers), len(self.configs), self.width)
+        if len(self.configs) > 1:
+            self._try(rows, self.task(rows, index), records)
+        return records
+
+    def fit_chosen(self, rows: GroupRows, index: GroupIndex, records: GroupRecords) -> GroupRecords:
+        """Fit the configurations that records have chosen, and return these with their models."""
+        self._fit_chosen(rows, self.task(rows, index), index, records)
+        return records
+
+    def _try(self, rows: GroupRows, task: BucketTask, records: GroupRecords) -> BucketFit:
+        held = held_out(task.hashes, task.offsets, self.validation, self._moments(rows), self._strata(task))
+        part, rest = task.rows(~held), task.rows(held)
+        if isinstance(self.search, Halving):
+            found = self._halve(self.search, part, rest, records)
+        else:
             found = self.model.fit(part, self.configs)
-            records.losses[:], records.steps[:] = found.losses, found.steps
             for at, losses in enumerate(self.losses(rest, found.coefficients)):
                 records.held_losses[:, at] = rest.means(losses)
             records.choose()
-            # The model of most rows is close to that of all.
-            task = replace(task, start=found.coefficients[np.arange(groups), records.chosen])
-        for at, config in enumerate(self.configs):
+        records.losses[:], records.steps[:] = found.losses, found.steps
+        return found
+
+    def _halve(self, search: Halving, part: BucketTask, rest: BucketTask, records: GroupRecords) -> BucketFit:
+        """Train to each rung, and choose among the configurations that have come to the last one."""
+        assert isinstance(self.model, RungModel)
+        budgets = search.budgets(len(self.configs), self.model.epochs)
+        training = self.model.fit_in_rungs(part, self.configs, budgets)
+        found, is_alive = next(training), np.ones(records.losses.shape, np.bool_)
+        for rung in range(len(budgets)):
+            for at, losses in enumerate(self.losses(rest, found.coefficients)):
+                records.held_losses[is_alive[:, at], at] = rest.means(losses)[is_alive[:, at]]
+            if rung < len(budgets) - 1:
+                is_alive = search.survivors(records.held_losses, is_alive)
+                found = training.send(is_alive)
+        records.choose(is_alive)
+        return found
+
+    def _fit_chosen(self, rows: GroupRows, task: BucketTask, index: GroupIndex, records: GroupRecords) -> None:
+        configs = [*self.configs, *self.overrides.configs(self.model)]
+        fixed = self.overrides.chosen(index)
+        if len(fixed):
+            mine = fixed[rows.numbers]
+            records.chosen[:] = np.where(mine >= 0, len(self.configs) + mine, records.chosen)
+        for at, config in enumerate(configs):
             which = np.flatnonzero(records.chosen == at)
             if not len(which):
                 continue
-            final = self.model.fit(task.groups(which), [config])
+            final = config.fit(task.groups(which), [config])
             records.coefficients[which] = final.coefficients[:, 0]
             records.status[which] = final.status
             if len(self.configs) == 1:
-                records.losses[:], records.steps[:] = final.losses, final.steps
+                records.losses[which], records.steps[which] = final.losses, final.steps
         is_small = np.diff(rows.offsets) < self.small.min_rows
         records.status[is_small] = GroupStatus.TOO_SMALL
         records.coefficients[is_small] = np.nan
-        return records
 
     def fit_shard(self, rows: GroupRows, index: GroupIndex, place: int, places: int) -> Summing[GroupRecords]:
         """Fit a group of which several places have rows; for a spec that is a `SummingModel`.

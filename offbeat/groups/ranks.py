@@ -37,9 +37,11 @@ from offbeat.groups.group_index import GroupIndex
 from offbeat.groups.hopping import HopGroup, HoppingModel, blocks_of
 from offbeat.groups.partition import wrap_around
 from offbeat.groups.records import GroupModels, GroupRecords
+from offbeat.groups.search_methods import Halving, Pooled
 from offbeat.groups.split_hops import HopCoordinator, HoppingShards, ShardRows
 from offbeat.groups.split_sums import SummedShard
 from offbeat.groups.summing import SummingModel
+from offbeat.groups.table_input import GroupDataError
 from offbeat.groups.table_messages import table_in, table_message
 from offbeat.groups.this_process import ThisProcess
 from offbeat.run.environment import Environment
@@ -140,7 +142,7 @@ class SharedFit:
         own = GroupIndex.count(self._batches(job.by), job.by, self._table.schema)
         counted = self._tables_of_all(own.as_table())
         index = GroupIndex.merged([GroupIndex.of_table(table, job.by) for table in counted])
-        job.small.check(index)
+        job.check(index)
         buckets = cut_buckets(index.rows, 8 * len(job.schema), self._how.bucket_bytes)
         partition = self._partition(job, index, buckets)
         records = GroupRecords.empty(len(index), len(job.configs), job.width)
@@ -153,7 +155,7 @@ class SharedFit:
             self._exchange(records, mine)
             if job.small.fallback == "global" and len(index):
                 self._fit_fallback(job, index, files, partition, records)
-        return GroupModels(job.model, index, records, list(job.features), job.target, job.classes)
+        return GroupModels(job.model, index, records, list(job.features), job.target, job.classes, job.tried)
 
     # -- what all have to know -----------------------------------------------------------------------------------
 
@@ -164,6 +166,9 @@ class SharedFit:
             told = self._tables_of_all(pa.table({"value": values}))
             values = pa.concat_tables(told)["value"].unique()
         job = trainer.job(schema, values)
+        if isinstance(job.search, Halving | Pooled) or job.overrides.keys:
+            what = "override groups" if job.overrides.keys else f"search by {type(job.search).__name__}"
+            raise GroupDataError(f"Cannot {what} with Ranks, by several workers: fit in one process, or without.")
         said = f"{type(job.model).__name__} of {len(job.configs)} configurations, {job.width} numbers, for {job.schema}"
         for rank, one in enumerate(self._tables_of_all(pa.table({"fit": [said]}))):
             if (other := one["fit"][0].as_py()) != said:
