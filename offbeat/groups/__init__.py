@@ -14,6 +14,7 @@ After "Towards an Optimized GROUP BY Abstraction for Large-Scale Machine Learnin
 * a fit: `trainer` - from a table to models; `group_job` - of one bucket, with the choice of a configuration;
   `fitting` - what a spec makes of its rows; `records` - arrays of all groups; `fitted` - tables of models, and
   predictions; `saved` - a file of them
+* forecasts: `cost` - how a fit will go, and how long it takes
 * where: `this_process`; `ranks` - all workers of a job; `partition` - who has which rows of which group; `carrier` -
   what travels between them; `table_messages` - rows that do
 * split groups: `summing` - fits whose rows are in several places, `split_sums` - over a carrier; `hopping` - models
@@ -25,6 +26,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("Cannot learn over groups: pyarrow is missing. `pip install 'offbeat[groups]'`.") from error
 
+from offbeat.groups.cost import FitForecast
 from offbeat.groups.fitted import FittedGroups
 from offbeat.groups.glm import Linear, Logistic, Poisson
 from offbeat.groups.group_job import Small
@@ -41,6 +43,7 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "FitForecast",
     "FittedGroups",
     "Grid",
     "GridSearch",

@@ -45,6 +45,18 @@ class GroupRows:
         """Return the columns as (rows, columns) float64; a null is NaN."""
         return matrix_of(self.table, columns)
 
+    def some(self, every: int, most_rows: int) -> GroupRows:
+        """Return one of so many groups, each with its first rows.
+
+        Args:
+            most_rows: of a group.
+        """
+        numbers, begins = self.numbers[::every], self.offsets[:-1][::every]
+        counts = np.minimum(np.diff(self.offsets)[::every], most_rows)
+        offsets = np.concatenate(([0], np.cumsum(counts)))
+        rows = np.repeat(begins - offsets[:-1], counts) + np.arange(offsets[-1])
+        return GroupRows(numbers, offsets, self.table.take(pa.array(rows)))
+
 
 def matrix_of(table: pa.Table, columns: Sequence[str]) -> np.ndarray:
     """Return columns of a table as (rows, columns) float64; a null is NaN.

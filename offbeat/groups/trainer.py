@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from offbeat.groups.buckets import is_number
+from offbeat.groups.cost import FitForecast, forecast
 from offbeat.groups.fitted import FittedGroups
 from offbeat.groups.group_job import GroupJob, Small
 from offbeat.groups.overrides import GroupOverrides
@@ -85,6 +86,20 @@ class GroupedTrainer:
             GroupDataError: if the table cannot be used; a group that cannot be fitted is a row of `models` instead.
         """
         return FittedGroups(self.executor.fit(self, open_table(data), progress or (lambda ended, groups: None)))
+
+    def explain(self, data: Any, workers: int = 4) -> FitForecast:
+        """Return how a fit would go, and how long it would take: a few groups are fitted and timed.
+
+        Args:
+            data: as of `open_table`; it is read twice.
+            workers: the most that are asked about.
+
+        Raises:
+            GroupDataError: if the table cannot be used.
+        """
+        if workers < 1:
+            raise GroupDataError(f"Cannot explain a fit by {workers} workers: name 1 or more.")
+        return forecast(self, open_table(data), workers)
 
     def job(self, schema: pa.Schema, values: pa.Array | None) -> GroupJob:
         """Return the work with a table of these columns.
