@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(cls=HelpGroup, help="Fit a model for each group of a table.", no_args_is_help=True)
 
+_MOST_SHOWN = 20
 _Data = Annotated[str, typer.Argument(help="A file, folder or pattern of Parquet, CSV or Arrow files.")]
 _By = Annotated[str, typer.Option(metavar="COLUMN,...", help="The columns of the keys.")]
 _Target = Annotated[str, typer.Option(help="The column that is predicted.")]
@@ -53,6 +55,10 @@ def fit(
         str, typer.Option(metavar="COLUMN", help="Hold the last rows by this column out.", show_default="by chance")
     ] = "",
     min_rows: Annotated[int, typer.Option(min=1, help="Fit no group that has less rows.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that fit groups.")] = 1,
+    folder: Annotated[
+        Path | None, typer.Option(help="Leave what was fitted there; started again, continue with the rest.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="The file of the models.")] = Path("groups.models"),
     results: Annotated[
         Path | None, typer.Option(help="Write what was tried, one row for each group and penalty: Parquet or CSV.")
@@ -60,13 +66,13 @@ def fit(
 ) -> None:
     """Fit one model for each group, and write all of them to a file."""
     validation = {"share": hold_out, "by": hold_out_by or None}
-    trainer = _trainer(by, target, model, l2, features, standardize, validation, min_rows)
+    trainer = _trainer(by, target, model, l2, features, standardize, validation, min_rows, workers)
     _check_place(out)
     if results is not None:
         _check_table(results)
     begin = time.monotonic()
     with _Bar() as bar:
-        fitted = trainer.fit(data, bar.show)
+        fitted = trainer.fit(data, bar.show, folder=folder)
     fitted.save(out)
     if results is not None:
         _write(fitted.results, results)
@@ -87,7 +93,7 @@ def explain(
     workers: Annotated[int, typer.Option(min=1, help="The most workers to tell about.")] = 4,
 ) -> None:
     """Say how a fit would go, and how long it would take; a few groups are fitted and timed."""
-    trainer = _trainer(by, target, model, l2, features, standardize, {}, 1)
+    trainer = _trainer(by, target, model, l2, features, standardize, {}, 1, 1)
     typer.echo(str(trainer.explain(data, workers)))
 
 
@@ -124,18 +130,49 @@ def show(
         _write(FittedGroups.load(models).models, out)
         return
     found = FittedGroups.load(models).models
-    table = Table(*found.column_names)
-    for row in found.slice(0, 20).to_pylist():
-        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
+    console, shown = Console(), found.slice(0, _MOST_SHOWN)
+    columns = {name: [_cell(value) for value in shown[name].to_pylist()] for name in found.column_names}
+    widths = [3 + max(map(len, (name, *cells))) for name, cells in columns.items()]
+    fitting = max(1, sum(end < console.width for end in itertools.accumulate(widths)))
+    table = Table(*itertools.islice(columns, fitting))
+    for cells in zip(*itertools.islice(columns.values(), fitting), strict=True):
+        table.add_row(*cells)
+    console.print(table)
+    left_out = [f"{len(found) - len(shown):,} groups"] if len(found) > len(shown) else []
+    if fitting < len(columns):
+        left_out.append(f"the columns {', '.join(itertools.islice(columns, fitting, None))}")
+    if left_out:
+        typer.echo(f"Not shown: {' and '.join(left_out)}. --out FILE.csv writes all.")
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _trainer(
-    by: str, target: str, model: str, l2: str, features: str, standardize: bool, validation: dict[str, Any], rows: int
+    by: str,
+    target: str,
+    model: str,
+    l2: str,
+    features: str,
+    standardize: bool,
+    validation: dict[str, Any],
+    rows: int,
+    workers: int,
 ) -> GroupedTrainer:
     """The trainer that options name."""
-    from offbeat.groups import GroupDataError, GroupedTrainer, HoldOut, Linear, Logistic, Poisson, Small
-    from offbeat.groups.search import Grid
+    from offbeat.groups import (
+        Grid,
+        GroupDataError,
+        GroupedTrainer,
+        HoldOut,
+        Linear,
+        Logistic,
+        Poisson,
+        Processes,
+        Small,
+        ThisProcess,
+    )
 
     specs: dict[str, Callable[..., Any]] = {"linear": Linear, "logistic": Logistic, "poisson": Poisson}
     if model not in specs:
@@ -151,6 +188,7 @@ def _trainer(
         features=features.split(",") if features else None,
         validation=HoldOut(**validation),
         small=Small(rows),
+        executor=Processes(workers) if workers > 1 else ThisProcess(),
     )
 
 

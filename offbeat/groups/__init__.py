@@ -15,8 +15,9 @@ After "Towards an Optimized GROUP BY Abstraction for Large-Scale Machine Learnin
   `fitting` - what a spec makes of its rows; `records` - arrays of all groups; `fitted` - tables of models, and
   predictions; `saved` - a file of them
 * forecasts: `cost` - how a fit will go, and how long it takes
-* where: `this_process`; `ranks` - all workers of a job; `partition` - who has which rows of which group; `carrier` -
-  what travels between them; `table_messages` - rows that do
+* where: `this_process`; `processes` - of this machine; `fit_folder` - what an ended fit has left
+* several workers: `ranks` - those of a job; `partition` - who has which rows of which group; `carrier` - what travels
+  between them; `table_messages` - rows that do
 * split groups: `summing` - fits whose rows are in several places, `split_sums` - over a carrier; `hopping` - models
   that visit shards, `split_hops` - over a carrier; `unit_scheduler` - the order of visits in an epoch
 """
@@ -32,6 +33,7 @@ from offbeat.groups.glm import Linear, Logistic, Poisson
 from offbeat.groups.group_job import Small
 from offbeat.groups.net import Net
 from offbeat.groups.optimizers import SGD, Adam, AdamW
+from offbeat.groups.processes import Processes
 from offbeat.groups.ranks import Ranks
 from offbeat.groups.search import Grid, HoldOut, LogUniform, Uniform
 from offbeat.groups.search_methods import GridSearch, Halving, Pooled, RandomSearch
@@ -57,6 +59,7 @@ __all__ = [
     "Net",
     "Poisson",
     "Pooled",
+    "Processes",
     "RandomSearch",
     "Ranks",
     "Small",

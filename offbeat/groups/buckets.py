@@ -41,6 +41,12 @@ class GroupRows:
     offsets: np.ndarray
     table: pa.Table
 
+    def groups(self, which: np.ndarray) -> GroupRows:
+        """Return some of the groups, ascending."""
+        counts = np.diff(self.offsets)
+        rows = np.concatenate([np.arange(begin, end) for begin, end in self.offsets[which[:, None] + [0, 1]]])
+        return GroupRows(self.numbers[which], np.append(0, np.cumsum(counts[which])), self.table.take(pa.array(rows)))
+
     def matrix(self, columns: Sequence[str]) -> np.ndarray:
         """Return the columns as (rows, columns) float64; a null is NaN."""
         return matrix_of(self.table, columns)
@@ -170,19 +176,32 @@ class BucketFiles:
 
     def read(self, bucket: int) -> GroupRows:
         """Map the rows of a bucket, and sort them by their groups."""
-        if self._kept:
-            table = pa.concat_tables(self._kept)
-        else:
-            with pa.memory_map(str(self._path(bucket))) as file:
-                table = pa.ipc.open_file(file).read_all()
-        numbers = table[_NUMBER].to_numpy()
-        order = np.argsort(numbers, kind="stable")
-        found, begins = np.unique(numbers[order], return_index=True)
-        return GroupRows(found, np.append(begins, len(order)), table.drop_columns([_NUMBER]).take(pa.array(order)))
+        return _sorted(pa.concat_tables(self._kept)) if self._kept else read_bucket(self._path(bucket))
 
     def _writer(self, bucket: int, schema: pa.Schema, files: ExitStack) -> pa.RecordBatchFileWriter:
         file = files.enter_context(pa.OSFile(str(self._path(bucket)), "wb"))
         return files.enter_context(pa.ipc.new_file(file, schema))
 
+    def path(self, bucket: int) -> Path:
+        """Return the file of a bucket, which is written now if its rows are in memory."""
+        if self._kept:
+            with ExitStack() as files:
+                self._writer(bucket, self._kept[0].schema, files).write_table(pa.concat_tables(self._kept))
+            self._kept = []
+        return self._path(bucket)
+
     def _path(self, bucket: int) -> Path:
         return self._folder / f"{bucket:06d}.arrow"
+
+
+def read_bucket(path: Path) -> GroupRows:
+    """Map the rows of a bucket's file, and sort them by their groups."""
+    with pa.memory_map(str(path)) as file:
+        return _sorted(pa.ipc.open_file(file).read_all())
+
+
+def _sorted(table: pa.Table) -> GroupRows:
+    numbers = table[_NUMBER].to_numpy()
+    order = np.argsort(numbers, kind="stable")
+    found, begins = np.unique(numbers[order], return_index=True)
+    return GroupRows(found, np.append(begins, len(order)), table.drop_columns([_NUMBER]).take(pa.array(order)))

@@ -123,7 +123,7 @@ def forecast(maker: JobMaker, table: TableInput, workers: int, bucket_bytes: int
     begin = time.perf_counter()
     job = maker.job(table.schema, maker.classes(table.batches([maker.target]), table.schema))
     index = GroupIndex.count(table.batches(job.by), job.by, table.schema)
-    job.check(index)
+    job = job.checked(index)
     counting_s = time.perf_counter() - begin
     buckets = cut_buckets(index.rows, 8 * len(job.schema), bucket_bytes)
     rows, groups = np.bincount(buckets, index.rows).astype(np.int64), np.bincount(buckets)
@@ -159,7 +159,7 @@ class FitPilot:
     """
 
     def __init__(self, job: GroupJob, table: TableInput, index: GroupIndex, buckets: np.ndarray) -> None:
-        self._job, self._index = replace(job, overrides=GroupOverrides()), index
+        self._job, self._index = replace(job, overrides=GroupOverrides(), fixed=()), index
         self.obstacle, self.reading_s = "", 0.0
         self._fixed, self._slopes = np.zeros(0), np.zeros(0)
         count = int(buckets.max()) + 1 if len(buckets) else 0
@@ -235,7 +235,7 @@ class FitPilot:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             begin = time.perf_counter()
-            self._job.fit(rows, index)
+            self._job.fit(rows, index.hashes[rows.numbers])
             seconds = time.perf_counter() - begin
         for one in told:
             if "one by one" in str(one.message):

@@ -26,6 +26,7 @@ class GroupStatus(IntEnum):
     SEPARABLE = 4
     NOT_CONVERGED = 5
     TOO_SMALL = 6
+    KILLED = 7
 
     @property
     def text(self) -> str:

@@ -68,6 +68,8 @@ class GroupJob:
         by, features, target: columns.
         classes: the two values of the target, of a classification; else None.
         schema: of the columns that are needed.
+        fixed: the numbers of the groups that are overridden.
+        choice: the configuration of all groups, if one is chosen already.
     """
 
     model: GroupModel
@@ -81,6 +83,8 @@ class GroupJob:
     small: Small
     search: SearchMethod
     overrides: GroupOverrides
+    fixed: tuple[int, ...] = ()
+    choice: int | None = None
 
     @property
     def width(self) -> int:
@@ -94,45 +98,50 @@ class GroupJob:
         every = [*self.configs, *self.overrides.configs(self.model)]
         return {name: values_of(name, every) for name in names}
 
-    def task(self, rows: GroupRows, index: GroupIndex) -> BucketTask:
-        """Return the rows of a bucket as numbers."""
+    def task(self, rows: GroupRows, hashes: np.ndarray) -> BucketTask:
+        """Return the rows of a bucket as numbers.
+
+        Args:
+            hashes: (groups,), of the keys of these groups.
+        """
         if self.classes is None:
             target = numbers_in(rows.table[self.target], self.target)
         else:
             places = pc.index_in(rows.table[self.target], value_set=self.classes)
             target = np.array(places.cast(pa.float64()).to_numpy(), np.float64)
-        return BucketTask(rows.matrix(self.features), target, rows.offsets, index.hashes[rows.numbers])
+        return BucketTask(rows.matrix(self.features), target, rows.offsets, hashes)
 
-    def check(self, index: GroupIndex) -> None:
-        """Check the groups of a table.
+    def checked(self, index: GroupIndex) -> GroupJob:
+        """Return the job for the groups of a table.
 
         Raises:
             GroupDataError: if one is small, and that is to be refused, or one that is overridden is not there.
         """
         self.small.check(index)
-        self.overrides.chosen(index)
+        return replace(self, fixed=self.overrides.numbers(index))
 
-    def fit(self, rows: GroupRows, index: GroupIndex) -> GroupRecords:
-        """Fit the groups of a bucket, and return their records, in the order of `rows.numbers`."""
-        task = self.task(rows, index)
+    def fit(self, rows: GroupRows, hashes: np.ndarray) -> GroupRecords:
+        """Fit the groups of a bucket, and return their records, in the order of `rows.numbers`.
+
+        Args:
+            hashes: (groups,), of the keys of these groups.
+        """
+        task = self.task(rows, hashes)
         records = GroupRecords.empty(len(rows.numbers), len(self.configs), self.width)
-        if len(self.configs) > 1:
+        if self.choice is not None:
+            records.chosen[:] = self.choice
+        elif len(self.configs) > 1:
             found = self._try(rows, task, records)
             # The model of most rows is close to that of all.
             task = replace(task, start=found.coefficients[np.arange(len(rows.numbers)), records.chosen])
-        self._fit_chosen(rows, task, index, records)
+        self._fit_chosen(rows, task, records)
         return records
 
-    def try_all(self, rows: GroupRows, index: GroupIndex) -> GroupRecords:
+    def try_all(self, rows: GroupRows, hashes: np.ndarray) -> GroupRecords:
         """Fit all configurations to the rows that are not held out, and return records without models."""
         records = GroupRecords.empty(len(rows.numbers), len(self.configs), self.width)
         if len(self.configs) > 1:
-            self._try(rows, self.task(rows, index), records)
-        return records
-
-    def fit_chosen(self, rows: GroupRows, index: GroupIndex, records: GroupRecords) -> GroupRecords:
-        """Fit the configurations that records have chosen, and return these with their models."""
-        self._fit_chosen(rows, self.task(rows, index), index, records)
+            self._try(rows, self.task(rows, hashes), records)
         return records
 
     def _try(self, rows: GroupRows, task: BucketTask, records: GroupRecords) -> BucketFit:
@@ -163,12 +172,10 @@ class GroupJob:
         records.choose(is_alive)
         return found
 
-    def _fit_chosen(self, rows: GroupRows, task: BucketTask, index: GroupIndex, records: GroupRecords) -> None:
+    def _fit_chosen(self, rows: GroupRows, task: BucketTask, records: GroupRecords) -> None:
         configs = [*self.configs, *self.overrides.configs(self.model)]
-        fixed = self.overrides.chosen(index)
-        if len(fixed):
-            mine = fixed[rows.numbers]
-            records.chosen[:] = np.where(mine >= 0, len(self.configs) + mine, records.chosen)
+        for place, number in enumerate(self.fixed):
+            records.chosen[rows.numbers == number] = len(self.configs) + place
         for at, config in enumerate(configs):
             which = np.flatnonzero(records.chosen == at)
             if not len(which):
@@ -182,18 +189,19 @@ class GroupJob:
         records.status[is_small] = GroupStatus.TOO_SMALL
         records.coefficients[is_small] = np.nan
 
-    def fit_shard(self, rows: GroupRows, index: GroupIndex, place: int, places: int) -> Summing[GroupRecords]:
+    def fit_shard(self, rows: GroupRows, hashes: np.ndarray, place: int, places: int) -> Summing[GroupRecords]:
         """Fit a group of which several places have rows; for a spec that is a `SummingModel`.
 
         Args:
             rows: that are here, of this one group.
+            hashes: (1,), of its key.
             place, places: of this one, and how many there are.
         """
         assert isinstance(self.model, SummingModel)
-        task = self.task(rows, index)
+        task = self.task(rows, hashes)
         records = GroupRecords.empty(1, len(self.configs), self.width)
         if len(self.configs) > 1:
-            held = yield from self._held_of_shard(rows, task, int(index.rows[rows.numbers[0]]), place, places)
+            held = yield from self._held_of_shard(rows, task, place, places)
             part, rest = task.rows(~held), task.rows(held)
             found = yield from self.model.fit_summed(functools.partial(list, [part]), self.configs)
             mine = [len(rest.target), *(float(one.sum()) for one in self.losses(rest, found.coefficients))]
@@ -209,20 +217,21 @@ class GroupJob:
         return records
 
     def prepare_shard(
-        self, rows: GroupRows, index: GroupIndex, place: int, places: int
+        self, rows: GroupRows, hashes: np.ndarray, place: int, places: int
     ) -> Summing[tuple[BucketTask, BucketTask, GroupStatus]]:
         """Return the rows of a shard that models are trained on, those that are held out, and whether they can be.
 
         Args:
             rows: that are here, of one group of which several places have rows.
+            hashes: (1,), of its key.
             place, places: of this one, and how many there are.
         """
-        task = self.task(rows, index)
+        task = self.task(rows, hashes)
         facts = torch.tensor([len(task.target), (~task.is_finite).sum(), task.target.sum()], dtype=torch.float64)
         count, unusable, ones = (yield Summand(facts)).tolist()
         held = np.zeros(len(task.target), np.bool_)
         if len(self.configs) > 1:
-            held = yield from self._held_of_shard(rows, task, int(count), place, places)
+            held = yield from self._held_of_shard(rows, task, place, places)
         status = GroupStatus.OK
         if unusable:
             status = GroupStatus.NOT_FINITE
@@ -230,14 +239,13 @@ class GroupJob:
             status = GroupStatus.ONE_CLASS
         return task.rows(~held), task.rows(held), status
 
-    def _held_of_shard(
-        self, rows: GroupRows, task: BucketTask, total: int, place: int, places: int
-    ) -> Summing[np.ndarray]:
+    def _held_of_shard(self, rows: GroupRows, task: BucketTask, place: int, places: int) -> Summing[np.ndarray]:
         """The rows of a shard that are held out: by chance in each shard, and by a column in all of them together."""
         moments = self._moments(rows)
         if moments is None:
             hashes = mixed(task.hashes, place)
             return held_out(hashes, task.offsets, self.validation, None, self._strata(task))
+        total = int((yield Summand(torch.tensor([len(moments)]))))
         count = min(int(total * self.validation.share + 0.5), total - 1)
         return (yield from greatest(moments, count, place, places))
 

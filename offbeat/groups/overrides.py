@@ -6,8 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from offbeat.groups.search import searched, with_value
 from offbeat.groups.table_input import GroupDataError
 
@@ -72,17 +70,15 @@ class GroupOverrides:
             made.append(config)
         return made
 
-    def chosen(self, index: GroupIndex) -> np.ndarray:
-        """Return (groups,): which of the configurations is of each group; -1 for none.
+    def numbers(self, index: GroupIndex) -> tuple[int, ...]:
+        """Return the numbers of the groups.
 
         Raises:
-            GroupDataError: if a group is not there.
+            GroupDataError: if one is not there.
         """
-        made = np.full(len(index), -1, np.int64)
-        for at, key in enumerate(self.keys):
-            if (number := index.number_of(key)) < 0:
-                raise GroupDataError(f"Cannot override the group {key}: no row has this key.")
-            made[number] = at
+        made = tuple(map(index.number_of, self.keys))
+        if -1 in made:
+            raise GroupDataError(f"Cannot override the group {self.keys[made.index(-1)]}: no row has this key.")
         return made
 
 

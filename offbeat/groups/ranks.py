@@ -2,10 +2,10 @@
 
     fitted = GroupedTrainer(Logistic(), by="store", target="sold", executor=Ranks()).fit("sales/*.parquet")
 
-started by `offbeat run --workers 4 fit.py`, or torchrun. Each worker reads a part of the table. Groups are counted by
-all; then rows go to the workers that fit them (`partition`), part after part in the order of the table, so that a group
-that is whole has the same model, to the bit, whoever fits it. A worker fits its whole buckets while it waits for the
-others' parts of split groups. In the end all workers have all models.
+in a script that `offbeat run --workers 4` or torchrun starts. Each worker reads a part of the table. Groups are counted
+by all; then rows go to the workers that fit them (`partition`), part after part in the order of the table, so that a
+group that is whole has the same model, to the bit, whoever fits it. A worker fits its whole buckets while it waits for
+the others' parts of split groups. In the end all workers have all models.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from offbeat.errors import DisagreementError
 from offbeat.fabric.generation import StoreMeeting
 from offbeat.groups.buckets import BUCKET_BYTES, BucketFiles, cut_buckets
 from offbeat.groups.carrier import ObjectCarrier
+from offbeat.groups.fit_folder import FitFolder
 from offbeat.groups.fitting import BucketTask, GroupStatus
 from offbeat.groups.group_index import GroupIndex
 from offbeat.groups.hopping import HopGroup, HoppingModel, blocks_of
@@ -43,7 +44,7 @@ from offbeat.groups.split_sums import SummedShard
 from offbeat.groups.summing import SummingModel
 from offbeat.groups.table_input import GroupDataError
 from offbeat.groups.table_messages import table_in, table_message
-from offbeat.groups.this_process import ThisProcess
+from offbeat.groups.this_process import ThisProcess, task_of
 from offbeat.run.environment import Environment
 from offbeat.run.rendezvous import join
 
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from offbeat.groups.partition import GroupPartition
     from offbeat.groups.summing import Summing
     from offbeat.groups.table_input import TableInput
-    from offbeat.groups.this_process import Progress
+    from offbeat.groups.this_process import FittedBucket, Progress
 
 T = TypeVar("T")
 _log = logging.getLogger("offbeat")
@@ -76,7 +77,7 @@ class Ranks:
     own_rows: bool = False
     bucket_bytes: int = BUCKET_BYTES
 
-    def fit(self, trainer: JobMaker, table: TableInput, progress: Progress) -> GroupModels:
+    def fit(self, trainer: JobMaker, table: TableInput, progress: Progress, folder: Path | None) -> GroupModels:
         """Fit all groups of a table. Collective.
 
         Raises:
@@ -87,10 +88,10 @@ class Ranks:
         waiter = BlockingWait(clock=WallClock(), timeout=environment.timeout or _PATIENCE, tell=_log.warning)
         join(waiter, environment)
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return ThisProcess(self.bucket_bytes).fit(trainer, table, progress)
+            return ThisProcess(self.bucket_bytes).fit(trainer, table, progress, folder)
         carrier = ObjectCarrier(dist.get_rank(), dist.get_world_size(), JobMeeting())
         try:
-            made = SharedFit(carrier, trainer, table, self).run(progress)
+            made = SharedFit(carrier, trainer, table, self).run(progress, folder)
         except BaseException as error:
             carrier.abandon(error)
             raise
@@ -136,23 +137,34 @@ class SharedFit:
         self._part = (0, 1) if how.own_rows else (carrier.rank, carrier.world)
         self._told = 0
 
-    def run(self, progress: Progress) -> GroupModels:
-        """Fit all groups, and return the models of all workers."""
+    def run(self, progress: Progress, folder: Path | None = None) -> GroupModels:
+        """Fit all groups, and return the models of all workers.
+
+        Args:
+            folder: as of `Executor.fit`; of this worker, or the same one everywhere.
+        """
         job = self._job()
         own = GroupIndex.count(self._batches(job.by), job.by, self._table.schema)
         counted = self._tables_of_all(own.as_table())
         index = GroupIndex.merged([GroupIndex.of_table(table, job.by) for table in counted])
-        job.check(index)
+        job = job.checked(index)
         buckets = cut_buckets(index.rows, 8 * len(job.schema), self._how.bucket_bytes)
-        partition = self._partition(job, index, buckets)
         records = GroupRecords.empty(len(index), len(job.configs), job.width)
-        with tempfile.TemporaryDirectory(prefix="offbeat-groups-") as folder:
-            files = BucketFiles(Path(folder), index, buckets)
-            sent = RowsInTransit(job, index, files, partition, self._firsts(index, own, buckets, partition))
-            rows = partition.loads(np.bincount(buckets, index.rows).astype(np.int64), self._carrier.world)
+        kept = self._folder(folder, job, index, buckets)
+        is_done, mine = self._done(kept, buckets, records)
+        partition = self._partition(job, index, buckets, is_done)
+        with tempfile.TemporaryDirectory(prefix="offbeat-groups-") as temporary:
+            files = BucketFiles(Path(temporary), index, buckets)
+            sent = RowsInTransit(job, index, files, partition, is_done, self._firsts(index, own, buckets, partition))
+            rows = partition.loads(np.bincount(buckets, index.rows).astype(np.int64) * ~is_done, self._carrier.world)
             files.write(self._received(sent), job.schema, int(rows[self._carrier.rank]))
-            mine = self._fit_all(job, index, files, partition, records, progress)
-            self._exchange(records, mine)
+            partition.home[is_done] = -1
+            for bucket, numbers, part in self._fit_all(job, index, files, partition, records, progress):
+                records.put(numbers, part)
+                if kept is not None:
+                    kept.write(bucket, numbers, records)
+                mine.append(numbers)
+            self._exchange(records, np.concatenate(mine) if mine else np.zeros(0, np.int64))
             if job.small.fallback == "global" and len(index):
                 self._fit_fallback(job, index, files, partition, records)
         return GroupModels(job.model, index, records, list(job.features), job.target, job.classes, job.tried)
@@ -178,9 +190,35 @@ class SharedFit:
                 )
         return job
 
-    def _partition(self, job: GroupJob, index: GroupIndex, buckets: np.ndarray) -> GroupPartition:
+    def _folder(self, folder: Path | None, job: GroupJob, index: GroupIndex, buckets: np.ndarray) -> FitFolder | None:
+        """Open the folder; the first worker makes it if it is the same one everywhere."""
+        if folder is None:
+            return None
+        made = FitFolder(folder, job, index, buckets) if self._carrier.rank == 0 else None
+        self._tables_of_all(pa.table({"made": [True]}))
+        return made or FitFolder(folder, job, index, buckets)
+
+    def _done(
+        self, kept: FitFolder | None, buckets: np.ndarray, records: GroupRecords
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Find which buckets were fitted before, and take in the records of those that this worker is the first to
+        have."""
+        done = {} if kept is None else kept.read()
+        found = np.zeros(int(buckets.max(initial=-1)) + 1, np.bool_)
+        found[list(done)] = True
+        mine, is_done = list[np.ndarray](), np.zeros_like(found)
+        for rank, table in enumerate(self._tables_of_all(pa.table({"done": found}))):
+            its = table["done"].to_numpy()
+            if rank == self._carrier.rank:
+                for bucket in np.flatnonzero(its & ~is_done).tolist():
+                    records.put(*done[bucket])
+                    mine.append(done[bucket][0])
+            is_done |= its
+        return is_done, mine
+
+    def _partition(self, job: GroupJob, index: GroupIndex, buckets: np.ndarray, is_done: np.ndarray) -> GroupPartition:
         """The worker of each bucket; one of a single group may be split."""
-        rows = np.bincount(buckets, index.rows).astype(np.int64)
+        rows = np.bincount(buckets, index.rows).astype(np.int64) * ~is_done
         hops, workers = isinstance(job.model, HoppingModel), self._carrier.world
         whole = (np.bincount(buckets) > 1) | (not hops and not isinstance(job.model, SummingModel))
         # Parts of a sum are computed at the same time, whereas a configuration is at one shard at a time.
@@ -244,8 +282,8 @@ class SharedFit:
         partition: GroupPartition,
         records: GroupRecords,
         progress: Progress,
-    ) -> np.ndarray:
-        """Fit this worker's groups, and return the numbers of those whose records it has."""
+    ) -> Iterator[FittedBucket]:
+        """Fit this worker's groups, and those that the first worker tells the others of."""
         rank, has_come = self._carrier.rank, threading.Event()
         hops, coordinator = None, None
         splits = list[tuple[int, SummedShard[GroupRecords]]]()
@@ -258,9 +296,10 @@ class SharedFit:
                 hops = HoppingShards(self._carrier, job, groups, shards, has_come.set, waits=not wholes)
         else:
             for bucket, holders in self._split(partition):
-                work = job.fit_shard(files.read(bucket), index, holders.index(rank), len(holders))
+                rows = files.read(bucket)
+                work = job.fit_shard(rows, index.hashes[rows.numbers], holders.index(rank), len(holders))
                 splits.append((bucket, SummedShard(self._carrier, f"split/{bucket}", holders, work, has_come.set)))
-        groups_of, mine, ended = np.bincount(files.buckets), list[np.ndarray](), 0
+        groups_of, ended = np.bincount(files.buckets), 0
         total = int(groups_of[wholes].sum()) + len(splits)
         while splits or wholes or hops is not None:
             has_come.clear()
@@ -272,16 +311,15 @@ class SharedFit:
                 splits.remove(ready)
                 ended += 1
                 if shard.holders[0] == rank:
-                    mine.append(np.flatnonzero(files.buckets == bucket))
-                    records.put(mine[-1], shard.result)
+                    yield bucket, np.flatnonzero(files.buckets == bucket), shard.result
             elif hops is not None and hops.is_ready:
                 hops.advance(waits=not wholes)
                 hops = None if hops.has_ended else hops
                 continue
             elif wholes:
-                rows = files.read(wholes.pop(0))
-                records.put(rows.numbers, job.fit(rows, index))
-                mine.append(rows.numbers)
+                bucket = wholes.pop(0)
+                rows = files.read(bucket)
+                yield bucket, rows.numbers, job.fit(rows, index.hashes[rows.numbers])
                 ended += len(rows.numbers)
                 if hops is not None and hops.is_idle:
                     hops.ask_again(waits=not wholes)
@@ -295,9 +333,7 @@ class SharedFit:
         if coordinator is not None:
             coordinator.join()
             for bucket in coordinator.groups:
-                mine.append(np.flatnonzero(files.buckets == bucket))
-                records.put(mine[-1], coordinator.records(bucket))
-        return np.concatenate(mine) if mine else np.zeros(0, np.int64)
+                yield bucket, np.flatnonzero(files.buckets == bucket), coordinator.records(bucket)
 
     def _split(self, partition: GroupPartition) -> list[tuple[int, list[int]]]:
         """The buckets of split groups of which this worker has rows, and all holders of each."""
@@ -313,7 +349,8 @@ class SharedFit:
         assert isinstance(job.model, HoppingModel)
         rank, shards = self._carrier.rank, dict[int, ShardRows]()
         for bucket, holders in self._split(partition):
-            work = job.prepare_shard(files.read(bucket), index, holders.index(rank), len(holders))
+            rows = files.read(bucket)
+            work = job.prepare_shard(rows, index.hashes[rows.numbers], holders.index(rank), len(holders))
             trained, held, status = self._run(f"prepare/{bucket}", holders, work)
             shards[bucket] = ShardRows(trained, held)
             if rank == holders[0]:
@@ -364,7 +401,7 @@ class SharedFit:
         mine = sorted({*np.flatnonzero(partition.home == rank).tolist(), *held})
         nothing = BucketTask.empty(len(job.features))
         work = job.model.fit_summed(
-            lambda: (job.task(files.read(bucket), index).finite() for bucket in mine) if mine else (nothing,),
+            lambda: (task_of(job, index, files, bucket).finite() for bucket in mine) if mine else (nothing,),
             [job.pooled(records, index)],
         )
         found = self._run(self._name("fallback"), range(world), work)
@@ -388,6 +425,7 @@ class RowsInTransit:
     """The rows of each worker.
 
     Args:
+        is_done: (buckets,), which have no rows to be sent.
         firsts: by bucket of a split group, the place among all rows of that group of the next one read here.
     """
 
@@ -395,6 +433,7 @@ class RowsInTransit:
     index: GroupIndex
     files: BucketFiles
     partition: GroupPartition
+    is_done: np.ndarray
     firsts: dict[int, int]
 
     def sent(self, part: pa.Table | None, workers: int) -> list[pa.Table]:
@@ -402,13 +441,14 @@ class RowsInTransit:
         if part is None:
             return [self.job.schema.empty_table()] * workers
         buckets = self.files.buckets[self.index.numbers_of(part)]
-        owners = self.partition.home[buckets]
+        owners = self.partition.home[buckets]  # a copy
         for bucket, first in self.firsts.items():
             which = np.flatnonzero(buckets == bucket)
             shards = [shard for shard in self.partition.shards if shard.group == bucket]
             places = np.searchsorted([shard.end for shard in shards], first + np.arange(len(which)), side="right")
             owners[which] = np.array([shard.worker for shard in shards])[places]
             self.firsts[bucket] = first + len(which)
+        owners[self.is_done[buckets]] = workers  # nobody
         order = np.argsort(owners, kind="stable")
         ends = np.searchsorted(owners[order], np.arange(workers + 1))
         moved = part.take(pa.array(order))

@@ -80,10 +80,6 @@ class GroupRecords:
         """Return the arrays of some groups, by name."""
         return {name: getattr(self, name)[numbers] for name in _OF_EACH}
 
-    def part(self, numbers: np.ndarray) -> GroupRecords:
-        """Return a copy of the records of some groups."""
-        return GroupRecords(**self.of(numbers), fallback=self.fallback)
-
     def put(self, numbers: np.ndarray, part: GroupRecords | Mapping[str, np.ndarray]) -> None:
         """Take in the records of some groups.
 

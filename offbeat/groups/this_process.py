@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from offbeat.groups.buckets import BUCKET_BYTES, BucketFiles, cut_buckets
+from offbeat.groups.fit_folder import FitFolder
 from offbeat.groups.group_index import GroupIndex
 from offbeat.groups.records import GroupModels, GroupRecords
 from offbeat.groups.search_methods import Pooled
 
 if TYPE_CHECKING:
-    from offbeat.groups.group_job import JobMaker
+    from collections.abc import Iterator, Sequence
+
+    import numpy as np
+
+    from offbeat.groups.fitting import BucketTask
+    from offbeat.groups.group_job import GroupJob, JobMaker
     from offbeat.groups.table_input import TableInput
 
 Progress = Callable[[int, int], None]
@@ -24,8 +31,12 @@ Progress = Callable[[int, int], None]
 class Executor(Protocol):
     """The Protocol of where groups are fitted."""
 
-    def fit(self, trainer: JobMaker, table: TableInput, progress: Progress) -> GroupModels:
-        """Fit all groups of a table."""
+    def fit(self, trainer: JobMaker, table: TableInput, progress: Progress, folder: Path | None) -> GroupModels:
+        """Fit all groups of a table.
+
+        Args:
+            folder: of what a fit that was ended has fitted; what is fitted now is added there.
+        """
 
 
 @dataclass(frozen=True)
@@ -38,32 +49,73 @@ class ThisProcess:
 
     bucket_bytes: int = BUCKET_BYTES
 
-    def fit(self, trainer: JobMaker, table: TableInput, progress: Progress) -> GroupModels:
+    def fit(self, trainer: JobMaker, table: TableInput, progress: Progress, folder: Path | None) -> GroupModels:
         """Fit all groups of a table."""
-        job = trainer.job(table.schema, trainer.classes(table.batches([trainer.target]), table.schema))
-        index = GroupIndex.count(table.batches(job.by), job.by, table.schema)
-        job.check(index)
-        records = GroupRecords.empty(len(index), len(job.configs), job.width)
-        with tempfile.TemporaryDirectory(prefix="offbeat-groups-") as folder:
-            files = BucketFiles(Path(folder), index, cut_buckets(index.rows, 8 * len(job.schema), self.bucket_bytes))
-            files.write(table.batches(job.schema.names), job.schema)
-            ended = 0
-            if isinstance(job.search, Pooled):
-                for bucket in range(files.count):
-                    rows = files.read(bucket)
-                    records.put(rows.numbers, job.try_all(rows, index))
-                records.choose_pooled(index.rows)
+        return fit_buckets(self.run, self.bucket_bytes, trainer, table, progress, folder)
+
+    def run(self, job: GroupJob, index: GroupIndex, files: BucketFiles, left: Sequence[int]) -> Iterator[FittedBucket]:
+        """Fit the buckets that are left, one after another."""
+        for bucket in left:
+            rows = files.read(bucket)
+            yield bucket, rows.numbers, job.fit(rows, index.hashes[rows.numbers])
+
+
+FittedBucket = tuple[int, "np.ndarray", GroupRecords]
+"""The number of a bucket, the numbers of its groups, and their records."""
+BucketRun = Callable[["GroupJob", GroupIndex, BucketFiles, "Sequence[int]"], "Iterator[FittedBucket]"]
+"""Fits the buckets that are left, in any order."""
+
+
+def fit_buckets(
+    run: BucketRun,
+    bucket_bytes: int,
+    trainer: JobMaker,
+    table: TableInput,
+    progress: Progress,
+    folder: Path | None,
+) -> GroupModels:
+    """Fit all groups of a table that this process reads.
+
+    Args:
+        bucket_bytes: of rows that are in memory together.
+    """
+    job = trainer.job(table.schema, trainer.classes(table.batches([trainer.target]), table.schema))
+    index = GroupIndex.count(table.batches(job.by), job.by, table.schema)
+    job = job.checked(index)
+    records = GroupRecords.empty(len(index), len(job.configs), job.width)
+    with tempfile.TemporaryDirectory(prefix="offbeat-groups-") as temporary:
+        files = BucketFiles(Path(temporary), index, cut_buckets(index.rows, 8 * len(job.schema), bucket_bytes))
+        kept = None if folder is None else FitFolder(folder, job, index, files.buckets)
+        done = {} if kept is None else kept.read()
+        ended = 0
+        for numbers, part in done.values():
+            records.put(numbers, part)
+            ended += len(numbers)
+        files.write(table.batches(job.schema.names), job.schema)
+        tried = None
+        if isinstance(job.search, Pooled) and len(job.configs) > 1:
+            tried = GroupRecords.empty(len(index), len(job.configs), job.width)
             for bucket in range(files.count):
                 rows = files.read(bucket)
-                if isinstance(job.search, Pooled):
-                    found = job.fit_chosen(rows, index, records.part(rows.numbers))
-                else:
-                    found = job.fit(rows, index)
-                records.put(rows.numbers, found)
-                ended += len(rows.numbers)
-                progress(ended, len(index))
-            if job.small.fallback == "global" and len(index):
-                records.fallback = job.model.fit_together(
-                    lambda: (job.task(files.read(at), index) for at in range(files.count)), job.pooled(records, index)
-                )
-        return GroupModels(job.model, index, records, list(job.features), job.target, job.classes, job.tried)
+                tried.put(rows.numbers, job.try_all(rows, index.hashes[rows.numbers]))
+            job = replace(job, choice=tried.choose_pooled(index.rows))
+        for bucket, numbers, made in run(job, index, files, [at for at in range(files.count) if at not in done]):
+            records.put(numbers, made)
+            if kept is not None:
+                kept.write(bucket, numbers, records)
+            ended += len(numbers)
+            progress(ended, len(index))
+        if tried is not None:
+            records.losses, records.held_losses, records.steps = tried.losses, tried.held_losses, tried.steps
+        if job.small.fallback == "global" and len(index):
+            records.fallback = job.model.fit_together(
+                lambda: map(functools.partial(task_of, job, index, files), range(files.count)),
+                job.pooled(records, index),
+            )
+    return GroupModels(job.model, index, records, list(job.features), job.target, job.classes, job.tried)
+
+
+def task_of(job: GroupJob, index: GroupIndex, files: BucketFiles, bucket: int) -> BucketTask:
+    """Return the rows of a bucket as numbers."""
+    rows = files.read(bucket)
+    return job.task(rows, index.hashes[rows.numbers])

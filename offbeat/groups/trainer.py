@@ -10,6 +10,7 @@ itself. Each group is a row of a few arrays, and no object of its own.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -75,17 +76,20 @@ class GroupedTrainer:
         self.overrides = GroupOverrides.of(overrides or {}, len(self.by))
         self.overrides.configs(model)
 
-    def fit(self, data: Any, progress: Progress | None = None) -> FittedGroups:
+    def fit(self, data: Any, progress: Progress | None = None, *, folder: str | Path | None = None) -> FittedGroups:
         """Fit all groups.
 
         Args:
             data: as of `open_table`.
             progress: told after each bucket.
+            folder: where to leave what was fitted, bucket by bucket; a fit that was ended continues there.
 
         Raises:
-            GroupDataError: if the table cannot be used; a group that cannot be fitted is a row of `models` instead.
+            GroupDataError: if the table cannot be used, or the folder is of another fit; a group that cannot be fitted
+                is a row of `models` instead.
         """
-        return FittedGroups(self.executor.fit(self, open_table(data), progress or (lambda ended, groups: None)))
+        tell = progress or (lambda ended, groups: None)
+        return FittedGroups(self.executor.fit(self, open_table(data), tell, None if folder is None else Path(folder)))
 
     def explain(self, data: Any, workers: int = 4) -> FitForecast:
         """Return how a fit would go, and how long it would take: a few groups are fitted and timed.

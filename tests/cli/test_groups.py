@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import pyarrow.csv
 import pyarrow.parquet
+import pytest
 
 from tests.groups.test_trainer import sales
+from tests.patience import stretched
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,3 +53,19 @@ def test_what_cannot_be_is_one_sentence(tmp_path: Path) -> None:
         assert made.returncode == 2
         assert "Traceback" not in made.stderr
         assert "Cannot" in made.stderr
+
+
+@pytest.mark.parametrize("command", [[], ["-m", "offbeat", "run", "--workers", "2"]], ids=["python", "run"])
+def test_the_example_of_groups(command: list[str], tmp_path: Path) -> None:
+    """In one process, and by two workers: the same models."""
+    out = tmp_path / "stores.models"
+    told = subprocess.run(
+        [sys.executable, *command, "examples/groups.py", "--stores", "30", "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=stretched(100),
+    )
+    assert told.returncode == 0, told.stderr
+    assert "30 models" in told.stdout
+    shown = groups("show", out)
+    assert "region 0" in shown.stdout

@@ -54,6 +54,8 @@ COMMANDS = {
         "--hold-out",
         "--hold-out-by",
         "--min-rows",
+        "--workers",
+        "--folder",
         "--out",
         "--results",
     ],

@@ -62,7 +62,9 @@ def skewed(rows: int = 6_000, features: int = 3, seed: int = 0) -> pa.Table:
     return pa.table({"key": key, "day": chance.integers(0, 30, rows), **columns, "y": y, "is": y > 0})
 
 
-def fit_by(workers: int, trainer: GroupedTrainer, tables: Sequence[Any], **how: Any) -> list[GroupModels]:
+def fit_by(
+    workers: int, trainer: GroupedTrainer, tables: Sequence[Any], folders: Sequence[Path] | None = None, **how: Any
+) -> list[GroupModels]:
     """The models that each of some threads has; the error that one of them ended with is raised."""
     board, made = LocalBoard(), dict[int, Any]()
     ranks = Ranks(bucket_bytes=BUCKET, **how)
@@ -70,7 +72,8 @@ def fit_by(workers: int, trainer: GroupedTrainer, tables: Sequence[Any], **how: 
     def work(rank: int) -> None:
         try:
             carrier = LocalCarrier(rank, workers, board)
-            made[rank] = SharedFit(carrier, trainer, open_table(tables[rank]), ranks).run(lambda ended, groups: None)
+            fit = SharedFit(carrier, trainer, open_table(tables[rank]), ranks)
+            made[rank] = fit.run(lambda ended, groups: None, None if folders is None else folders[rank])
         except OffbeatError as error:
             made[rank] = error
 
