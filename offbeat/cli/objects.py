@@ -163,6 +163,7 @@ def ls(
         job=job_name(job),
         credentials=credentials,
         patience=timedelta(seconds=3),
+        may_start=False,
         role="onlooker",
     )
     try:

@@ -300,7 +300,8 @@ class SharedFit:
                 work = job.fit_shard(rows, index.hashes[rows.numbers], holders.index(rank), len(holders))
                 splits.append((bucket, SummedShard(self._carrier, f"split/{bucket}", holders, work, has_come.set)))
         groups_of, ended = np.bincount(files.buckets), 0
-        total = int(groups_of[wholes].sum()) + len(splits)
+        total = int(groups_of[wholes].sum()) + sum(shard.holders[0] == rank for _, shard in splits)
+        total += 0 if coordinator is None else len(coordinator.groups)
         while splits or wholes or hops is not None:
             has_come.clear()
             if (ready := next((one for one in splits if one[1].is_ready), None)) is not None:
@@ -309,8 +310,8 @@ class SharedFit:
                 if not shard.has_ended:
                     continue
                 splits.remove(ready)
-                ended += 1
                 if shard.holders[0] == rank:
+                    ended += 1
                     yield bucket, np.flatnonzero(files.buckets == bucket), shard.result
             elif hops is not None and hops.is_ready:
                 hops.advance(waits=not wholes)
@@ -334,6 +335,8 @@ class SharedFit:
             coordinator.join()
             for bucket in coordinator.groups:
                 yield bucket, np.flatnonzero(files.buckets == bucket), coordinator.records(bucket)
+                ended += 1
+                progress(ended, total)
 
     def _split(self, partition: GroupPartition) -> list[tuple[int, list[int]]]:
         """The buckets of split groups of which this worker has rows, and all holders of each."""

@@ -67,6 +67,8 @@ def open_table(data: Any) -> TableInput:
         )
     if isinstance(data, pa.Table):
         return _MemoryTable(data)
+    if hasattr(data, "iter_batches") and hasattr(data, "streaming_split"):
+        return DatasetTable(data)
     if not hasattr(data, "__arrow_c_stream__"):
         raise GroupDataError(
             f"Cannot read groups from {type(data).__name__}: pass a table of pyarrow, pandas (2.2 or later), polars or "
@@ -90,6 +92,35 @@ class _MemoryTable:
         table = self._table.select(list(columns))
         for at in range(worker * _BATCH_ROWS, table.num_rows, workers * _BATCH_ROWS):
             yield table.slice(at, _BATCH_ROWS)
+
+
+class DatasetTable:
+    """A Ray Dataset, which Ray reads each time that it is needed.
+
+    Args:
+        dataset: it.
+
+    Raises:
+        GroupDataError: if its columns are not those of an Arrow table.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        schema = getattr(dataset.schema(), "base_schema", None)
+        if not isinstance(schema, pa.Schema):
+            raise GroupDataError(
+                "Cannot read groups from a Ray Dataset without an Arrow schema: map it to tables first."
+            )
+        self.schema = schema
+
+    def split(self, count: int) -> list[DatasetTable]:
+        """Return so many parts of about as many rows, which Ray has read then."""
+        return [DatasetTable(part) for part in self._dataset.split(count, equal=False)]
+
+    def batches(self, columns: Sequence[str], worker: int = 0, workers: int = 1) -> Iterator[pa.Table]:
+        read = self._dataset.iter_batches(batch_format="pyarrow", batch_size=_BATCH_ROWS)
+        for batch in itertools.islice(read, worker, None, workers):
+            yield batch.select(list(columns)).cast(pa.schema([self.schema.field(name) for name in columns]))
 
 
 class _FileTables:

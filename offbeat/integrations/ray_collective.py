@@ -21,7 +21,7 @@ import torch
 
 from offbeat.errors import DisagreementError, NetworkError, ObjectError, ObjectTimeoutError
 from offbeat.integrations import ray_objects
-from offbeat.objects.store_access import NOBODY
+from offbeat.objects.progress import NOBODY
 
 try:
     import ray

@@ -31,7 +31,7 @@ import torch
 
 from offbeat.errors import NetworkError, ObjectError, ObjectTimeoutError
 from offbeat.integrations import ray_objects
-from offbeat.objects.store_access import NOBODY
+from offbeat.objects.progress import NOBODY
 from offbeat.tensors import flat_bytes
 
 try:

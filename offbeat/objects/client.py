@@ -75,7 +75,7 @@ def connect(
     job: str = "default",
     credentials: Credentials | None = None,
     memory_mib: int = 1024,
-    timeout: float = 20.0,
+    timeout: float | None = None,
 ) -> ObjectClient:
     """Use the store of this machine: the one named, or the one that tasks share here, which the first of them starts.
 
@@ -87,7 +87,8 @@ def connect(
         job: of the stores.
         credentials: that store and client prove to each other; None for the token in OFFBEAT_TOKEN, if there is one.
         memory_mib: for the objects of a store that is started.
-        timeout: in seconds, for the store to answer.
+        timeout: in seconds, for the store to answer, which may still be starting; None for 20 s if it runs already:
+            then a refused connection is an error at once.
 
     Raises:
         NetworkError: if it cannot be reached, or not be started.
@@ -105,8 +106,14 @@ def connect(
             )
         found = find_or_start(job, secret, memory_mib)
         address, credentials = found.address, found.credentials(credentials)
-    patience = timedelta(seconds=timeout)
-    return ObjectClient(RemoteStore(address, job=job_name(job), credentials=credentials, patience=patience))
+    access = RemoteStore(
+        address,
+        job=job_name(job),
+        credentials=credentials,
+        patience=_PATIENCE if timeout is None else timedelta(seconds=timeout),
+        may_start=timeout is not None,
+    )
+    return ObjectClient(access)
 
 
 def embedded(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from typing import TYPE_CHECKING, Literal
 
 from offbeat.errors import DisagreementError, ObjectError, OffbeatError, PeerError
+from offbeat.objects.progress import TOLD_S, progress_of
 from offbeat.objects.stored_object import AlreadyHereError
 from offbeat.protocol.object_calls import (
     AbandonNote,
@@ -20,7 +20,6 @@ from offbeat.protocol.object_calls import (
     GetCall,
     MemoryAnswer,
     ObjectAnswer,
-    ProgressNote,
     PutSmallCall,
     ReduceCall,
     ReleaseNote,
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from offbeat.protocol.objects import ObjectName
     from offbeat.wire.link import PeerLink
 
-_TOLD_S = 0.25
 _MAX_CALLS = 1024
 
 
@@ -179,7 +177,7 @@ class ClientLink:
         self._gets[call] = message.name, told
         self._store.want(message.name, told)
         if call in self._gets:
-            asyncio.get_running_loop().call_later(_TOLD_S, self._tell_progress, call)
+            asyncio.get_running_loop().call_later(TOLD_S, self._tell_progress, call)
 
     def _look(self, message: VersionsCall) -> None:
         call = message.call
@@ -203,21 +201,8 @@ class ClientLink:
     def _tell_progress(self, call: int) -> None:
         if call not in self._gets or not self._link.is_open:
             return
-        name = self._gets[call][0]
-        stored, feeder, silent_s = self._store.objects.get(name), "", 0.0
-        if stored is not None:
-            feeder = next((stored.feeders[stripe] for stripe in stored.readings), "")
-            silent_s = max(0.0, time.monotonic() - stored.came_s) if stored.came_s else 0.0
-        note = ProgressNote(
-            call=call,
-            have_bytes=0 if stored is None else stored.have_bytes,
-            size_bytes=0 if stored is None else stored.meta.size_bytes,
-            feeder=feeder,
-            silent_s=silent_s,
-            away_s=self._store.directory_away_s(name),
-        )
-        self._say(note)
-        asyncio.get_running_loop().call_later(_TOLD_S, self._tell_progress, call)
+        self._say(progress_of(self._store, self._gets[call][0], call))
+        asyncio.get_running_loop().call_later(TOLD_S, self._tell_progress, call)
 
     def _stop(self, call: int) -> None:
         if (found := self._gets.pop(call, None)) is not None:

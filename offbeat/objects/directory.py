@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from offbeat.objects.chains import Chains, StripeOrder
+from offbeat.objects.directory_entry import Entry, Tombstones
 from offbeat.objects.goodput import Goodput
 from offbeat.objects.reduce_checks import why_not_of, why_not_so
 from offbeat.objects.reduction import Reduction
@@ -31,6 +31,7 @@ from offbeat.objects.version_index import VersionIndex
 from offbeat.protocol.objects import (
     INLINE_BYTES,
     MAX_VERSIONS,
+    MOST_NAMED,
     ChangeFeeder,
     ChildArrived,
     ChildFailed,
@@ -39,6 +40,7 @@ from offbeat.protocol.objects import (
     EndStage,
     FeederFailed,
     ForgetObject,
+    ObjectDeleted,
     ObjectDropped,
     ObjectFound,
     ObjectInline,
@@ -59,6 +61,7 @@ from offbeat.protocol.objects import (
     StopWantingVersions,
     StripeArrived,
     StripeFeeder,
+    SumWaits,
     UsedSource,
     VersionsKnown,
     WantObject,
@@ -78,69 +81,7 @@ MAX_PARKED = 1024
 """Objects that nobody has put yet and that one store may wait for."""
 _TRIED_S = 1.0  # for which a stripe takes at least, where the order of its readers is tried
 _INLINE_CACHE_BYTES = 64 << 20
-_MOST_DELETED = _MOST_LOST = 4096
-
-
-@dataclass
-class Entry:
-    """The directory's knowledge of one object.
-
-    Args:
-        name: of it.
-        meta: None as long as nobody has put it.
-        digest: of its bytes; "" as long as nobody has all of them.
-        inline: the bytes of a small one, as long as there is room for them; `inline_at` are the stores that got them.
-        chains, generations: of each stripe.
-        waiting: the stores that asked before it was put.
-        twins: by store, a second put that cannot be compared yet.
-        reduction: that makes it; `made_by` is what was asked for, also when it is over.
-        used: the sources that it was made of.
-        watched_by: the reduces that it is a source of.
-        deleted_because: why it is to be deleted once no store reads it any more; "" if it is not.
-        moved: the slow stores that nobody else waits for; `suspected` are those that perhaps are slow.
-        done_at: the stores that have no use for it any more.
-        begun: the stores that were seen to read it.
-    """
-
-    name: ObjectName
-    meta: ObjectMeta | None = None
-    digest: str = ""
-    inline: bytes | None = None
-    inline_at: set[str] = field(default_factory=set)
-    chains: list[Chains] = field(default_factory=list)
-    generations: list[int] = field(default_factory=list)
-    waiting: dict[str, None] = field(default_factory=dict)
-    twins: dict[str, PutObject] = field(default_factory=dict)
-    reduction: Reduction | SmallReduction | None = None
-    made_by: ReduceObjects | None = None
-    used: tuple[UsedSource, ...] = ()
-    watched_by: list[ObjectName] = field(default_factory=list)
-    deleted_because: str = ""
-    moved: set[str] = field(default_factory=set)
-    suspected: set[str] = field(default_factory=set)
-    done_at: set[str] = field(default_factory=set)
-    begun: set[str] = field(default_factory=set)
-
-    @property
-    def whole_at(self) -> set[str]:
-        """The stores that have all of it."""
-        return set.intersection(*(chains.whole for chains in self.chains)) if self.chains else set()
-
-    @property
-    def makers(self) -> set[str]:
-        """Return the stores that read no stripe from others: they have all of it, or make it."""
-        first = [chains.stores - chains.feeders.keys() for chains in self.chains]
-        return set.intersection(*first) if first else set()
-
-    @property
-    def stores(self) -> set[str]:
-        """Return the stores that have some of it, or wait for it."""
-        return set().union(*(chains.stores for chains in self.chains), self.waiting, self.twins, self.inline_at)
-
-    @property
-    def is_orphaned(self) -> bool:
-        """Whether nobody has it, or makes it, in some stripe."""
-        return not self.chains or any(chains.is_orphaned for chains in self.chains)
+_MOST_LOST = 4096
 
 
 class Directory:
@@ -160,7 +101,7 @@ class Directory:
         self._attempts = itertools.count(first_attempt)
         self._inline_bytes = 0
         self._inlined: dict[ObjectName, None] = {}  # the oldest first
-        self._deleted: dict[ObjectName, list[int]] = {}  # lately, with their generations
+        self._tombstones = Tombstones()
         self._lost: dict[ObjectName, None] = {}  # those that no store has any more, the oldest first
 
     @property
@@ -204,9 +145,8 @@ class Directory:
             entry.twins.pop(store, None)
             entry.waiting.pop(store, None)
             entry.inline_at.discard(store)
-            for stripe, chains in enumerate(entry.chains):
-                told += self._tell_feeders(entry, stripe, chains.lose(store))
-            told += self._compare_twins(entry)
+            entry.put_by.pop(store, None)
+            told += self._leave_chains(entry, store) + self._compare_twins(entry)
         self._index.lost(store)
         self._parked.pop(store, None)
         self.goodput.forget(store)
@@ -220,7 +160,7 @@ class Directory:
         for entry in entries:
             told += self._forget_if_read(entry)
             self._forget_if_unknown(entry)
-            if _is_lost(entry):
+            if entry.is_lost:
                 self._lost[entry.name] = None
         self._forget_lost()
         return told
@@ -279,11 +219,13 @@ class Directory:
     # -- puts ----------------------------------------------------------------------------------------------------
 
     def _put(self, message: PutObject, store: str) -> Instructions:
-        if self._deleted.get(message.name) == list(message.generations):  # while this store was away
-            return [(store, ForgetObject(name=message.name, reason=f"{message.name} was deleted."))]
+        if message in self._tombstones:  # it was deleted while this store was away, or has not heard of it yet
+            reason = f"{message.name} was deleted."
+            return [(store, ForgetObject(name=message.name, reason=reason, generations=message.generations))]
         entry = self._entry(message.name)
         if why := self._why_not_put(entry, message, store):
-            return [(store, ObjectRefused(name=message.name, reason=why, differs=True))]
+            return self._refuse_put(entry, message, store, why)
+        entry.put_by[store] = entry.note_made(message.generations)
         is_same = entry.meta is not None and list(message.generations) == entry.generations
         if is_same and message.whole:  # a copy of the same bytes, which its store reports
             entry.digest = message.digest
@@ -345,6 +287,12 @@ class Directory:
             return f"Cannot put {name} again: its bytes differ from those that it stands for. Use a new version."
         return ""
 
+    def _refuse_put(self, entry: Entry, message: PutObject, store: str, why: str) -> Instructions:
+        """Refuse a put; its store lets go of the object, and of the wish to read it."""
+        entry.put_by.pop(store, None)
+        refused = ObjectRefused(name=entry.name, reason=why, differs=True, generations=message.generations)
+        return [(store, refused), *self._stop_reading(entry, store)]
+
     def _compare_twins(self, entry: Entry) -> Instructions:
         """Take in the second puts that are like the first, and refuse the others, as soon as both are whole."""
         told: Instructions = []
@@ -357,10 +305,7 @@ class Directory:
                 continue
             del entry.twins[store]
             if twin.digest != entry.digest:
-                reason = (
-                    f"Cannot put {entry.name} again: its bytes differ from those that it stands for. Use a new version."
-                )
-                told.append((store, ObjectRefused(name=entry.name, reason=reason, differs=True)))
+                told += self._refuse_put(entry, twin, store, self._why_not_put(entry, twin, store))
                 continue
             told += self._taken(entry, store)
         return told
@@ -397,7 +342,7 @@ class Directory:
             told = self._answer(entry, store)
             if isinstance(entry.reduction, Reduction):
                 told += entry.reduction.retry() + self._sync_target(entry)
-            return told
+            return told + self._sum_waits(entry, store)
         if store not in entry.waiting:
             parked = self._parked.get(store, 0)
             if parked >= MAX_PARKED:
@@ -405,12 +350,26 @@ class Directory:
                 return [(store, ObjectRefused(name=message.name, reason=reason))]
             self._parked[store] = parked + 1
             entry.waiting[store] = None
-        return []
+        return self._sum_waits(entry, store)
+
+    def _sum_waits(self, entry: Entry, store: str) -> Instructions:
+        """Tell a store that wants a sum which of its sources are missing."""
+        reduction = entry.reduction
+        if reduction is None:
+            return []
+        lacking = reduction.lacking
+        there = reduction.there
+        missing = [source for source in reduction.request.sources if source not in there] if lacking else []
+        more = max(0, len(missing) - MOST_NAMED)
+        return [(store, SumWaits(name=entry.name, lacking=lacking, missing=tuple(missing[:MOST_NAMED]), more=more))]
 
     def _stop_wanting(self, message: StopWanting, store: str) -> Instructions:
         entry = self._entries.get(message.name)
         if entry is None:
             return []
+        return self._stop_reading(entry, store)
+
+    def _stop_reading(self, entry: Entry, store: str) -> Instructions:
         if store in entry.waiting:
             del entry.waiting[store]
             self._parked[store] -= 1
@@ -418,6 +377,13 @@ class Directory:
         for stripe, chains in enumerate(entry.chains):
             if store in chains.feeders:  # it has not all of it, and does not make it
                 told += self._tell_feeders(entry, stripe, chains.lose(store))
+        return told
+
+    def _leave_chains(self, entry: Entry, store: str) -> Instructions:
+        """A store has nothing of an object any more."""
+        told: Instructions = []
+        for stripe, chains in enumerate(entry.chains):
+            told += self._tell_feeders(entry, stripe, chains.lose(store))
         return told
 
     def _feeder_failed(self, message: FeederFailed, store: str) -> Instructions:
@@ -467,7 +433,9 @@ class Directory:
         told: Instructions = [(store, ReduceSettled(name=entry.name, used=entry.used))] if entry.used else []
         if entry.inline is not None:
             entry.inline_at.add(store)
-            told.append((store, ObjectInline(name=entry.name, meta=entry.meta, data=entry.inline)))
+            generations = tuple(entry.generations)
+            found = ObjectInline(name=entry.name, meta=entry.meta, generations=generations, data=entry.inline)
+            told.append((store, found))
         else:
             others: Instructions = []
             for stripe, chains in enumerate(entry.chains):
@@ -543,37 +511,38 @@ class Directory:
         granted = entry is None or (bool(entry.whole_at - {store}) and not (entry.reduction or entry.watched_by))
         if entry is not None and granted:
             entry.inline_at.discard(store)
-            for stripe, chains in enumerate(entry.chains):
-                told += self._tell_feeders(entry, stripe, chains.lose(store))
+            entry.put_by.pop(store, None)
+            told += self._leave_chains(entry, store)
         return [(store, ObjectDropped(name=message.name, granted=granted)), *told]
 
     def _withdraw(self, message: WithdrawPut, store: str) -> Instructions:
-        """A store does not have what it has put: an object that no other one has ends."""
+        """A store does not have what it has put: an object that no other one has, or puts, ends."""
         entry = self._entries.get(message.name)
-        if entry is None or entry.twins.pop(store, None) is not None or store not in entry.makers:
+        if entry is None:
             return []
-        if entry.whole_at - {store}:
-            told: Instructions = []
-            for stripe, chains in enumerate(entry.chains):
-                told += self._tell_feeders(entry, stripe, chains.lose(store))
-            return told
+        entry.put_by.pop(store, None)
+        if entry.twins.pop(store, None) is not None or store not in entry.makers:
+            return self._stop_reading(entry, store)
+        told = self._leave_chains(entry, store)
+        if entry.whole_at or entry.twins:
+            return told + self._compare_twins(entry)
         return self._forget(entry, f"{message.name} is lost: the client that put it at {store} has ended meanwhile.")
 
     def _delete(self, message: DeleteObject, store: str) -> Instructions:
         entry = self._entries.get(message.name)
-        if entry is None:
-            return []
-        entry.done_at.add(store)
-        if len(entry.done_at) < message.after:
-            return []
-        entry.deleted_because = f"{message.name} was deleted by the store at {store}."
-        return [] if message.when_read else self._forget(entry, entry.deleted_because)
+        told: Instructions = []
+        if entry is not None and (not message.generations or message.generations in entry.known_generations):
+            entry.done_at.add(store)
+            if len(entry.done_at) >= message.after:
+                entry.deleted_because = f"{message.name} was deleted by the store at {store}."
+                told = [] if message.when_read else self._forget(entry, entry.deleted_because)
+        return [*told, (store, ObjectDeleted(name=message.name))] if message.is_done_at_once else told
 
     def _forget_lost(self) -> None:
         """Forget the oldest of many that no store has, whose names might be put again with the same bytes."""
         for name in list(self._lost)[: max(0, len(self._lost) - _MOST_LOST)]:
             del self._lost[name]
-            if (entry := self._entries.get(name)) is not None and _is_lost(entry):
+            if (entry := self._entries.get(name)) is not None and entry.is_lost:
                 self._remove(entry)
 
     def _forget_if_read(self, entry: Entry) -> Instructions:
@@ -584,14 +553,13 @@ class Directory:
         return self._forget(entry, entry.deleted_because)
 
     def _forget(self, entry: Entry, reason: str) -> Instructions:
+        callers = [] if entry.reduction is None else [entry.reduction.caller]
         told = self._end_reduction(entry) if entry.reduction is not None else []
         if entry.deleted_because:
-            self._deleted.pop(entry.name, None)
-            self._deleted[entry.name] = entry.generations
-            if len(self._deleted) > _MOST_DELETED:
-                del self._deleted[next(iter(self._deleted))]
-        for one in sorted(entry.stores):
-            told.append((one, ForgetObject(name=entry.name, reason=reason)))
+            self._tombstones.add(entry)
+        for one in sorted({*entry.stores, *entry.put_by, *callers}):
+            put = entry.put_by.get(one, ())
+            told.append((one, ForgetObject(name=entry.name, reason=reason, generations=put)))
         for one in entry.waiting:
             self._parked[one] -= 1
         self._inline_bytes -= len(entry.inline or b"")
@@ -619,7 +587,9 @@ class Directory:
             is_made = entry.reduction is not None
             is_there = is_made or entry.meta is not None
             return [(store, ObjectRefused(name=message.name, reason=why, differs=is_made, is_there=is_there))]
-        return self._begin_reduction(entry, SmallReduction(message, store))
+        generation = next(self._attempts)
+        entry.put_by.setdefault(store, entry.note_made((generation,)))
+        return self._begin_reduction(entry, SmallReduction(message, store, generation))
 
     def _resume(
         self, message: ReduceObjects, store: str, stages: list[RunningStage], present: set[str]
@@ -652,7 +622,7 @@ class Directory:
             holders = known.whole_at
             if holders:
                 told += self._source_ready(entry, known, store if store in holders else min(holders))
-        return told
+        return told + [one for waiting in entry.waiting for one in self._sum_waits(entry, waiting)]
 
     def _why_not_reduce(self, entry: Entry, message: ReduceObjects) -> str:
         name, sources = message.name, message.sources
@@ -762,6 +732,7 @@ class Directory:
         readers = chains.stores - {root}
         chains.restart(root)
         entry.generations[stripe] = generation
+        entry.note_made(entry.generations)
         restart = RestartObject(name=entry.name, stripe=stripe, generation=generation, settled=entry.reduction is None)
         restarts = [(store, restart) for store in sorted(readers)]
         return [*restarts, *self._tell_feeders(entry, stripe, readers)]
@@ -840,6 +811,7 @@ class Directory:
             entry.meta = meta
             entry.chains = [Chains() for _ in range(meta.stripes)]
             entry.generations = list(generations) or [next(self._attempts)] * meta.stripes
+            entry.note_made(entry.generations)
 
     def _keep_inline(self, entry: Entry, data: bytes) -> None:
         """Keep the bytes of a small object, which its store has as well; of all of them the oldest go first."""
@@ -864,12 +836,6 @@ class Directory:
 def _is_same_sum(one: ReduceObjects, other: ReduceObjects) -> bool:
     """Whether two ask for the same sum, each with its own patience."""
     return msgspec.structs.replace(one, patience_s=other.patience_s) == other
-
-
-def _is_lost(entry: Entry) -> bool:
-    """Whether an object was put that nobody has any more, and nobody waits for."""
-    is_used = entry.stores or entry.reduction or entry.watched_by or entry.inline is not None
-    return entry.meta is not None and not is_used
 
 
 def _rebuild_order(message: FromStore) -> tuple[int, int]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from offbeat.errors import NetworkError, ObjectError, OffbeatError, PeerError
+from offbeat.objects.deletions import Deletions
 from offbeat.protocol import objects as say
 from offbeat.wire import tcp
 from offbeat.wire.session import Limits
@@ -20,7 +20,7 @@ from offbeat.wire.session import Limits
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from offbeat.protocol.objects import FromDirectory, FromStore, ObjectName
+    from offbeat.protocol.objects import FromDirectory, FromStore
     from offbeat.wire.credentials import Credentials
     from offbeat.wire.link import PeerLink
 
@@ -28,7 +28,6 @@ DIRECTORY_LIMITS = Limits(timeout=timedelta(seconds=5))
 """The limits of links with directories: a store without a processor for some seconds still has its objects."""
 _TRY = timedelta(seconds=1)
 _PAUSE_S = 0.1
-_MOST_DELETES = 4096
 
 
 class DirectoryUser(Protocol):
@@ -57,16 +56,20 @@ class DirectoryLink:
 
     Args:
         store: whose it is.
-        address: of the directory.
+        directories, number: the addresses of all, and which of them this one is.
         job, credentials: what both prove.
         patience: for how long those who wait do without it.
         waits_for_stopped: whether its silence is no end of the link while its machine says that its process is there.
+
+    Attributes:
+        deletions: that it has not answered.
     """
 
     def __init__(
         self,
         store: DirectoryUser,
-        address: str,
+        directories: tuple[str, ...],
+        number: int,
         *,
         job: str,
         credentials: Credentials | None,
@@ -74,11 +77,13 @@ class DirectoryLink:
         waits_for_stopped: bool = False,
     ) -> None:
         self._waits_for_stopped = waits_for_stopped
-        self._store, self.address, self._patience = store, address, patience
+        self._store, self._patience = store, patience
+        self._directories, self._number, self.address = directories, number, directories[number]
+        self._welcome: asyncio.Future[None] | None = None
         self._job, self._credentials = job, credentials
         self._link: PeerLink | None = None
         self._returning: asyncio.Task[None] | None = None
-        self._deletes: dict[ObjectName, say.DeleteObject] = {}
+        self.deletions = Deletions()
         self._lost_s = 0.0
         self._is_over = False
 
@@ -94,17 +99,16 @@ class DirectoryLink:
             NetworkError: if it cannot be reached.
             PeerError: if it refuses.
         """
-        self._link = await self._dial(patience)
-        self._link.send(say.pack(say.StoreHello(self._store.address)))
+        self._link = await self._join(patience, again=False)
 
     def send(self, message: FromStore) -> None:
-        """Say something. The next reports repeat messages that are lost on the way; deletions are kept until then."""
-        sent = None
-        if isinstance(message, say.PutObject):  # a deletion from before it must not come after it
-            self._forget_delete(message.name)
-        if isinstance(message, say.DeleteObject) and len(self._deletes) < _MOST_DELETES:
-            self._deletes[message.name] = message
-            sent = partial(self._forget_delete, message.name)
+        """Say something. The next reports repeat messages that are lost on the way."""
+        if self._link is not None:
+            self._link.send(say.pack(message))
+
+    def delete(self, message: say.DeleteObject, generations: tuple[int, ...]) -> None:
+        """Have an object deleted, of which the store has these generations, or nothing."""
+        sent = self.deletions.add(message, generations)
         if self._link is not None:
             self._link.send(say.pack(message), sent=sent)
 
@@ -126,17 +130,20 @@ class DirectoryLink:
 
     def received(self, metadata: bytes, body: memoryview) -> None:
         """Do what the directory says."""
-        self._store.hear(say.from_directory_of(metadata))
+        message = say.from_directory_of(metadata)
+        if not isinstance(message, say.StoreWelcome):
+            self._store.hear(message)
+        elif self._welcome is not None and not self._welcome.done():
+            self._welcome.set_result(None)
 
     def lost(self, error: OffbeatError | None) -> None:
         """The link has ended."""
-        if self._link is not None:
+        if self._welcome is not None and not self._welcome.done():
+            self._welcome.set_exception(error or NetworkError(f"The directory at {self.address} has hung up."))
+        elif self._link is not None:
             self._link, self._lost_s = None, asyncio.get_running_loop().time()
             self._store.directory_lost(self, error)
             self._returning = asyncio.create_task(self._return())
-
-    def _forget_delete(self, name: ObjectName) -> None:
-        self._deletes.pop(name, None)
 
     def _end(self) -> PeerLink | None:
         self._is_over = True
@@ -150,21 +157,38 @@ class DirectoryLink:
         while not self._is_over:
             await self._store.prepare_reports(self)
             try:
-                link = await self._dial(_TRY)
+                link = await self._join(_TRY, again=True)
                 if not link.is_open:
                     raise NetworkError(f"The directory at {self.address} has hung up.")
             except OffbeatError as error:
                 if self.away_s > self._patience.total_seconds():
                     why = f"the directory at {self.address} has been lost for {self.away_s:.0f} s. {error}"
                     self._store.directory_away(self, ObjectError(why))
+                    self.deletions.directory_away(ObjectError(why))
                 await asyncio.sleep(_PAUSE_S)
                 continue
             self._link = link
-            link.send(say.pack(say.StoreHello(self._store.address, again=True)))
-            deletes = list(self._deletes.values())
-            for message in [*self._store.reports(self), *deletes]:
+            for message in self._store.reports(self):
                 self.send(message)
+            for deletion in self.deletions.again():
+                self.delete(deletion, deletion.generations)
             return
+
+    async def _join(self, patience: timedelta, *, again: bool) -> PeerLink:
+        """Dial, and wait until the directory knows this store."""
+        link = await self._dial(patience)
+        self._welcome = asyncio.get_running_loop().create_future()
+        hello = say.StoreHello(self._store.address, self._directories, self._number, again)
+        link.send(say.pack(hello))
+        try:
+            await asyncio.wait_for(self._welcome, DIRECTORY_LIMITS.timeout.total_seconds())
+        except TimeoutError:
+            link.abort()
+            raise NetworkError(f"The directory at {self.address} does not answer.") from None
+        except BaseException:
+            link.abort()
+            raise
+        return link
 
     async def _dial(self, patience: timedelta) -> PeerLink:
         link = await tcp.connect(

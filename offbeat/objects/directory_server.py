@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.objects.directory import Directory
-from offbeat.protocol.objects import ReduceObjects, StoreHello, from_store_of, pack
+from offbeat.objects.directory_list import why_no_member
+from offbeat.protocol.objects import ReduceObjects, StoreHello, StoreWelcome, from_store_of, pack
 from offbeat.wire import tcp
 
 if TYPE_CHECKING:
@@ -79,17 +80,25 @@ class DirectoryServer:
             raise PeerError(f"this is the directory of objects, and takes no {link.role}: connect to a store")
         return StoreLink(self, link)
 
-    def take(self, address: str, link: StoreLink, *, again: bool) -> None:
+    def take(self, hello: StoreHello, link: StoreLink) -> None:
         """A store says who it is, and whether it has known a directory here before.
 
         The first one that has, and that this directory does not know, shows that it takes the place of a lost one: it
         waits for the others, too, for `_REPORTS_S`. A store that returns later, or was cut off from this directory,
         puts again what it has, which is compared with what is known then.
+
+        Raises:
+            PeerError: if it has other directories than those that are here.
         """
+        address, again = hello.address, hello.again
+        other = next((one.hello for store, one in self._stores.items() if store != address), None)
+        if other is not None and (why := why_no_member(hello, other)):
+            raise PeerError(why)
         if (known := self._stores.get(address)) is not None:  # it has lost that link, and this end has not noticed yet
             self.lost(address, known, None)
             known.link.abort()
-        self._stores[address] = link
+        self._stores[address], link.hello = link, hello
+        link.link.send(pack(StoreWelcome()))
         if self._waits_for_stopped:
             link.link.probe_at(address)
         if again and address not in self._seen and not self._is_rebuilt:
@@ -141,7 +150,7 @@ class StoreLink:
 
     def __init__(self, server: DirectoryServer, link: PeerLink) -> None:
         self._server, self.link = server, link
-        self._address = ""
+        self.hello: StoreHello | None = None
 
     def destination(self, metadata: bytes, size_bytes: int) -> memoryview:
         """Refuse bodies: objects travel between stores."""
@@ -151,15 +160,15 @@ class StoreLink:
         """Take in a message."""
         message = from_store_of(metadata)
         if isinstance(message, StoreHello):
-            if self._address:
-                raise PeerError(f"Cannot be known as {message.address}: this store is {self._address} already.")
-            self._server.take(message.address, self, again=message.again)
-            self._address = message.address
-        elif not self._address:
+            if self.hello is not None:
+                raise PeerError(f"Cannot be known as {message.address}: this store is {self.hello.address} already.")
+            self._server.take(message, self)
+        elif self.hello is None:
             raise PeerError("Cannot listen to a store before it has said its address.")
         else:
-            self._server.handle(self._address, message)
+            self._server.handle(self.hello.address, message)
 
     def lost(self, error: OffbeatError | None) -> None:
         """The link has ended."""
-        self._server.lost(self._address, self, error)
+        if self.hello is not None:
+            self._server.lost(self.hello.address, self, error)

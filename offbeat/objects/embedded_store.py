@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from offbeat.errors import NetworkError, OffbeatError
 from offbeat.objects.memory import MakerMap, map_segment
 from offbeat.objects.object_future import ObjectFuture, finish
+from offbeat.objects.progress import TOLD_S, progress_of
+from offbeat.objects.progress import told as progress_told
 from offbeat.objects.store_access import FoundObject, StoreAccess
 from offbeat.objects.stored_object import AlreadyHereError
 from offbeat.protocol.object_calls import VersionsAnswer
@@ -95,10 +98,19 @@ class EmbeddedStore(StoreAccess):
                 found = FoundObject(what.meta, private(what), self._store.used.get(name, ()))
                 finish(future, lambda: make(found))
 
+        def look() -> None:
+            if not future.done():
+                future.progress = progress_told(progress_of(self._store, name, 0))
+                asyncio.get_running_loop().call_later(TOLD_S, look)
+
+        def want() -> None:
+            self._store.want(name, told)
+            asyncio.get_running_loop().call_later(TOLD_S, look)
+
         future: ObjectFuture[T] = ObjectFuture(
             f"get {name}", lambda: self._loop.call(self._store.stop_wanting, name, told), provided
         )
-        self._call(future, self._store.want, name, told)
+        self._call(future, want)
         return future
 
     def versions(self, id_: str, after: int = -1, *, waits: bool = False) -> ObjectFuture[VersionsAnswer]:

@@ -117,6 +117,7 @@ class NodeStore:
         self._stages = StageRunner(self, arithmetic)
         self.objects: OrderedDict[ObjectName, StoredObject] = OrderedDict()
         self._waiting: dict[ObjectName, list[Callable[[Outcome], None]]] = {}
+        self.sums_that_wait: dict[ObjectName, say.SumWaits] = {}
         self._retrying: set[ObjectName] = set()
         self._putting: dict[ObjectName, Callable[[Outcome], None]] = {}
         self._asked: dict[ObjectName, AskedSum] = {}
@@ -145,10 +146,11 @@ class NodeStore:
             bind, port, accept=self._accept, job=self._job, credentials=self._credentials, limits=self._limits
         )
         self.address = self._listener.address
-        for address in directories:
+        for number in range(len(directories)):
             link = DirectoryLink(
                 self,
-                address,
+                tuple(directories),
+                number,
                 job=self._job,
                 credentials=self._credentials,
                 patience=self._directory_patience,
@@ -206,14 +208,31 @@ class NodeStore:
         return stored
 
     def when_room(self, name: ObjectName, size_bytes: int, told: Callable[[ObjectError | None], None]) -> None:
-        """Call `told` once there is room for an object, or with why there is none.
+        """Call `told` once there is room for an object that is put, or with why there is none.
 
-        What others have, too, and nobody has mapped is dropped, which takes a moment.
+        What others have, too, and nobody has mapped is dropped, which takes a moment; and so does what was deleted.
         """
-        self._room.when_there(name, size_bytes, told)
 
-    def put_small(self, name: ObjectName, meta: ObjectMeta, data: bytes, told: Callable[[Outcome], None]) -> None:
+        def deleted(error: ObjectError | None) -> None:
+            if error is not None:
+                told(error)
+            else:
+                self._room.when_there(name, size_bytes, told)
+
+        self._directory_of(name).deletions.when_over(name, deleted)
+
+    def put_small(
+        self,
+        name: ObjectName,
+        meta: ObjectMeta,
+        data: bytes,
+        told: Callable[[Outcome], None],
+        generation: int | None = None,
+    ) -> None:
         """Put an object that travels in a message; `told` is called as by `finish`.
+
+        Args:
+            generation: that the directory has chosen for it; None for one that nobody has.
 
         Raises:
             AlreadyHereError: if the same object is here.
@@ -225,6 +244,8 @@ class NodeStore:
             raise other_bytes(name) if known.is_whole and is_other else _is_here(known)
         stored = self._make(name, meta, is_own=True)
         stored.memory[:] = data
+        if generation is not None:
+            stored.stripes[0].generation = generation
         stored.stripes[0].grow(len(data))
         stored.digest = digest_of(stored.memory)
         self._putting[name] = told
@@ -359,7 +380,10 @@ class NodeStore:
             when_read: only when no store reads it any more.
             after: so many stores have called this.
         """
-        self.tell_directory(say.DeleteObject(name=name, when_read=when_read, after=after))
+        stored = self.objects.get(name)
+        is_known = stored is not None and (stored.is_taken if stored.is_own else stored.is_whole and stored.is_settled)
+        generations = stored.generations if stored is not None and is_known else ()
+        self._directory_of(name).delete(say.DeleteObject(name=name, when_read=when_read, after=after), generations)
 
     def status(self, call: int) -> StatusAnswer:
         """Return the status of this store, as the answer to a call."""
@@ -416,7 +440,7 @@ class NodeStore:
             for message in held:
                 self.hear(message)
 
-        self.when_room(order.name, order.meta.size_bytes, told)
+        self._room.when_there(order.name, order.meta.size_bytes, told)
 
     def _do(self, message: FromDirectory) -> None:
         name = message.name
@@ -425,6 +449,7 @@ class NodeStore:
             case say.PutTaken():
                 if stored is not None:
                     stored.is_taken = True
+                    self.retry_readers()
                     if (told := self._putting.pop(name, None)) is not None:
                         told(stored)
                 else:  # it was deleted while its put was on its way
@@ -436,7 +461,9 @@ class NodeStore:
                 if stored is None:
                     stored = self._make(name, message.meta)
                     stored.memory[:] = message.data
-                    stored.stripes[0].grow(len(message.data))
+                    for stripe, generation in enumerate(message.generations):
+                        stored.stripes[stripe].generation = generation
+                        stored.stripes[stripe].grow(len(stored.stripes[stripe].memory))
                 self._tell_waiting(stored)
             case say.ChangeFeeder():
                 if stored is not None:
@@ -446,11 +473,15 @@ class NodeStore:
                     stored.is_settled = message.settled
                     self._restart(stored, message.stripe, message.generation)
             case say.ForgetObject():
+                if stored is not None and stored.is_own and stored.generations != message.generations:
+                    return  # it was put after what is to be forgotten
                 forgotten = ObjectError(message.reason)
                 if stored is not None:
                     self._end(stored, forgotten)
                 self._end_asked(name, forgotten)
                 self._fail(name, forgotten)
+            case say.ObjectDeleted():
+                self._directory_of(name).deletions.answered(name)
             case say.VersionsKnown():
                 self._versions_known(message)
             case say.ObjectDropped():
@@ -469,7 +500,12 @@ class NodeStore:
                 if stored is not None:
                     stored.is_settled = True
                     self._tell_waiting(stored)
+            case say.SumWaits():
+                if name in self._waiting:
+                    self.sums_that_wait[name] = message
             case say.ObjectRefused():
+                if stored is not None and message.generations and message.generations != stored.generations:
+                    return  # it is about an earlier put
                 error = (DisagreementError if message.differs else ObjectError)(message.reason)
                 if message.differs and stored is not None and (stored.is_own or stored.digest):
                     self._end(stored, error)  # others say that the name stands for other bytes
@@ -569,10 +605,12 @@ class NodeStore:
         has_waited = False
 
         def told(error: ObjectError | None) -> None:
-            if name not in self._waiting or name in self.objects:
+            if name in self.objects:
+                return
+            if name not in self._waiting:  # any more
+                self.tell_directory(say.StopWanting(name=name))
                 return
             if error is not None:
-                self.tell_directory(say.StopWanting(name=name))
                 self._fail(name, error)
                 return
             made = self._make(name, message.meta)
@@ -581,7 +619,7 @@ class NodeStore:
             else:
                 self._read(made, message)
 
-        self.when_room(name, message.meta.size_bytes, told)
+        self._room.when_there(name, message.meta.size_bytes, told)
         has_waited = True
 
     def _read(self, stored: StoredObject, message: say.ObjectFound) -> None:
@@ -740,7 +778,7 @@ class NodeStore:
         begin, end, generation = message.begin, message.end, message.generation
         if not 0 <= begin <= end <= stored.meta.size_bytes:
             raise PeerError(f"Cannot send bytes {begin} to {end} of {message.name}: it has {stored.meta.size_bytes}.")
-        if stored.is_whole and (stored.is_own or not generation):
+        if stored.is_whole and (stored.is_taken or not generation):  # a put that is not taken may be refused yet
             return self._stages.part_of(stored, message)
         if message.wire or message.stripe >= stored.meta.stripes or (begin, end) != stored.range_of(message.stripe):
             return None
@@ -750,7 +788,8 @@ class NodeStore:
     def _add_small(self, message: say.ReduceSmall) -> None:
         name = message.name
         self.used[name] = tuple(say.UsedSource(source) for source in message.used)
-        self.put_small(name, message.meta, self._stages.add_small(message), lambda _: None)
+        total = self._stages.add_small(message)
+        self.put_small(name, message.meta, total, lambda _: None, message.generation)
         self._end_asked(name, None)
 
     # -- memory --------------------------------------------------------------------------------------------------
@@ -813,7 +852,9 @@ class NodeStore:
     def _fail(self, name: ObjectName, error: OffbeatError) -> None:
         if (putting := self._putting.pop(name, None)) is not None:
             putting(error)
-        for told in self._waiting.pop(name, []):
+        if waiting := self._waiting.pop(name, []):
+            self.tell_directory(say.StopWanting(name=name))  # it may have heard of a want only after what ends it
+        for told in waiting:
             told(error)
 
     def _end_asked(self, name: ObjectName, error: OffbeatError | None) -> None:
@@ -828,15 +869,19 @@ class NodeStore:
             self._later(_RETRY_S, lambda: self._want_again(name))
 
     def _want_again(self, name: ObjectName) -> None:
-        """Ask again for an object that is waited for and that no store feeds."""
+        """Ask again for an object that is waited for and that no store feeds, or for what a sum waits."""
         self._retrying.discard(name)
         if name not in self._waiting:
+            self.sums_that_wait.pop(name, None)
             return
         stored = self.objects.get(name)
-        idle = stored is not None and any(
-            not buffer.is_whole and stripe not in stored.readings for stripe, buffer in enumerate(stored.stripes)
-        )
-        if idle and stored is not None and not stored.is_own:
+        if stored is None:
+            is_idle = name in self.sums_that_wait  # whose sources may have come
+        else:
+            stripes = enumerate(stored.stripes)
+            is_fed = all(buffer.is_whole or stripe in stored.readings for stripe, buffer in stripes)
+            is_idle = not (is_fed or stored.is_own)
+        if is_idle:
             self.tell_directory(say.WantObject(name=name))
         self._retry(name)
 
@@ -864,7 +909,7 @@ def put_of(stored: StoredObject, used: tuple[say.UsedSource, ...] = ()) -> say.P
     return say.PutObject(
         name=stored.name,
         meta=stored.meta,
-        generations=tuple(buffer.generation for buffer in stored.stripes),
+        generations=stored.generations,
         whole=bool(stored.digest),
         digest=stored.digest,
         inline=bytes(stored.memory) if stored.digest and stored.meta.size_bytes <= INLINE_BYTES else None,

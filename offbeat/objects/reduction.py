@@ -108,7 +108,10 @@ class Reduction:
         for stripe, part in enumerate(self.sums):
             if part is None:
                 continue
-            places = {self._member_at(stripe, position): place for position, place in part.places.items()}
+            places = {  # copies: a member that is lost still runs the stages of its places, which are ended then
+                self._member_at(stripe, position): Place(place.source, place.store)
+                for position, place in part.places.items()
+            }
             for stage in stages:
                 if stage.order.slot < 0 and stage.order.stripe == stripe:
                     part.root, own = stage.store, stage.order.source
@@ -229,6 +232,18 @@ class Reduction:
     def is_whole(self) -> bool:
         """Whether the sum is there, in all of its stripes."""
         return all(part is not None and part.is_whole for part in self.sums)
+
+    @property
+    def there(self) -> set[ObjectName]:
+        """Return the sources of the sum that are there, or in it with all of their bytes."""
+        members = enumerate(self._members)
+        there = {one.source for at, one in members if one is not None and (one.store or not self._is_missed(at))}
+        return there if self._own is None else there | {self._own.source}
+
+    @property
+    def lacking(self) -> int:
+        """Return how many more are needed."""
+        return (len(self.used) if self._is_closed else self.count) - len(self.there)
 
     def ready(self, source: ObjectName, store: str) -> Instructions:
         """A source is there, at a store."""
@@ -419,7 +434,7 @@ class Reduction:
             if part is None:
                 continue
             if self._is_root(stripe, index):
-                part.is_whole = False
+                part.lose_root()
             else:
                 told += part.lose(self._position(stripe, index))
         return told

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from offbeat.errors import DisagreementError, NetworkError, ObjectError, OffbeatError, PeerError
 from offbeat.objects.memory import MakerMap, map_segment
 from offbeat.objects.object_future import ObjectFuture, finish
-from offbeat.objects.store_access import NOBODY, FoundObject, StoreAccess
+from offbeat.objects.progress import told
+from offbeat.objects.store_access import FoundObject, StoreAccess
 from offbeat.objects.stored_object import AlreadyHereError
 from offbeat.protocol.object_calls import (
     AbandonNote,
@@ -64,6 +65,7 @@ class RemoteStore(StoreAccess):
         job: to which it belongs.
         credentials: what both sides prove.
         patience: for how long to dial.
+        may_start: whether the store may still be starting; if not, a refused connection is an error at once.
         role: "onlooker" for one that only asks for the status.
 
     Raises:
@@ -72,7 +74,14 @@ class RemoteStore(StoreAccess):
     """
 
     def __init__(
-        self, address: str, *, job: str, credentials: Credentials | None, patience: timedelta, role: Role = "worker"
+        self,
+        address: str,
+        *,
+        job: str,
+        credentials: Credentials | None,
+        patience: timedelta,
+        may_start: bool = True,
+        role: Role = "worker",
     ) -> None:
         self._address = address
         self._numbers = itertools.count(1)
@@ -90,6 +99,7 @@ class RemoteStore(StoreAccess):
                     limits=CLIENT_LIMITS,
                     patience=patience,
                     role=role,
+                    may_start=may_start,
                 )
             )
         except BaseException:
@@ -226,18 +236,3 @@ class RemoteStore(StoreAccess):
 
         with contextlib.suppress(NetworkError):  # it was closed meanwhile
             self._loop.call(send)
-
-
-def told(note: ProgressNote) -> str:
-    """Say how far an object is, for people.
-
-    >>> told(ProgressNote(call=1, have_bytes=3, size_bytes=10, feeder="10.0.0.3:4711", silent_s=0.4))
-    '3 of 10 bytes are here, from the store at 10.0.0.3:4711, the last of them 0.4 s ago'
-    """
-    if note.away_s and note.have_bytes == note.size_bytes:
-        return f"its directory has been lost for {note.away_s:.0f} s, and is dialled"
-    if not note.size_bytes:
-        return NOBODY
-    where = f", from the store at {note.feeder}" if note.feeder else ", and no store feeds it just now"
-    when = f", the last of them {note.silent_s:.1f} s ago" if note.have_bytes and note.silent_s else ""
-    return f"{note.have_bytes:,} of {note.size_bytes:,} bytes are here{where}{when}"

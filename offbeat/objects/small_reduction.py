@@ -20,14 +20,15 @@ class SmallReduction:
     Args:
         request: what is asked.
         caller: the store that asks.
+        generation: of the sum that it makes.
 
     Attributes:
         meta: of the target; None as long as no source is there.
         is_late: whether the patience is over.
     """
 
-    def __init__(self, request: ReduceObjects, caller: str) -> None:
-        self.request, self.caller = request, caller
+    def __init__(self, request: ReduceObjects, caller: str, generation: int) -> None:
+        self.request, self.caller, self._generation = request, caller, generation
         self.meta: ObjectMeta | None = None
         self._parts: dict[ObjectName, bytes] = {}
         self._is_over = self.is_late = False
@@ -43,6 +44,16 @@ class SmallReduction:
     def used_sources(self) -> tuple[UsedSource, ...]:
         """Return these, as they are told."""
         return tuple(UsedSource(source) for source in self.used)
+
+    @property
+    def there(self) -> set[ObjectName]:
+        """Return the sources that are there."""
+        return set(self._parts)
+
+    @property
+    def lacking(self) -> int:
+        """Return how many more are needed."""
+        return max(0, self.request.count - len(self._parts))
 
     def ready(self, source: ObjectName, data: bytes) -> Instructions:
         """A source is there."""
@@ -72,5 +83,12 @@ class SmallReduction:
         assert self.meta is not None
         self._is_over = True
         parts = tuple(self._parts[source] for source in self.used)
-        asked = self.request
-        return [(self.caller, ReduceSmall(name=asked.name, meta=self.meta, op=asked.op, used=self.used, parts=parts))]
+        order = ReduceSmall(
+            name=self.request.name,
+            meta=self.meta,
+            generation=self._generation,
+            op=self.request.op,
+            used=self.used,
+            parts=parts,
+        )
+        return [(self.caller, order)]

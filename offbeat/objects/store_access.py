@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _COPY_BYTES = 4 << 20
 _LONG = timedelta(days=1)
-NOBODY = "nobody has put it"
-"""The progress of a `get` for which the store has found no holder."""
 
 
 @dataclass(frozen=True)

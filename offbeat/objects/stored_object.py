@@ -74,6 +74,11 @@ class StoredObject:
         """Return the number of its bytes that are here."""
         return sum(stripe.progress for stripe in self.stripes)
 
+    @property
+    def generations(self) -> tuple[int, ...]:
+        """Return the generation of each stripe."""
+        return tuple(stripe.generation for stripe in self.stripes)
+
     def range_of(self, stripe: int) -> tuple[int, int]:
         """The bytes of a stripe."""
         return cut(self.meta.size_bytes, self.meta.stripes, self.meta.item_bytes)[stripe]

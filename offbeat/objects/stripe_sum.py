@@ -98,7 +98,7 @@ class StripeSum:
         self._arrived: set[tuple[int, int]] = set()  # (stage, position of its child) that is in its sum
         self._parts = SumParts() if terms.splices else None
         self._taken: int | None = None  # positions that are taken, once no more will be
-        self.is_whole = False
+        self.is_whole = self._is_root_lost = False
         self.divisor = 1
         self.ranges: Ranges = {}
 
@@ -115,10 +115,13 @@ class StripeSum:
             order, slot = stage.order, stage.order.slot
             if slot >= tree.n or (order.positions, order.degree) != (tree.n, tree.degree) or slot in part._attempts:
                 return None
+            if slot != CALLER and order.source is None:  # only the root's stage may have no source of its own
+                return None
             part._attempts[slot] = order.attempt
             if slot == CALLER:
                 part.own = order.source
-            elif order.source is not None:
+            else:
+                assert order.source is not None
                 part._places[slot] = Place(order.source, stage.store)
         for stage in stages:
             slot = stage.order.slot
@@ -218,13 +221,19 @@ class StripeSum:
             self._attempts.pop(position, None)
         return told
 
+    def lose_root(self) -> None:
+        """The store that keeps the sum is gone, or cannot be read from: nothing begins there any more."""
+        self._is_root_lost, self.is_whole = True, False
+
     def move_root(self, root: str, own: ObjectName | None) -> Instructions:
         """Have another store keep the sum."""
         told = self._end(CALLER) if root != self.root else []  # it would write where that store reads from now on
-        self.root, self.own = root, own
+        self.root, self.own, self._is_root_lost = root, own, False
         if own is not None and self._is_elsewhere(own, CALLER):
             return told + self._begin_anew(CALLER)
-        return told + self._run(CALLER) if CALLER in self._attempts else []
+        places = [self._places[child] for child in self._children(CALLER)]
+        is_fed = any(place is not None and place.store is not None for place in places)
+        return told + self._run(CALLER) if is_fed or CALLER in self._attempts else told
 
     def close(self, taken: int) -> Instructions:
         """Have the sums of the first `taken` positions pass over the others, which stay empty."""
@@ -347,6 +356,8 @@ class StripeSum:
                 return []
         else:
             self.is_whole = False
+            if self._is_root_lost:
+                return []
         self._attempts[stage] = self._next_attempt()
         self._arrived = {(at, child) for at, child in self._arrived if at != stage}
         told = [self._order(stage)]

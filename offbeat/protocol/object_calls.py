@@ -35,6 +35,7 @@ from offbeat.protocol.objects import (
     INLINE_BYTES,
     MAX_SOURCES,
     MAX_VERSIONS,
+    MOST_NAMED,
     ObjectId,
     ObjectMeta,
     ObjectName,
@@ -190,6 +191,7 @@ class ProgressNote(_Numbered, frozen=True, tag=True, kw_only=True):
         feeder: the store that it comes from; "" if none just now.
         silent_s: since anything of it has come.
         away_s: since its directory was lost; 0 if it is there.
+        lacking, missing, more: of a sum, as in `SumWaits`.
     """
 
     have_bytes: Count
@@ -197,6 +199,9 @@ class ProgressNote(_Numbered, frozen=True, tag=True, kw_only=True):
     feeder: Annotated[str, msgspec.Meta(max_length=256)]
     silent_s: Seconds
     away_s: Seconds = 0.0
+    lacking: Count = 0
+    missing: Annotated[tuple[ObjectName, ...], msgspec.Meta(max_length=MOST_NAMED)] = ()
+    more: Count = 0
 
 
 class StoredStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

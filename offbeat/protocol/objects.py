@@ -1,6 +1,8 @@
 """The conversation between stores of objects and their directory.
 
 store                                           directory
+  | -- StoreHello(address, directories) ---------> |   is known by this address from now on
+  | <----- StoreWelcome -------------------------- |
   | -- PutObject(name, meta, ...) ---------------> |   has it, or makes it from now on
   | -- ObjectWhole(name, digest) ----------------> |   has made all of it
   | <----- PutTaken(name) ------------------------ |
@@ -16,6 +18,7 @@ store                                           directory
   | <----- ObjectDropped(name, granted) ---------- |
   | -- DeleteObject(name) -----------------------> |   anybody
   | <----- ForgetObject(name, reason) ------------ |   all that have it, or wait for it
+  | <----- ObjectDeleted(name) ------------------- |   it is gone: the store may put the name again
   | -- WantVersions(name, after, waits) ---------> |   which versions of the name's id are there?
   | <----- VersionsKnown(name, versions, ...) ---- |   at once, or as soon as one after that is whole
   | -- ReduceObjects(target, sources, ...) ------> |   the caller's store: it keeps the sum
@@ -26,6 +29,7 @@ store                                           directory
   | -- RefuseSum(target, reason) ----------------> |   has no room for the sum that it is to make
   | <----- ReduceSmall(target, sources, parts) --- |   instead of stages: the caller's store adds
   | <----- ReduceSettled(target, used) ----------- |   which sources are in the sum
+  | <----- SumWaits(target, missing) ------------- |   whoever wants the sum, for people
   | <----- ObjectRefused(name, reason) ----------- |   instead of any of these
   | -- StageFed(feed, start) --------------------> |   where a spare is to continue a sum, if it `splices`
   | -- StageRuns(order), StageFed(feed) ---------> |   reports to a directory that begins anew, after StoreHello
@@ -55,12 +59,17 @@ INLINE_BYTES = 64 << 10
 MAX_SOURCES = 4096
 MAX_STRIPES = 256
 MAX_VERSIONS = 1024
+MAX_DIRECTORIES = 1024
+MOST_NAMED = 8
+"""The sources of a sum that are named to those who wait for it."""
 
 Address = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 ObjectId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Stripe = Annotated[int, msgspec.Meta(ge=0, lt=MAX_STRIPES)]
 Slot = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_SOURCES)]
 Generation = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Generations = Annotated[tuple[Generation, ...], msgspec.Meta(max_length=MAX_STRIPES)]
+"""The generation of each stripe of an object."""
 _Sources = Annotated[int, msgspec.Meta(ge=1, le=MAX_SOURCES)]
 _Inline = Annotated[bytes, msgspec.Meta(max_length=INLINE_BYTES)]
 _ContentDigest = Annotated[str, msgspec.Meta(max_length=32)]
@@ -164,11 +173,18 @@ class StoreHello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     """A store's first word to a directory: the address at which it serves others.
 
     Args:
+        directories: the addresses of all, as the store was told them; this one is `number` of them, from 0.
         again: whether it has lost a link with this directory before, and reports all that it has and waits for.
     """
 
     address: Address
+    directories: Annotated[tuple[Address, ...], msgspec.Meta(min_length=1, max_length=MAX_DIRECTORIES)]
+    number: Annotated[int, msgspec.Meta(ge=0, lt=MAX_DIRECTORIES)]
     again: bool = False
+
+
+class StoreWelcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The directory's answer: the store is one of those that it knows."""
 
 
 class PutObject(_Message, frozen=True, tag=True, kw_only=True):
@@ -184,7 +200,7 @@ class PutObject(_Message, frozen=True, tag=True, kw_only=True):
     """
 
     meta: ObjectMeta
-    generations: Annotated[tuple[Generation, ...], msgspec.Meta(min_length=1, max_length=MAX_STRIPES)]
+    generations: Generations
     whole: bool = False
     digest: _ContentDigest = ""
     inline: _Inline | None = None
@@ -260,9 +276,12 @@ class ObjectInline(_Message, frozen=True, tag=True, kw_only=True):
     """An object is there, and these are its bytes."""
 
     meta: ObjectMeta
+    generations: Generations
     data: _Inline
 
     def __post_init__(self) -> None:
+        if len(self.generations) != self.meta.stripes:
+            raise ValueError(f"{len(self.generations)} generations are said for {self.meta.stripes} stripes")
         if len(self.data) != self.meta.size_bytes:
             raise ValueError(f"{len(self.data)} bytes are no {self.meta}")
 
@@ -333,16 +352,34 @@ class DeleteObject(_Message, frozen=True, tag=True, kw_only=True):
     Args:
         when_read: only once no store reads it any more.
         after: once so many stores have said so, this one among them.
+        generations: of what the store had, where this is repeated: others may have put the name since then; () for
+            whatever is there.
     """
 
     when_read: bool = False
     after: _Sources = 1
+    generations: Generations = ()
+
+    @property
+    def is_done_at_once(self) -> bool:
+        """Whether the directory waits for nobody, and answers it."""
+        return not self.when_read and self.after == 1
 
 
 class ForgetObject(_Message, frozen=True, tag=True, kw_only=True):
-    """An object is gone, for this reason: let go of it, and tell those who wait for it."""
+    """An object is gone, for this reason: let go of it, and tell those who wait for it.
+
+    Args:
+        generations: of what the store itself has put, or was to make; () if the directory knows of nothing. What it
+            has put since then stays.
+    """
 
     reason: Text
+    generations: Generations = ()
+
+
+class ObjectDeleted(_Message, frozen=True, tag=True):
+    """The answer to a `DeleteObject` that waits for nobody: what the store puts from now on is not what was deleted."""
 
 
 class WantVersions(_Message, frozen=True, tag=True, kw_only=True):
@@ -513,9 +550,10 @@ class ChildFailed(_Message, frozen=True, tag=True, kw_only=True):
 
 
 class ReduceSmall(_Message, frozen=True, tag=True, kw_only=True):
-    """The parts of a small sum, in the order in which they are added."""
+    """The parts of a small sum, in the order in which they are added; the store puts it as this generation."""
 
     meta: ObjectMeta
+    generation: Generation
     op: ReduceOp
     used: Annotated[tuple[ObjectName, ...], msgspec.Meta(min_length=1, max_length=MAX_SOURCES)]
     parts: Annotated[tuple[_Inline, ...], msgspec.Meta(min_length=1, max_length=MAX_SOURCES)]
@@ -531,6 +569,19 @@ class ReduceSettled(_Message, frozen=True, tag=True, kw_only=True):
     used: Annotated[tuple[UsedSource, ...], msgspec.Meta(min_length=1, max_length=MAX_SOURCES)]
 
 
+class SumWaits(_Message, frozen=True, tag=True, kw_only=True):
+    """The answer to a `WantObject` of a sum that is not made: the sources that it waits for.
+
+    Args:
+        lacking: so many more are needed.
+        missing: sources that nobody has all of, the first ones of them; `more` is the number of the others.
+    """
+
+    lacking: Annotated[int, msgspec.Meta(ge=0, le=MAX_SOURCES)]
+    missing: Annotated[tuple[ObjectName, ...], msgspec.Meta(max_length=MOST_NAMED)] = ()
+    more: Annotated[int, msgspec.Meta(ge=0, le=MAX_SOURCES)] = 0
+
+
 class RefuseSum(_Message, frozen=True, tag=True, kw_only=True):
     """Word that a store cannot make a sum, or a stripe of it, that was to be made there."""
 
@@ -543,11 +594,13 @@ class ObjectRefused(_Message, frozen=True, tag=True, kw_only=True):
     Args:
         differs: whether it is because others said something else of it.
         is_there: whether the name stands for an object nevertheless, or a sum that is being made.
+        generations: of the put that is refused; () if it is something else.
     """
 
     reason: Text
     differs: bool = False
     is_there: bool = False
+    generations: Generations = ()
 
 
 FromStore = (
@@ -578,21 +631,23 @@ FromDirectory = (
     | RestartObject
     | ObjectDropped
     | ForgetObject
+    | ObjectDeleted
     | VersionsKnown
     | RunStage
     | FeedStage
     | EndStage
     | ReduceSmall
     | ReduceSettled
+    | SumWaits
     | ObjectRefused
 )
 
 _encode = msgspec.msgpack.Encoder().encode
 _from_store = msgspec.msgpack.Decoder(StoreHello | FromStore).decode
-_from_directory = msgspec.msgpack.Decoder(FromDirectory).decode
+_from_directory = msgspec.msgpack.Decoder(StoreWelcome | FromDirectory).decode
 
 
-def pack(message: StoreHello | FromStore | FromDirectory) -> bytes:
+def pack(message: StoreHello | StoreWelcome | FromStore | FromDirectory) -> bytes:
     """The message as a frame's metadata."""
     return _encode(message)
 
@@ -607,11 +662,11 @@ def from_store_of(metadata: Buffer) -> StoreHello | FromStore:
     return message
 
 
-def from_directory_of(metadata: Buffer) -> FromDirectory:
+def from_directory_of(metadata: Buffer) -> StoreWelcome | FromDirectory:
     """Read what a directory says.
 
     Raises:
         PeerError: if it is none of that.
     """
-    message: FromDirectory = read_message(_from_directory, metadata, "this directory of objects")
+    message: StoreWelcome | FromDirectory = read_message(_from_directory, metadata, "this directory of objects")
     return message

@@ -59,6 +59,7 @@ class Copy:
     generations: list[int]
     feeders: list[str]
     is_own: bool = False
+    is_taken: bool = False
     making: int = 0
     is_settled: bool = True
     reported: set[tuple[int, int, str]] = field(default_factory=set)
@@ -85,6 +86,7 @@ class ModelStore:
         self.refused: dict[ObjectName, str] = {}
         self.forgotten: set[ObjectName] = set()
         self.wants: set[ObjectName] = set()
+        self.deleting: set[ObjectName] = set()
         self.requests: dict[ObjectName, say.ReduceObjects] = {}
         self.taken_in = 0
         self.outbox: deque[FromStore] = deque()
@@ -101,6 +103,13 @@ class ModelStore:
         """The directory has said something."""
         name = message.name
         match message:
+            case say.PutTaken():
+                if name in self.copies:
+                    self.copies[name].is_taken = True
+                else:
+                    self.outbox.append(say.WithdrawPut(name=name))
+            case say.ObjectFound() if name not in self.wants and name not in self.copies:
+                self.outbox.append(say.StopWanting(name=name))
             case say.ObjectFound():
                 copy = self._copy(name, message.meta)
                 copy.is_settled = message.settled
@@ -108,7 +117,8 @@ class ModelStore:
                     self._feed(copy, stripe, feeder.generation, feeder.store)
             case say.ObjectInline():
                 copy = self._copy(name, message.meta)
-                copy.blocks = [[message.data[0]] * BLOCKS]
+                if not copy.is_own:
+                    copy.blocks, copy.generations = [[message.data[0]] * BLOCKS], list(message.generations)
             case say.ChangeFeeder():
                 if name in self.copies:
                     self._feed(self.copies[name], message.stripe, message.generation, message.feeder)
@@ -117,9 +127,14 @@ class ModelStore:
                     self.copies[name].is_settled = message.settled
                     self._feed(self.copies[name], message.stripe, message.generation, "")
             case say.ForgetObject():
-                self.copies.pop(name, None)
-                self.requests.pop(name, None)
-                self.forgotten.add(name)
+                known = self.copies.get(name)
+                if known is None or not known.is_own or tuple(known.generations) == message.generations:
+                    self.copies.pop(name, None)
+                    self.requests.pop(name, None)
+                    self._end_want(name)
+                    self.forgotten.add(name)
+            case say.ObjectDeleted():
+                self.deleting.discard(name)
             case say.RunStage():
                 self._run_stage(message)
             case say.FeedStage():
@@ -134,7 +149,7 @@ class ModelStore:
                 total = sum(part[0] for part in message.parts)
                 self.used[name] = tuple(say.UsedSource(source) for source in message.used)
                 self.requests.pop(name, None)
-                made = next(self.makings)
+                made = message.generation
                 self.copies[name] = Copy(message.meta, [[total] * BLOCKS], [made], [""], is_own=True, making=total)
                 self.outbox.append(
                     say.PutObject(
@@ -152,8 +167,13 @@ class ModelStore:
                 if name in self.copies:
                     self.copies[name].is_settled = True
             case say.ObjectRefused():
-                self.refused[name] = message.reason
-                self.requests.pop(name, None)
+                known = self.copies.get(name)
+                if known is None or not message.generations or tuple(known.generations) == message.generations:
+                    self.refused[name] = message.reason
+                    self.requests.pop(name, None)
+                    if message.generations:
+                        self._end_want(name)
+                        self.copies.pop(name, None)
             case say.ObjectDropped():
                 if message.granted:
                     self.copies.pop(name, None)
@@ -196,6 +216,11 @@ class ModelStore:
             for stripe, blocks in enumerate(copy.blocks):
                 if len(blocks) == BLOCKS:
                     yield say.StripeArrived(name=name, stripe=stripe, generation=copy.generations[stripe])
+
+    def _end_want(self, name: ObjectName) -> None:
+        if name in self.wants:
+            self.wants.discard(name)
+            self.outbox.append(say.StopWanting(name=name))
 
     def _copy(self, name: ObjectName, meta: ObjectMeta) -> Copy:
         if name not in self.copies:
@@ -271,6 +296,26 @@ class ObjectWorld:
         """A store wants an object."""
         self.stores[store].wants.add(name)
         self.stores[store].outbox.append(say.WantObject(name=name))
+
+    def stop_wanting(self, store: str, name: ObjectName) -> None:
+        """A store does not want an object any more, and lets go of it if it has not all of it."""
+        home = self.stores[store]
+        home.wants.discard(name)
+        if name not in home.copies or not (home.copies[name].is_own or home.values(name)):
+            home.copies.pop(name, None)
+            home.outbox.append(say.StopWanting(name=name))
+
+    def abandon(self, store: str, name: ObjectName) -> None:
+        """A store lets go of what it has put and not finished."""
+        home = self.stores[store]
+        del home.copies[name]
+        home.wants.discard(name)
+        home.outbox.append(say.WithdrawPut(name=name))
+
+    def delete(self, store: str, name: ObjectName) -> None:
+        """A store has all let go of an object; until it has heard that they do, it does not put the name again."""
+        self.stores[store].deleting.add(name)
+        self.stores[store].outbox.append(say.DeleteObject(name=name))
 
     def reduce(
         self, store: str, name: ObjectName, sources: list[ObjectName], count: int | None = None, **more: object
@@ -396,7 +441,9 @@ class ObjectWorld:
 
             return fail
         theirs = other.copies.get(name)
-        if theirs is None or (theirs.generations[stripe] != generation and not (theirs.is_own and other.values(name))):
+        if theirs is None or (
+            theirs.generations[stripe] != generation and not (theirs.is_taken and other.values(name))
+        ):
             return None
         if len(theirs.blocks[stripe]) <= len(mine):
             return None

@@ -65,10 +65,18 @@ class Connector:
         self._backoff = Backoff(_FIRST_PAUSE_S, longest_s, seed=claim.session.hex())
         self._heard_bytes = 0
 
-    async def first(self, link: PeerLink, patience: timedelta, hopeless: Callable[[], str] = lambda: "") -> None:
+    async def first(
+        self,
+        link: PeerLink,
+        patience: timedelta,
+        hopeless: Callable[[], str] = lambda: "",
+        *,
+        may_start: bool = True,
+    ) -> None:
         """Connect `link` for the first time, and have it connected again from then on.
 
         Args:
+            may_start: whether who listens there may still be starting; if not, a refused connection is the end.
             hopeless: asked whenever nobody could be reached: why nobody ever will, as a sentence, or "".
 
         Raises:
@@ -96,7 +104,8 @@ class Connector:
                 break
             if isinstance(reason, OSError) and (why := hopeless()):
                 raise NetworkError(why) from reason
-            if left_s <= (pause_s := backoff.next_s()):
+            is_over = isinstance(reason, ConnectionRefusedError) and not may_start
+            if left_s <= (pause_s := backoff.next_s()) or is_over:
                 how_often = f"in {tries} attempts within {patience_s:g} s" if tries > 1 else "at the first attempt"
                 raise NetworkError(
                     f"Cannot reach {self._address} {how_often}: {_why(reason)}. Is the server running, and is this its "

@@ -104,6 +104,7 @@ async def connect(
     patience: timedelta = timedelta(seconds=20),
     role: Role = "worker",
     hopeless: Callable[[], str] = lambda: "",
+    may_start: bool = True,
 ) -> PeerLink:
     """Dial; tries again while nobody listens there yet.
 
@@ -115,6 +116,7 @@ async def connect(
         patience: for how long to try.
         role: what it comes for; a shard and an onlooker have no rank.
         hopeless: asked whenever nobody could be reached: why nobody ever will, as a sentence, or "".
+        may_start: whether who listens there may still be starting; if not, a refused connection is the end.
 
     Raises:
         NetworkError: if nobody could be reached in time, or nobody ever will; says what was tried.
@@ -125,7 +127,7 @@ async def connect(
     link = PeerLink(limits, peer=address, rank=rank, role=role)
     try:
         link.begin(accept(link))
-        await dialler.first(link, patience, hopeless)
+        await dialler.first(link, patience, hopeless, may_start=may_start)
     except BaseException:
         link.abort()
         raise

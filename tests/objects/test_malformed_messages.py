@@ -85,6 +85,23 @@ def test_what_cannot_be_is_not_read(wrong: dict[str, Any]) -> None:
         objects.from_store_of(msgspec.msgpack.encode(wrong))
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"type": "ForgetObject", "name": W, "reason": "it is gone", "generations": [-1]},
+        {"type": "ForgetObject", "name": W, "reason": "it is gone", "generations": [1] * 257},
+        {"type": "ForgetObject", "name": W, "reason": "it is gone", "generations": "1"},
+        {"type": "ObjectDeleted", "name": W, "reason": "it is gone"},
+        {"type": "ObjectInline", "name": W, "meta": META, "generations": [1, 2], "data": bytes(12)},
+        {"type": "ObjectInline", "name": W, "meta": META, "generations": [1], "data": bytes(13)},
+    ],
+    ids=str,
+)
+def test_what_no_directory_says_is_not_read(wrong: dict[str, Any]) -> None:
+    with pytest.raises(PeerError, match="Cannot understand this directory of objects"):
+        objects.from_directory_of(msgspec.msgpack.encode(wrong))
+
+
 def some(kind: Any, dice: random.Random) -> Any:
     """A message of this kind, of things that a directory may know."""
     names = [ObjectName(name) for name in "abcd"]

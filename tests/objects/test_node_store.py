@@ -16,13 +16,14 @@ from offbeat.objects.adding import TorchArithmetic
 from offbeat.objects.client import tensor_of
 from offbeat.objects.data_links import FeederLink
 from offbeat.objects.directory_link import DIRECTORY_LIMITS
+from offbeat.objects.directory_list import why_no_member
 from offbeat.objects.directory_server import DirectoryServer
 from offbeat.objects.memory import MakerMap
 from offbeat.objects.node_store import DIRECTORY_PATIENCE, NodeStore
 from offbeat.objects.reduce_plan import LinkEstimate
 from offbeat.objects.store_access import FoundObject
 from offbeat.protocol.object_lanes import ReaderHello
-from offbeat.protocol.objects import DeleteObject, ObjectMeta, ObjectName, ReduceObjects
+from offbeat.protocol.objects import DeleteObject, ObjectMeta, ObjectName, ReduceObjects, StoreHello
 from offbeat.tensors import bytes_of, dtype_name
 from offbeat.wire import tcp
 from offbeat.wire.session import Limits
@@ -639,7 +640,7 @@ class TestRefused:
 
     @in_loop
     async def test_a_sum_of_what_two_directories_keep(self) -> None:
-        async with cluster(1) as one, cluster(1) as other:
+        async with cluster(0) as one, cluster(0) as other:
             store = NodeStore(
                 job=JOB, credentials=None, most_bytes=1 << 30, arithmetic=TorchArithmetic, limits=limits()
             )
@@ -858,3 +859,47 @@ class TestRefused:
             for address in (made.address, made.stores[0].address):
                 with pytest.raises(PeerError, match=f"takes no {role}: .*(connect to a store|OFFBEAT_OBJECTS=)"):
                     await tcp.connect(address, accept=lambda _: made.stores[0], job=JOB, rank=0, role=role)  # type: ignore[arg-type,return-value]
+
+
+class TestDirectoriesThatStoresName:
+    async def refusal(self, first: list[str], second: list[str]) -> str:
+        """A store has these directories, and then a second one those: the refusal of that one."""
+        async with contextlib.AsyncExitStack() as stack:
+            real = {}
+            for name in "xyz":
+                directory = DirectoryServer(LINKS["chain"])
+                stack.push_async_callback(directory.close)
+                real[name] = await directory.open("127.0.0.1", 0, job=JOB, credentials=None, limits=DIRECTORY_LIMITS)
+            said = ""
+            for directories in (first, second):
+                store = NodeStore(job=JOB, credentials=None, most_bytes=1 << 20, arithmetic=TorchArithmetic)
+                stack.push_async_callback(store.close)
+                try:
+                    await store.open("127.0.0.1", 0, [real[name] for name in directories], timedelta(seconds=5))
+                except PeerError as error:
+                    said = str(error)
+            return said
+
+    @pytest.mark.parametrize("second", [["y", "x"], ["x"], ["x", "z"], ["z", "y"], ["x", "y", "z"]])
+    @in_loop
+    async def test_others_are_refused(self, second: list[str]) -> None:
+        said = await self.refusal(["x", "y"], second)
+        assert "Name the same directories in the same order for all stores" in said
+
+    @in_loop
+    async def test_the_same_are_not(self) -> None:
+        assert await self.refusal(["x", "y"], ["x", "y"]) == ""
+
+    @pytest.mark.parametrize(
+        ("one", "other", "may_be"),
+        [
+            ("10.0.0.1:4700", "10.0.0.2:4700", False),
+            ("10.0.0.1:4700", "10.0.0.1:4701", False),
+            ("10.0.0.1:4700", "node1:4700", True),
+            ("127.0.0.1:4700", "10.0.0.1:4700", True),
+            ("[fd00::1]:4700", "[fd00:0::1]:4700", True),
+        ],
+    )
+    def test_a_directory_may_have_several_addresses(self, one: str, other: str, may_be: bool) -> None:
+        hellos = [StoreHello(address, ("10.0.0.9:4700", address), 0) for address in (one, other)]
+        assert (why_no_member(*hellos) == "") == may_be

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import socket
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -12,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from offbeat.errors import DisagreementError, ObjectError, ObjectTimeoutError
+from offbeat.errors import DisagreementError, NetworkError, ObjectError, ObjectTimeoutError
 from offbeat.objects import memory
 from offbeat.objects.client import ObjectClient, connect, embedded, job_name
 from offbeat.objects.serve import ObjectServer, open_store
 from offbeat.wire.loop_thread import LoopThread
+from tests.patience import stretched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -86,6 +88,33 @@ def test_what_cannot_be_mapped_is_not_waited_for(server: ObjectServer, monkeypat
             client.get("x", timeout=20)
         assert client.status().objects
         assert [stored.pins for stored in server.store.objects.values()] == [0]
+
+
+class TestNobodyIsThere:
+    @pytest.fixture
+    def address(self) -> str:
+        """Return an address of this machine at which nobody listens."""
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            return f"127.0.0.1:{listening.getsockname()[1]}"
+
+    def test_a_refused_connection_is_an_error_at_once(self, address: str) -> None:
+        begin_s = time.monotonic()
+        with pytest.raises(NetworkError, match=f"Cannot reach {address} at the first attempt: .* Is the server"):
+            connect(address)
+        assert time.monotonic() - begin_s < stretched(2)
+
+    def test_a_store_that_is_starting_is_waited_for_as_long_as_is_said(self, address: str) -> None:
+        begin_s = time.monotonic()
+        with pytest.raises(NetworkError, match=rf"Cannot reach {address} in \d+ attempts within 1 s"):
+            connect(address, timeout=1)
+        assert 0.5 < time.monotonic() - begin_s < 1 + stretched(2)
+
+    def test_one_that_listens_and_says_nothing_is_waited_for_as_long_as_is_said(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            begin_s = time.monotonic()
+            with pytest.raises(NetworkError, match=r"(within 1 s|at the first attempt)"):
+                connect(f"127.0.0.1:{listening.getsockname()[1]}", timeout=1)
+            assert time.monotonic() - begin_s < 1 + stretched(2)
 
 
 class TestEmpty:
@@ -199,3 +228,24 @@ def test_one_tensor_is_not_loaded_into_several(client: ObjectClient) -> None:
     client.put("w", torch.ones(LARGE), version=1, timeout=20)
     with pytest.raises(ObjectError, match=r"Cannot load 'w' version 1 into several tensors: it is one tensor, float32"):
         client.get("w", version=1, into={"a": torch.ones(LARGE)}, timeout=20)
+
+
+@pytest.mark.parametrize("numel", [5, LARGE])
+def test_a_sum_that_waits_names_the_sources_that_are_missing(client: ObjectClient, numel: int) -> None:
+    names = [f"g{number}" for number in range(12)]
+    client.put(names[3], torch.ones(numel))
+    client.reduce("sum", names, num_objects=11)
+    with pytest.raises(ObjectTimeoutError, match=r"10 more of its sources: .* 'g0', 'g1', .*'g8' and 3 others"):
+        client.get("sum", timeout=1)
+    waiting = client.start_get("sum")
+    for name in names[:2] + names[4:11]:
+        client.put(name, torch.ones(numel))
+    with pytest.raises(ObjectTimeoutError, match="waits for 1 more of its sources: nobody has all of 'g2', 'g11'"):
+        waiting.get(2)
+    client.put("g2", torch.ones(numel))
+    assert torch.equal(waiting.get(20), torch.full((numel,), 11.0))
+
+
+def test_an_object_that_nobody_has_put(client: ObjectClient) -> None:
+    with pytest.raises(ObjectTimeoutError, match=r"Cannot get 'w' within 0\.5 s: nobody has put it"):
+        client.get("w", timeout=0.5)
