@@ -244,12 +244,12 @@ class FitPilot:
 
 
 def _parts(counts: np.ndarray) -> int:
-    """In how many parts of similar sizes groups are fitted."""
+    """Return the number of parts of similar sizes in which groups are fitted."""
     return max(1, sum(1 for _ in similar_sizes(counts, counts > 0, 1)))
 
 
 def _shares(job: GroupJob, rows: np.ndarray, groups: np.ndarray, workers: int) -> list[dict[int, float]]:
-    """Of each bucket, the share of its rows that each of its workers has: as `Ranks` distributes them."""
+    """Return the share of rows that each worker has of each bucket, as `Ranks` distributes them."""
     hops = isinstance(job.model, HoppingModel)
     whole = (groups > 1) | (not hops and not isinstance(job.model, SummingModel))
     partition = wrap_around(rows, workers, len(job.configs) if hops else workers, indivisible=whole)
