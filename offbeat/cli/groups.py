@@ -18,10 +18,20 @@ from offbeat.errors import OffbeatError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from offbeat.groups import GroupedTrainer
+
 app = typer.Typer(cls=HelpGroup, help="Fit a model for each group of a table.", no_args_is_help=True)
 
 _MOST_SHOWN = 20
 _Data = Annotated[str, typer.Argument(help="A file, folder or pattern of Parquet, CSV or Arrow files.")]
+_By = Annotated[str, typer.Option(metavar="COLUMN,...", help="The columns of the keys.")]
+_Target = Annotated[str, typer.Option(help="The column that is predicted.")]
+_Model = Annotated[str, typer.Option(help="linear, logistic or poisson.")]
+_L2 = Annotated[str, typer.Option(metavar="NUMBER,...", help="Ridge penalties to try.")]
+_Features = Annotated[
+    str, typer.Option(metavar="COLUMN,...", help="The columns to predict by.", show_default="all others")
+]
+_Standardize = Annotated[bool, typer.Option("--standardize", help="Scale features within each group.")]
 
 
 @app.callback()
@@ -32,14 +42,12 @@ def groups() -> None:
 @app.command()
 def fit(
     data: _Data,
-    by: Annotated[str, typer.Option(metavar="COLUMN,...", help="The columns of the keys.")],
-    target: Annotated[str, typer.Option(help="The column that is predicted.")],
-    model: Annotated[str, typer.Option(help="linear, logistic or poisson.")] = "linear",
-    l2: Annotated[str, typer.Option(metavar="NUMBER,...", help="Ridge penalties to try.")] = "1",
-    features: Annotated[
-        str, typer.Option(metavar="COLUMN,...", help="The columns to predict by.", show_default="all others")
-    ] = "",
-    standardize: Annotated[bool, typer.Option("--standardize", help="Scale features within each group.")] = False,
+    by: _By,
+    target: _Target,
+    model: _Model = "linear",
+    l2: _L2 = "1",
+    features: _Features = "",
+    standardize: _Standardize = False,
     hold_out: Annotated[
         float, typer.Option(help="Share of a group's rows by which one of several penalties is chosen.")
     ] = 0.2,
@@ -57,35 +65,8 @@ def fit(
     ] = None,
 ) -> None:
     """Fit one model for each group, and write all of them to a file."""
-    from offbeat.groups import (
-        Grid,
-        GroupDataError,
-        GroupedTrainer,
-        HoldOut,
-        Linear,
-        Logistic,
-        Poisson,
-        Processes,
-        Small,
-        ThisProcess,
-    )
-
-    specs: dict[str, Callable[..., Any]] = {"linear": Linear, "logistic": Logistic, "poisson": Poisson}
-    if model not in specs:
-        raise GroupDataError(f"Cannot fit {model!r}: name one of {', '.join(specs)}.")
-    try:
-        penalties = [float(value) for value in l2.split(",")]
-    except ValueError as error:
-        raise GroupDataError(f"Cannot use --l2 {l2}: name numbers, as in 0.1,1,10.") from error
-    trainer = GroupedTrainer(
-        specs[model](l2=Grid(*penalties) if len(penalties) > 1 else penalties[0], standardize=standardize),
-        by=by.split(","),
-        target=target,
-        features=features.split(",") if features else None,
-        validation=HoldOut(hold_out, by=hold_out_by or None),
-        small=Small(min_rows),
-        executor=Processes(workers) if workers > 1 else ThisProcess(),
-    )
+    validation = {"share": hold_out, "by": hold_out_by or None}
+    trainer = _trainer(by, target, model, l2, features, standardize, validation, min_rows, workers)
     _check_place(out)
     if results is not None:
         _check_table(results)
@@ -98,6 +79,22 @@ def fit(
     counts = {row["values"]: row["counts"] for row in fitted.models["status"].value_counts().to_pylist()}
     told = ", ".join(f"{count:,} {status}" for status, count in sorted(counts.items(), key=lambda one: -one[1]))
     typer.echo(f"{len(fitted.index):,} groups in {time.monotonic() - begin:.1f} s: {told}. Models are in {out}.")
+
+
+@app.command()
+def explain(
+    data: _Data,
+    by: _By,
+    target: _Target,
+    model: _Model = "linear",
+    l2: _L2 = "1",
+    features: _Features = "",
+    standardize: _Standardize = False,
+    workers: Annotated[int, typer.Option(min=1, help="The most workers to tell about.")] = 4,
+) -> None:
+    """Say how a fit would go, and how long it would take; a few groups are fitted and timed."""
+    trainer = _trainer(by, target, model, l2, features, standardize, {}, 1, 1)
+    typer.echo(str(trainer.explain(data, workers)))
 
 
 @app.command()
@@ -150,6 +147,49 @@ def show(
 
 def _cell(value: object) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _trainer(
+    by: str,
+    target: str,
+    model: str,
+    l2: str,
+    features: str,
+    standardize: bool,
+    validation: dict[str, Any],
+    rows: int,
+    workers: int,
+) -> GroupedTrainer:
+    """The trainer that options name."""
+    from offbeat.groups import (
+        Grid,
+        GroupDataError,
+        GroupedTrainer,
+        HoldOut,
+        Linear,
+        Logistic,
+        Poisson,
+        Processes,
+        Small,
+        ThisProcess,
+    )
+
+    specs: dict[str, Callable[..., Any]] = {"linear": Linear, "logistic": Logistic, "poisson": Poisson}
+    if model not in specs:
+        raise GroupDataError(f"Cannot fit {model!r}: name one of {', '.join(specs)}.")
+    try:
+        penalties = [float(value) for value in l2.split(",")]
+    except ValueError as error:
+        raise GroupDataError(f"Cannot use --l2 {l2}: name numbers, as in 0.1,1,10.") from error
+    return GroupedTrainer(
+        specs[model](l2=Grid(*penalties) if len(penalties) > 1 else penalties[0], standardize=standardize),
+        by=by.split(","),
+        target=target,
+        features=features.split(",") if features else None,
+        validation=HoldOut(**validation),
+        small=Small(rows),
+        executor=Processes(workers) if workers > 1 else ThisProcess(),
+    )
 
 
 class _Bar:

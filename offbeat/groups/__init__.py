@@ -5,10 +5,12 @@ After "Towards an Optimized GROUP BY Abstraction for Large-Scale Machine Learnin
 * input: `table_input` - tables that are read in batches; `group_index` - keys, sorted, and their rows; `buckets` -
   files of groups of similar sizes, the unit of tasks
 * models: `glm` - the specs `Linear`, `Logistic` and `Poisson`; `families` - their losses; `newton` - many of them
-  solved at once; `summed_newton` - one whose rows are in several places; `search` - hyper-parameters to try, and the
-  rows by which one is chosen; `mixing` - random numbers that are functions of keys
+  solved at once; `summed_newton` - one whose rows are in several places; `mixing` - random numbers that are functions
+  of keys
+* hyper-parameters: `search` - values to try, and the rows by which one is chosen; `search_methods` - which are tried,
+  and how long; `overrides` - those of single groups
 * nets: `net` - the spec `Net`; `stacked_module` - many models of a torch module; `net_training` - their training in
-  lockstep; `optimizers` - `SGD`, `Adam` and `AdamW`
+  lockstep, `net_rungs` - and of which some stop early; `optimizers` - `SGD`, `Adam` and `AdamW`
 * other libraries: `estimator` - the spec `Estimator`, anything of scikit-learn; `linear_estimators` - which of them
   Newton solves; `sklearn` - `GroupedClassifier` and `GroupedRegressor`, estimators with a model for each group;
   `split_rows` - their X; `shrinkage` - the averages of a group and those around it; `trees` - the
@@ -16,6 +18,7 @@ After "Towards an Optimized GROUP BY Abstraction for Large-Scale Machine Learnin
 * a fit: `trainer` - from a table to models; `group_job` - of one bucket, with the choice of a configuration;
   `fitting` - what a spec makes of its rows; `records` - arrays of all groups; `fitted` - tables of models, and
   predictions; `saved` - a file of them
+* forecasts: `cost` - how a fit will go, and how long it takes
 * where: `this_process`; `processes` - of this machine; `fit_folder` - what an ended fit has left
 * several workers: `ranks` - those of a job; `partition` - who has which rows of which group; `carrier` - what travels
   between them; `table_messages` - rows that do
@@ -28,6 +31,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("Cannot learn over groups: pyarrow is missing. `pip install 'offbeat[groups]'`.") from error
 
+from offbeat.groups.cost import FitForecast
 from offbeat.groups.estimator import Estimator
 from offbeat.groups.fitted import FittedGroups
 from offbeat.groups.glm import Linear, Logistic, Poisson
@@ -36,7 +40,8 @@ from offbeat.groups.net import Net
 from offbeat.groups.optimizers import SGD, Adam, AdamW
 from offbeat.groups.processes import Processes
 from offbeat.groups.ranks import Ranks
-from offbeat.groups.search import Grid, HoldOut
+from offbeat.groups.search import Grid, HoldOut, LogUniform, Uniform
+from offbeat.groups.search_methods import GridSearch, Halving, Pooled, RandomSearch
 from offbeat.groups.table_input import GroupDataError
 from offbeat.groups.this_process import ThisProcess
 from offbeat.groups.trainer import GroupedTrainer
@@ -47,18 +52,25 @@ __all__ = [
     "Adam",
     "AdamW",
     "Estimator",
+    "FitForecast",
     "FittedGroups",
     "Grid",
+    "GridSearch",
     "GroupDataError",
     "GroupedTrainer",
+    "Halving",
     "HoldOut",
     "Linear",
+    "LogUniform",
     "Logistic",
     "Net",
     "Poisson",
+    "Pooled",
     "Processes",
+    "RandomSearch",
     "Ranks",
     "Small",
     "ThisProcess",
     "Trees",
+    "Uniform",
 ]

@@ -51,6 +51,18 @@ class GroupRows:
         """Return the columns as (rows, columns) float64; a null is NaN."""
         return matrix_of(self.table, columns)
 
+    def some(self, every: int, most_rows: int) -> GroupRows:
+        """Return one of so many groups, each with its first rows.
+
+        Args:
+            most_rows: of a group.
+        """
+        numbers, begins = self.numbers[::every], self.offsets[:-1][::every]
+        counts = np.minimum(np.diff(self.offsets)[::every], most_rows)
+        offsets = np.concatenate(([0], np.cumsum(counts)))
+        rows = np.repeat(begins - offsets[:-1], counts) + np.arange(offsets[-1])
+        return GroupRows(numbers, offsets, self.table.take(pa.array(rows)))
+
 
 def matrix_of(table: pa.Table, columns: Sequence[str]) -> np.ndarray:
     """Return columns of a table as (rows, columns) float64; a null is NaN.
@@ -106,7 +118,7 @@ def cut_buckets(rows: np.ndarray, row_bytes: int, bucket_bytes: int = BUCKET_BYT
 
 
 class BucketFiles:
-    """The rows of a table, in a file for each bucket.
+    """The rows of a table, in a file for each bucket; those of one bucket alone stay in memory if it is small.
 
     Args:
         folder: of the files; whoever has made it removes it.
@@ -117,6 +129,7 @@ class BucketFiles:
     def __init__(self, folder: Path, index: GroupIndex, buckets: np.ndarray) -> None:
         self._folder, self._index, self.buckets = folder, index, buckets
         self.count = int(buckets.max()) + 1 if len(buckets) else 0
+        self._kept: list[pa.Table] = []
 
     def write(self, parts: Iterable[pa.Table], schema: pa.Schema, rows: int | None = None) -> None:
         """Distribute the rows of a table.
@@ -127,24 +140,28 @@ class BucketFiles:
         Raises:
             GroupDataError: if the disk is full, or the table has changed since its groups were counted.
         """
-        schema = schema.append(pa.field(_NUMBER, pa.int64()))
-        written = 0
+        schema, written = schema.append(pa.field(_NUMBER, pa.int64())), 0
+        total = int(self._index.rows.sum())
         try:
             with ExitStack() as files:  # what a full disk could not take is often told when a file is closed
-                writers = [
-                    files.enter_context(pa.ipc.new_file(files.enter_context(pa.OSFile(str(path), "wb")), schema))
-                    for path in map(self.path, range(self.count))
-                ]
+                if self.count == 1 and total * 8 * len(schema) <= BUCKET_BYTES:
+                    write = [self._kept.append]
+                else:
+                    write = [self._writer(bucket, schema, files).write_table for bucket in range(self.count)]
                 for part in parts:
                     numbers = self._index.numbers_of(part)
                     if len(numbers) and numbers.min() < 0:
                         raise GroupDataError("The table has other groups than when they were counted.")
-                    buckets = self.buckets[numbers]
-                    order = np.argsort(buckets, kind="stable")
-                    part = part.append_column(_NUMBER, pa.array(numbers)).take(pa.array(order)).combine_chunks()
-                    begins = np.searchsorted(buckets[order], np.arange(self.count + 1))
+                    part = part.append_column(_NUMBER, pa.array(numbers))
+                    if self.count > 1:
+                        buckets = self.buckets[numbers]
+                        order = np.argsort(buckets, kind="stable")
+                        part = part.take(pa.array(order)).combine_chunks()
+                        begins = np.searchsorted(buckets[order], np.arange(self.count + 1))
+                    else:
+                        begins = np.array([0, len(numbers)])
                     for bucket in np.flatnonzero(np.diff(begins)):
-                        writers[bucket].write_table(part.slice(begins[bucket], begins[bucket + 1] - begins[bucket]))
+                        write[bucket](part.slice(begins[bucket], begins[bucket + 1] - begins[bucket]))
                     written += part.num_rows
         except OSError as error:
             if isinstance(error, OffbeatError):  # of those who read the table
@@ -153,23 +170,37 @@ class BucketFiles:
                 f"Cannot write the buckets of groups to {self._folder}: {error.strerror or error}. "
                 "Name a folder with more room by TMPDIR."
             ) from error
-        expected = int(self._index.rows.sum()) if rows is None else rows
+        expected = total if rows is None else rows
         if written != expected:
             raise GroupDataError(f"The table had {expected} rows when counted, and {written} then.")
 
     def read(self, bucket: int) -> GroupRows:
         """Map the rows of a bucket, and sort them by their groups."""
-        return read_bucket(self.path(bucket))
+        return _sorted(pa.concat_tables(self._kept)) if self._kept else read_bucket(self._path(bucket))
+
+    def _writer(self, bucket: int, schema: pa.Schema, files: ExitStack) -> pa.RecordBatchFileWriter:
+        file = files.enter_context(pa.OSFile(str(self._path(bucket)), "wb"))
+        return files.enter_context(pa.ipc.new_file(file, schema))
 
     def path(self, bucket: int) -> Path:
-        """The file of a bucket."""
+        """Return the file of a bucket, which is written now if its rows are in memory."""
+        if self._kept:
+            with ExitStack() as files:
+                self._writer(bucket, self._kept[0].schema, files).write_table(pa.concat_tables(self._kept))
+            self._kept = []
+        return self._path(bucket)
+
+    def _path(self, bucket: int) -> Path:
         return self._folder / f"{bucket:06d}.arrow"
 
 
 def read_bucket(path: Path) -> GroupRows:
     """Map the rows of a bucket's file, and sort them by their groups."""
     with pa.memory_map(str(path)) as file:
-        table = pa.ipc.open_file(file).read_all()
+        return _sorted(pa.ipc.open_file(file).read_all())
+
+
+def _sorted(table: pa.Table) -> GroupRows:
     numbers = table[_NUMBER].to_numpy()
     order = np.argsort(numbers, kind="stable")
     found, begins = np.unique(numbers[order], return_index=True)

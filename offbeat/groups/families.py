@@ -20,8 +20,11 @@ class Family(Protocol):
     def losses(self, margins: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Return the loss of each row."""
 
-    def derivatives(self, margins: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the first and the second derivative of each row's loss by its margin."""
+    def slopes(self, margins: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return the derivative of each row's loss by its margin."""
+
+    def curvatures(self, margins: torch.Tensor) -> torch.Tensor:
+        """Return the second derivative; no target has a part in it."""
 
     def means(self, margins: torch.Tensor) -> torch.Tensor:
         """Return the mean of the target that each margin stands for."""
@@ -35,8 +38,11 @@ class GaussianFamily:
     def losses(self, margins: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return (margins - target).square_().mul_(0.5)
 
-    def derivatives(self, margins: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return margins - target, torch.ones_like(margins)
+    def slopes(self, margins: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return margins - target
+
+    def curvatures(self, margins: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(margins)
 
     def means(self, margins: torch.Tensor) -> torch.Tensor:
         return margins
@@ -50,9 +56,12 @@ class BernoulliFamily:
     def losses(self, margins: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return softplus(margins) - margins * target
 
-    def derivatives(self, margins: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def slopes(self, margins: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(margins).sub_(target)
+
+    def curvatures(self, margins: torch.Tensor) -> torch.Tensor:
         mean = torch.sigmoid(margins)
-        return mean - target, mean * (1 - mean)
+        return mean * (1 - mean)
 
     def means(self, margins: torch.Tensor) -> torch.Tensor:
         return torch.sigmoid(margins)
@@ -66,9 +75,11 @@ class PoissonFamily:
     def losses(self, margins: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return torch.exp(margins) - margins * target
 
-    def derivatives(self, margins: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mean = torch.exp(margins)
-        return mean - target, mean
+    def slopes(self, margins: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.exp(margins).sub_(target)
+
+    def curvatures(self, margins: torch.Tensor) -> torch.Tensor:
+        return torch.exp(margins)
 
     def means(self, margins: torch.Tensor) -> torch.Tensor:
         return torch.exp(margins)

@@ -112,6 +112,8 @@ def _described(job: GroupJob, index: GroupIndex, buckets: np.ndarray) -> str:
         "features": ", ".join(job.features),
         "validation": repr(job.validation),
         "small groups": repr(job.small),
+        "search": repr(job.search),
+        "overrides": repr(job.overrides),
         "groups": f"{len(index)} of {int(index.rows.sum())} rows, {digest.hexdigest()}",
     }
     return "\n".join(f"{name}: {' '.join(value.split())}" for name, value in lines.items())

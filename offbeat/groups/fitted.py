@@ -13,7 +13,6 @@ import pyarrow.compute as pc
 from offbeat.groups.buckets import matrix_of
 from offbeat.groups.fitting import GroupStatus, has_model
 from offbeat.groups.saved import load, save
-from offbeat.groups.search import configs, searched, values_of
 from offbeat.groups.table_input import open_table
 
 if TYPE_CHECKING:
@@ -32,32 +31,31 @@ class FittedGroups:
         self._made = made
         self.model, self.index, self.records = made.model, made.index, made.records
         self.features, self.target, self.classes = made.features, made.target, made.classes
-        self.configs = configs(made.model)
 
     @cached_property
     def models(self) -> pa.Table:
         """Return one row for each group: key, rows, chosen hyper-parameters, status, error, and coefficients."""
         records, table = self.records, self.index.keys
         table = table.append_column("rows", pa.array(self.index.rows))
-        for name in searched(self.model):
-            values = pa.array(values_of(name, self.configs))
-            table = table.append_column(name, values.take(pa.array(records.chosen)))
+        for name, values in self._made.tried.items():
+            table = table.append_column(name, pa.array(values).take(pa.array(records.chosen)))
         words = pa.array([status.text for status in GroupStatus])
         table = table.append_column("status", words.take(pa.array(records.status)))
         table = table.append_column("error", pa.array(records.errors, pa.string()))
-        for name, values in self.model.shown(records.coefficients, self.features).items():
-            table = table.append_column(name, _without_nan(values))
+        for name, numbers in self.model.shown(records.coefficients, self.features).items():
+            table = table.append_column(name, _without_nan(numbers))
         return table
 
     @cached_property
     def results(self) -> pa.Table:
         """Return one row for each group and configuration: what was tried, and how well it did."""
-        count, records = len(self.configs), self.records
+        count, records = self.records.losses.shape[1], self.records
         groups = np.repeat(np.arange(len(self.index)), count)
         table = self.index.keys.take(pa.array(groups))
-        for name in searched(self.model):
-            values = pa.array(values_of(name, self.configs))
-            table = table.append_column(name, values.take(pa.array(np.tile(np.arange(count), len(self.index)))))
+        for name, values in self._made.tried.items():
+            table = table.append_column(
+                name, pa.array(values).take(pa.array(np.tile(np.arange(count), len(self.index))))
+            )
         table = table.append_column("loss", _without_nan(records.losses.ravel()))
         table = table.append_column("loss of held-out rows", _without_nan(records.held_losses.ravel()))
         table = table.append_column("steps", pa.array(records.steps.ravel()))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -45,6 +45,7 @@ class BucketTask:
         offsets: (groups + 1,), where the rows of each group begin and end.
         hashes: (groups,), of their keys: what is random is a function of these.
         classes: of the table, of a classification; else 0.
+        start: (groups, width), models close to which a better one is expected: a spec may begin there. NaN for none.
     """
 
     features: np.ndarray
@@ -52,6 +53,7 @@ class BucketTask:
     offsets: np.ndarray
     hashes: np.ndarray
     classes: int = 0
+    start: np.ndarray | None = None
 
     @classmethod
     def empty(cls, features: int) -> Self:
@@ -61,7 +63,7 @@ class BucketTask:
     def rows(self, which: np.ndarray) -> BucketTask:
         """Return the same groups with some of their rows."""
         kept = np.concatenate(([0], np.cumsum(which)))
-        return BucketTask(self.features[which], self.target[which], kept[self.offsets], self.hashes, self.classes)
+        return replace(self, features=self.features[which], target=self.target[which], offsets=kept[self.offsets])
 
     def groups(self, which: np.ndarray) -> BucketTask:
         """Return some of the groups, ascending."""
@@ -72,7 +74,8 @@ class BucketTask:
         is_of[which] = True
         rows = np.repeat(is_of, counts)
         offsets = np.concatenate(([0], np.cumsum(counts[which])))
-        return BucketTask(self.features[rows], self.target[rows], offsets, self.hashes[which], self.classes)
+        start = None if self.start is None else self.start[which]
+        return BucketTask(self.features[rows], self.target[rows], offsets, self.hashes[which], self.classes, start)
 
     def finite(self) -> BucketTask:
         """Return the rows that can be computed with."""
@@ -185,6 +188,18 @@ class GroupModel(Protocol):
         """Return the loss of each row."""
 
 
+@runtime_checkable
+class MixedModel(Protocol):
+    """The Protocol of a model spec that fits groups with different configurations at once."""
+
+    def fit_each(self, task: BucketTask, configs: Sequence[Any]) -> BucketFit:
+        """Fit a model for each group of a bucket, of one configuration.
+
+        Args:
+            configs: of each group.
+        """
+
+
 @dataclass
 class BucketFit:
     """The models of a bucket.
@@ -259,19 +274,22 @@ def usable_rows(features: np.ndarray, *, takes_missing: bool) -> np.ndarray:
     return np.asarray(np.isfinite(features).all(1) if not takes_missing else ~np.isinf(features).any(1))
 
 
-def similar_sizes(counts: np.ndarray, usable: np.ndarray, width: int) -> Iterator[np.ndarray]:
+def similar_sizes(
+    counts: np.ndarray, usable: np.ndarray, width: int, most_bytes: int = _MOST_PADDED_BYTES
+) -> Iterator[np.ndarray]:
     """Return the usable groups, in parts of similar sizes that are padded together.
 
     Args:
         counts: (groups,), of rows.
-        width: how many numbers a row takes, of which a part holds no more than fit into 64 MiB.
+        width: how many numbers a row takes.
+        most_bytes: of a part, if it is more than one group.
     """
     order = np.flatnonzero(usable)[np.argsort(counts[usable], kind="stable")]
     sizes = counts[order]
     begin = 0
     while begin < len(order):
         end = int(np.searchsorted(sizes, max(sizes[begin] + 1, sizes[begin] * _GROWTH), side="right"))
-        most = max(1, _MOST_PADDED_BYTES // int(8 * width * sizes[min(end, len(order)) - 1]))
+        most = max(1, most_bytes // int(8 * width * sizes[min(end, len(order)) - 1]))
         end = min(end, begin + most)
         yield order[begin:end]
         begin = end

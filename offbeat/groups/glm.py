@@ -24,10 +24,11 @@ from offbeat.groups.table_input import GroupDataError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from offbeat.groups.search import Grid
+    from offbeat.groups.search import Searched
     from offbeat.groups.summing import Summing
 
 _LARGE_MARGIN = 30.0
+_CACHED_BYTES = 4 << 20  # of groups that are solved together: each step reads all of them
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Glm:
         per_row: whether `l2` is a penalty for each row, so that it weighs as much in large groups as in small ones.
     """
 
-    l2: float | Grid = 1.0
+    l2: float | Searched = 1.0
     intercept: bool = True
     standardize: bool = False
     per_row: bool = False
@@ -76,35 +77,52 @@ class Glm:
         Args:
             configs: which differ in `l2` alone.
         """
-        penalties = torch.tensor([float(config.l2) for config in configs], dtype=torch.float64)  # type: ignore[arg-type]
-        groups = len(task.offsets) - 1
+        return self._fit(task, _penalties(configs).expand(len(task.offsets) - 1, -1))
+
+    def fit_each(self, task: BucketTask, configs: Sequence[Glm]) -> BucketFit:
+        """Fit a model for each group of a bucket, of one configuration.
+
+        Args:
+            configs: of each group.
+        """
+        return self._fit(task, _penalties(configs)[:, None])
+
+    def _fit(self, task: BucketTask, penalties: torch.Tensor) -> BucketFit:
+        """Fit a model for each group of a bucket and each of its penalties.
+
+        Args:
+            penalties: (groups, configs).
+        """
+        groups, count = penalties.shape
         width = self.width(task.features.shape[1])
-        found = BucketFit.empty(groups, len(configs), width)
+        found = BucketFit.empty(groups, count, width)
         counts = np.diff(task.offsets)
         usable = found.mark_unusable(task, is_classifier=self.is_classifier)
         is_one = found.status == GroupStatus.ONE_CLASS
         found.coefficients[is_one] = self._constant(task.sums(task.target)[is_one], counts[is_one], width)[:, None]
         mean, scale = self._scales(task)
-        for at in similar_sizes(counts, usable, width):
+        start = None if task.start is None else self._as_scaled(np.nan_to_num(task.start), mean, scale)[:, None]
+        for at in similar_sizes(counts, usable, width, _CACHED_BYTES):
             x, target = self._padded(task, at, mean, scale)
             solution = solve(
                 PaddedGroups(x, target, torch.from_numpy(counts[at])),
                 self.family,
-                penalties * torch.from_numpy(counts[at, None]) if self.per_row else penalties,
+                penalties[at] * torch.from_numpy(counts[at, None]) if self.per_row else penalties[at],
                 has_intercept=self.intercept,
+                start=None if start is None else torch.from_numpy(start[at].repeat(count, 1)),
             )
             found.coefficients[at] = self._as_they_are(solution.coefficients.numpy(), mean[at], scale[at])
             found.losses[at] = solution.objectives.numpy() / np.maximum(counts[at], 1)[:, None]
             found.steps[at] = solution.steps.numpy()
             found.status[at[~solution.has_ended.all(1).numpy()]] = GroupStatus.NOT_CONVERGED
             if self.is_classifier:
-                margins = (x @ solution.coefficients.mT).abs().amax((1, 2)).numpy()
+                margins = (solution.coefficients @ x.mT).abs().amax((1, 2)).numpy()
                 found.status[at[margins > _LARGE_MARGIN]] = GroupStatus.SEPARABLE
         return found
 
     def fit_summed(self, tasks: Callable[[], Iterable[BucketTask]], configs: Sequence[Glm]) -> Summing[BucketFit]:
         """Fit one model for each configuration to rows in several places, of which this is one."""
-        penalties = torch.tensor([float(config.l2) for config in configs], dtype=torch.float64)  # type: ignore[arg-type]
+        penalties = _penalties(configs)
         facts = np.sum(
             [np.hstack((len(t.target), (~t.is_finite).sum(), t.target.sum(), t.features.sum(0))) for t in tasks()], 0
         )
@@ -199,13 +217,14 @@ class Glm:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         counts = np.diff(task.offsets)[at]
         rows = task.offsets[:-1][at, None] + np.minimum(np.arange(counts.max()), counts[:, None] - 1)
-        x = np.empty((*rows.shape, task.features.shape[1] + self.intercept))
-        x[..., : task.features.shape[1]] = task.features[rows]
+        count = task.features.shape[1]
+        x = np.empty((len(at), count + self.intercept, rows.shape[1]))  # all rows of a feature, side by side
+        x[:, :count] = task.features[rows].transpose(0, 2, 1)
         if self.standardize:
-            x[..., : task.features.shape[1]] = (x[..., : task.features.shape[1]] - mean[at, None]) / scale[at, None]
+            x[:, :count] = (x[:, :count] - mean[at, :, None]) / scale[at, :, None]
         if self.intercept:
-            x[..., -1] = 1.0
-        return torch.from_numpy(x), torch.from_numpy(task.target[rows])
+            x[:, -1] = 1.0
+        return torch.from_numpy(x).mT, torch.from_numpy(task.target[rows])
 
     def _as_they_are(self, coefficients: np.ndarray, mean: np.ndarray, scale: np.ndarray) -> np.ndarray:
         """Coefficients for the features as they are, of those for scaled ones."""
@@ -217,10 +236,17 @@ class Glm:
             made[..., -1] -= (made[..., :count] * mean[:, None]).sum(-1)
         return made
 
+    def _as_scaled(self, coefficients: np.ndarray, mean: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        """(groups, width): coefficients for scaled features, of those for the features as they are."""
+        made, count = coefficients.copy(), mean.shape[1]
+        if self.standardize and self.intercept:
+            made[:, -1] += (made[:, :count] * mean).sum(1)
+        made[:, :count] *= scale
+        return made
 
-def _facts(task: BucketTask) -> np.ndarray:
-    """Sums by which it is known whether a model can be fitted: of rows, of unusable ones, of targets and features."""
-    return np.hstack((len(task.target), (~task.is_finite).sum(), task.target.sum(), task.features.sum(0)))
+
+def _penalties(configs: Sequence[Glm]) -> torch.Tensor:
+    return torch.tensor([float(config.l2) for config in configs], dtype=torch.float64)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

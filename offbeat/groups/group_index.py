@@ -8,7 +8,7 @@ group: keys are an Arrow table, and rows are looked up by Arrow's hashes.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 _ROWS = "rows of a group"
+_FEW_KEYS = 1 << 14  # up to here a hash table for each batch is as fast
 _MERGED_AT = 1 << 20  # keys of parts that are counted together
 
 
@@ -36,11 +37,11 @@ class GroupIndex:
     def __init__(self, keys: pa.Table, rows: np.ndarray) -> None:
         self.keys, self.rows = keys, rows
         self.by = keys.column_names
-        self._levels: list[tuple[pa.Array, np.ndarray]] = []
+        self._levels: list[tuple[KeyValues, np.ndarray]] = []
         codes = np.zeros(keys.num_rows, np.int64)
         for name in self.by:
-            values = pc.unique(keys[name])
-            codes = codes * len(values) + _places(keys[name], values)
+            values = KeyValues(pc.unique(keys[name]))
+            codes = codes * len(values) + values.places_of(keys[name])
             known = np.unique(codes)
             codes = np.searchsorted(known, codes)
             self._levels.append((values, known))
@@ -100,9 +101,18 @@ class GroupIndex:
         """Return 64 bits for each group, by its key alone: what is random in a group is a function of them."""
         found: np.ndarray = np.zeros(len(self), np.uint64)
         for name, (values, _) in zip(self.by, self._levels, strict=True):
-            of_values = np.array([xxh3_64_intdigest(repr(value).encode()) for value in values.to_pylist()], np.uint64)
-            found = mixed(found, of_values[_places(self.keys[name], values)])
+            texts = map(repr, values.values.to_pylist())
+            of_values = np.array([xxh3_64_intdigest(text.encode()) for text in texts], np.uint64)
+            found = mixed(found, of_values[values.places_of(self.keys[name])])
         return found
+
+    def number_of(self, key: Sequence[Any]) -> int:
+        """Return the number of a group; -1 where its key is not known, or of another type."""
+        try:
+            columns = [pa.array([value], self.keys[name].type) for name, value in zip(self.by, key, strict=True)]
+        except (pa.ArrowException, TypeError):
+            return -1
+        return int(self.numbers_of(pa.table(columns, names=self.by))[0])
 
     def numbers_of(self, table: pa.Table) -> np.ndarray:
         """Return the number of each row's group; -1 where a key is not known.
@@ -122,20 +132,63 @@ class GroupIndex:
                     raise GroupDataError(
                         f"Cannot find groups: the column {name!r} is {column.type}, and was {values.type} in training."
                     ) from error
-            place = _places(column, values)
+            place = values.places_of(column)
             codes = codes * len(values) + place
+            is_known &= place >= 0
+            if len(known) and known[-1] == len(known) - 1:  # all combinations are there
+                codes = np.where((codes >= 0) & (codes < len(known)), codes, 0)
+                continue
             at = np.searchsorted(known, codes)
             at[at == len(known)] = 0
-            is_known &= place >= 0
             is_known &= known[at] == codes if len(known) else False
             codes = at
         return np.where(is_known, self._numbers[codes] if len(self) else -1, -1)
 
 
-def _places(column: pa.ChunkedArray, values: pa.Array) -> np.ndarray:
-    """The place of each value of a column among `values`; -1 if it is not there."""
-    found = pc.fill_null(pc.index_in(column, value_set=values), -1)
-    return np.asarray(found.to_numpy(), np.int64)
+class KeyValues:
+    """The distinct values of a column of keys, and the place of each.
+
+    A hash table of Arrow's is made anew for each batch of rows, which takes longer than a look-up if there are a
+    million keys. So whole numbers are looked up in an array by value, if these are dense, else by bisection.
+
+    Args:
+        values: in any order.
+    """
+
+    def __init__(self, values: pa.Array) -> None:
+        self.values, self.type = values, values.type
+        self._low, self._places = 0, np.zeros(0, np.int64)
+        known = values.drop_null()
+        if not pa.types.is_signed_integer(self.type) or len(known) < _FEW_KEYS:
+            self._sorted = np.zeros(0, np.int64)
+            return
+        numbers = known.cast(pa.int64()).to_numpy()
+        order = np.argsort(numbers)
+        self._sorted, self._order = numbers[order], np.flatnonzero(values.is_valid())[order]
+        self._null = int(np.argmax(values.is_null())) if values.null_count else -1
+        low, high = int(self._sorted[0]), int(self._sorted[-1])
+        if high - low < 4 * len(known):
+            self._low, self._places = low, np.full(high - low + 1, -1, np.int64)
+            self._places[self._sorted - low] = self._order
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def places_of(self, column: pa.ChunkedArray) -> np.ndarray:
+        """Return the place of each value of a column, of the same type; -1 if it is not there."""
+        if not len(self._sorted):
+            found = pc.fill_null(pc.index_in(column, value_set=self.values), -1)
+            return np.asarray(found.to_numpy(), np.int64)
+        numbers = pc.fill_null(column.cast(pa.int64()), self._low).to_numpy()
+        if len(self._places):
+            is_within = (numbers >= self._low) & (numbers < self._low + len(self._places))
+            made = np.where(is_within, self._places[np.where(is_within, numbers - self._low, 0)], -1)
+        else:
+            at = np.minimum(np.searchsorted(self._sorted, numbers), len(self._sorted) - 1)
+            made = np.where(self._sorted[at] == numbers, self._order[at], -1)
+        if column.null_count:
+            made[np.asarray(column.is_null())] = self._null
+        return np.asarray(made)
 
 
 def _merge(parts: list[pa.Table], by: Sequence[str]) -> pa.Table:

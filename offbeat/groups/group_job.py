@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -12,18 +12,21 @@ import pyarrow.compute as pc
 import torch
 
 from offbeat.groups.buckets import GroupRows, numbers_in
-from offbeat.groups.fitting import BucketTask, GroupStatus, no_model
+from offbeat.groups.fitting import BucketTask, GroupStatus, MixedModel, no_model
 from offbeat.groups.mixing import mixed
 from offbeat.groups.records import GroupRecords
-from offbeat.groups.search import HoldOut, held_out
+from offbeat.groups.search import HoldOut, held_out, searched, values_of
+from offbeat.groups.search_methods import Halving, RungModel
 from offbeat.groups.summing import Summand, SummingModel, greatest
 from offbeat.groups.table_input import GroupDataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from offbeat.groups.fitting import GroupModel
+    from offbeat.groups.fitting import BucketFit, GroupModel
     from offbeat.groups.group_index import GroupIndex
+    from offbeat.groups.overrides import GroupOverrides
+    from offbeat.groups.search_methods import SearchMethod
     from offbeat.groups.summing import Summing
 
 
@@ -65,6 +68,8 @@ class GroupJob:
         by, features, target: columns.
         classes: the values of the target, of a classification; else None.
         schema: of the columns that are needed.
+        fixed: the numbers of the groups that are overridden.
+        choice: the configuration of all groups, if one is chosen already.
     """
 
     model: GroupModel
@@ -76,6 +81,10 @@ class GroupJob:
     schema: pa.Schema
     validation: HoldOut
     small: Small
+    search: SearchMethod
+    overrides: GroupOverrides
+    fixed: tuple[int, ...] = ()
+    choice: int | None = None
 
     @property
     def width(self) -> int:
@@ -85,6 +94,13 @@ class GroupJob:
     def records(self, groups: int) -> GroupRecords:
         """Return the records of groups that are not fitted yet."""
         return GroupRecords.empty(groups, len(self.configs), self.width, self.model.dtype)
+
+    @property
+    def tried(self) -> dict[str, list[Any]]:
+        """Return the value of each hyper-parameter that is open in each configuration, of single groups at last."""
+        names = dict.fromkeys([*searched(self.model), *self.overrides.names])
+        every = [*self.configs, *self.overrides.configs(self.model)]
+        return {name: values_of(name, every) for name in names}
 
     def task(self, rows: GroupRows, hashes: np.ndarray) -> BucketTask:
         """Return the rows of a bucket as numbers.
@@ -100,6 +116,15 @@ class GroupJob:
         classes = 0 if self.classes is None else len(self.classes)
         return BucketTask(rows.matrix(self.features), target, rows.offsets, hashes, classes)
 
+    def checked(self, index: GroupIndex) -> GroupJob:
+        """Return the job for the groups of a table.
+
+        Raises:
+            GroupDataError: if one is small, and that is to be refused, or one that is overridden is not there.
+        """
+        self.small.check(index)
+        return replace(self, fixed=self.overrides.numbers(index))
+
     def fit(self, rows: GroupRows, hashes: np.ndarray) -> GroupRecords:
         """Fit the groups of a bucket, and return their records, in the order of `rows.numbers`.
 
@@ -107,29 +132,71 @@ class GroupJob:
             hashes: (groups,), of the keys of these groups.
         """
         task = self.task(rows, hashes)
-        groups = len(rows.numbers)
-        records = self.records(groups)
+        records = self.records(len(rows.numbers))
+        if self.choice is not None:
+            records.chosen[:] = self.choice
+        elif len(self.configs) > 1:
+            found = self._try(rows, task, records)
+            if self.model.dtype is not object:  # the model of most rows is close to that of all
+                task = replace(task, start=found.coefficients[np.arange(len(rows.numbers)), records.chosen])
+        self._fit_chosen(rows, task, records)
+        return records
+
+    def try_all(self, rows: GroupRows, hashes: np.ndarray) -> GroupRecords:
+        """Fit all configurations to the rows that are not held out, and return records without models."""
+        records = self.records(len(rows.numbers))
         if len(self.configs) > 1:
-            held = held_out(task.hashes, task.offsets, self.validation, self._moments(rows), self._strata(task))
-            part, rest = task.rows(~held), task.rows(held)
+            self._try(rows, self.task(rows, hashes), records)
+        return records
+
+    def _try(self, rows: GroupRows, task: BucketTask, records: GroupRecords) -> BucketFit:
+        held = held_out(task.hashes, task.offsets, self.validation, self._moments(rows), self._strata(task))
+        part, rest = task.rows(~held), task.rows(held)
+        if isinstance(self.search, Halving):
+            found = self._halve(self.search, part, rest, records)
+        else:
             found = self.model.fit(part, self.configs)
-            records.losses[:], records.steps[:] = found.losses, found.steps
             for at, losses in enumerate(self.losses(rest, found.coefficients)):
                 records.held_losses[:, at] = rest.means(losses)
             records.choose()
-        for at, config in enumerate(self.configs):
+        records.losses[:], records.steps[:] = found.losses, found.steps
+        return found
+
+    def _halve(self, search: Halving, part: BucketTask, rest: BucketTask, records: GroupRecords) -> BucketFit:
+        """Train to each rung, and choose among the configurations that have come to the last one."""
+        assert isinstance(self.model, RungModel)
+        budgets = search.budgets(len(self.configs), self.model.epochs)
+        training = self.model.fit_in_rungs(part, self.configs, budgets)
+        found, is_alive = next(training), np.ones(records.losses.shape, np.bool_)
+        for rung in range(len(budgets)):
+            for at, losses in enumerate(self.losses(rest, found.coefficients)):
+                records.held_losses[is_alive[:, at], at] = rest.means(losses)[is_alive[:, at]]
+            if rung < len(budgets) - 1:
+                is_alive = search.survivors(records.held_losses, is_alive)
+                found = training.send(is_alive)
+        records.choose(is_alive)
+        return found
+
+    def _fit_chosen(self, rows: GroupRows, task: BucketTask, records: GroupRecords) -> None:
+        configs = [*self.configs, *self.overrides.configs(self.model)]
+        for place, number in enumerate(self.fixed):
+            records.chosen[rows.numbers == number] = len(self.configs) + place
+        if isinstance(self.model, MixedModel) and not self.fixed and len(configs) > 1:
+            final = self.model.fit_each(task, [configs[at] for at in records.chosen])
+            records.coefficients[:], records.status[:] = final.coefficients[:, 0], final.status
+            configs = []
+        for at, config in enumerate(configs):
             which = np.flatnonzero(records.chosen == at)
             if not len(which):
                 continue
-            final = self.model.fit(task.groups(which), [config])
+            final = config.fit(task.groups(which), [config])
             records.coefficients[which] = final.coefficients[:, 0]
             records.status[which], records.errors[which] = final.status, final.errors
             if len(self.configs) == 1:
-                records.losses[:], records.steps[:] = final.losses, final.steps
+                records.losses[which], records.steps[which] = final.losses, final.steps
         is_small = np.diff(rows.offsets) < self.small.min_rows
         records.status[is_small] = GroupStatus.TOO_SMALL
         records.coefficients[is_small] = no_model(self.model.dtype)
-        return records
 
     def fit_shard(self, rows: GroupRows, hashes: np.ndarray, place: int, places: int) -> Summing[GroupRecords]:
         """Fit a group of which several places have rows; for a spec that is a `SummingModel`.

@@ -15,6 +15,7 @@ same groups.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -26,14 +27,15 @@ from xxhash import xxh3_64_intdigest
 from offbeat.groups.families import BernoulliFamily, Family, GaussianFamily, PoissonFamily
 from offbeat.groups.fitting import BucketFit, BucketTask, GroupStatus, joined, similar_sizes
 from offbeat.groups.mixing import mixed
-from offbeat.groups.net_training import NetModels, NetState, NetTraining
+from offbeat.groups.net_rungs import NetRun, runs_of
+from offbeat.groups.net_training import NetModels, NetState, NetTraining, Trial
 from offbeat.groups.optimizers import AdamW, StackedOptimizer
 from offbeat.groups.search import Grid
 from offbeat.groups.stacked_module import StackedModule
 from offbeat.groups.table_input import GroupDataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Generator, Iterable, Sequence
 
     from offbeat.groups.carrier import Tensors
 
@@ -107,18 +109,47 @@ class Net:
             first = configs[alike[0]]
             training = NetTraining(module, first.optimizer, self._family, first.batch, features, target)
             models = _models(task, groups, [configs[at] for at in alike])
-            trial = training.try_two(models)
-            if trial.obstacle:
-                # Told at this line, Python shows it once, whatever has called and how often.
-                warnings.warn(f"Training nets one by one, not together: {trial.obstacle}.", stacklevel=1)
+            trial = _tried(training, models)
             shape = (len(groups), len(alike))
             found.coefficients[np.ix_(groups, alike)] = training.fit(models, trial).reshape(*shape, -1)
             found.steps[np.ix_(groups, alike)] = training.steps(models, trial).reshape(shape)
-        found.status[groups[np.isnan(found.coefficients[groups, :, 0]).all(1)]] = GroupStatus.NOT_CONVERGED
-        for at in range(len(configs)):
+        self._judge(found, task)
+        return found
+
+    def fit_in_rungs(
+        self, task: BucketTask, configs: Sequence[Net], budgets: Sequence[int]
+    ) -> Generator[BucketFit, np.ndarray, None]:
+        """Train to each of the budgets, in epochs; yields all models, and is sent those that continue.
+
+        Args:
+            budgets: ascending.
+        """
+        module = self._module(task.features.shape[1])
+        found = BucketFit.empty(len(task.offsets) - 1, len(configs), module.width)
+        groups = np.flatnonzero(found.mark_unusable(task, is_classifier=self.is_classifier))
+        features, target = (torch.from_numpy(values.astype(np.float32)) for values in (task.features, task.target))
+        runs = list[NetRun]()
+        for alike in _alike(configs) if len(groups) else ():
+            first = configs[alike[0]]
+            training = NetTraining(module, first.optimizer, self._family, first.batch, features, target)
+            models = _models(task, groups, [configs[at] for at in alike])
+            runs += runs_of(
+                training, _tried(training, models), models, np.repeat(groups, len(alike)), np.tile(alike, len(groups))
+            )
+        goes_on = np.ones((len(task.offsets) - 1, len(configs)), np.bool_)
+        for before, budget in itertools.pairwise([0, *budgets]):
+            for run in runs:
+                run.advance(budget - before, goes_on, found)
+            self._judge(found, task)
+            goes_on = yield found
+
+    def _judge(self, found: BucketFit, task: BucketTask) -> None:
+        """Write the losses of all models, and which groups have none."""
+        is_usable = found.status == GroupStatus.OK
+        found.status[is_usable & np.isnan(found.coefficients[:, :, 0]).all(1)] = GroupStatus.NOT_CONVERGED
+        for at in range(found.coefficients.shape[1]):
             margins = self.margins(found.coefficients[:, at], task.features, task.group)
             found.losses[:, at] = task.means(self.loss_of(margins, task.target))
-        return found
 
     def epochs_of(self, config: Net) -> int:
         """Return the epochs of a configuration."""
@@ -202,6 +233,14 @@ class Net:
 
     def _module(self, features: int) -> StackedModule:
         return StackedModule(self.make, features, self.seed)
+
+
+def _tried(training: NetTraining, models: NetModels) -> Trial:
+    trial = training.try_two(models)
+    if trial.obstacle:
+        # Told at this line, Python shows it once, whatever has called and how often.
+        warnings.warn(f"Training nets one by one, not together: {trial.obstacle}.", stacklevel=1)
+    return trial
 
 
 def _alike(configs: Sequence[Net]) -> Iterable[np.ndarray]:

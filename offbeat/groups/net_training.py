@@ -139,7 +139,7 @@ class NetTraining:
         made = np.full((len(models), self.module.width), np.nan)
         steps = self.steps(models, trial)
         order = np.argsort(-steps, kind="stable")
-        for at in self._parts(models, order, trial):
+        for at in self.parts(models, order, trial):
             try:
                 made[at] = self._train(models[at], trial).models(self.module).numpy()
             except (RuntimeError, ValueError):  # of one group's rows: the module's own errors came in the trial
@@ -150,9 +150,10 @@ class NetTraining:
 
     def steps(self, models: NetModels, trial: Trial) -> np.ndarray:
         """Return (models,): how many steps each takes."""
-        return np.asarray(self._steps_an_epoch(models, trial) * models.epochs)
+        return np.asarray(self.steps_an_epoch(models, trial) * models.epochs)
 
-    def _steps_an_epoch(self, models: NetModels, trial: Trial) -> np.ndarray:
+    def steps_an_epoch(self, models: NetModels, trial: Trial) -> np.ndarray:
+        """Return (models,): how many steps each takes in an epoch."""
         # One row has no variance: BatchNorm refuses it as a batch.
         is_left_out = trial.mixes_rows & (models.counts % self.batch == 1) & (models.counts > self.batch)
         return np.asarray(-(-models.counts // self.batch) - is_left_out)
@@ -167,7 +168,7 @@ class NetTraining:
         """
         if trial.obstacle:
             each = [
-                self._train(models[at : at + 1], trial, None if state is None else state.part(at), turn)
+                self._train(models[at : at + 1], trial, None if state is None else state.part(slice(at, at + 1)), turn)
                 for at in range(len(models))
             ]
             return NetState.joined(each)
@@ -175,7 +176,7 @@ class NetTraining:
 
     def _train(self, models: NetModels, trial: Trial, state: NetState | None = None, turn: int = 0) -> NetState:
         """Train models from a state on, or from the start; they have as many steps left as all or those before."""
-        module, each = self.module, self._steps_an_epoch(models, trial)
+        module, each = self.module, self.steps_an_epoch(models, trial)
         steps = each * models.epochs
         module.module.train()
         state = (
@@ -199,7 +200,7 @@ class NetTraining:
                 at, weight = self._batch(models.counts[:active], starts[:active], order, number % each[:active])
                 x, target = self.features[at], self.target[at]
                 margins = compute(leaves, x, shared)
-                slope = self.family.derivatives(margins.detach(), target)[0].mul_(weight)
+                slope = self.family.slopes(margins.detach(), target).mul_(weight)
                 found = torch.autograd.grad(
                     margins, list(leaves.values()), slope, allow_unused=True, materialize_grads=True
                 )
@@ -219,8 +220,8 @@ class NetTraining:
         weight = np.where(places < sizes, 1 / sizes, 0).astype(np.float32)
         return torch.from_numpy(rows), torch.from_numpy(weight)
 
-    def _parts(self, models: NetModels, order: np.ndarray, trial: Trial) -> Iterator[np.ndarray]:
-        """Models whose tensors fit into a budget, parameters and their gradients and slots; or each alone."""
+    def parts(self, models: NetModels, order: np.ndarray, trial: Trial) -> Iterator[np.ndarray]:
+        """Return models whose tensors fit into a budget, parameters and their gradients and slots; or each alone."""
         numbers = sum(value.numel() for value in self.module.trained.values())
         of_batch = self.batch * (trial.bytes_a_row + 8 * self.features.shape[1])
         size = 4 * numbers * (3 + self.optimizer.slots) + of_batch + 16 * models.counts
@@ -290,9 +291,8 @@ class NetState:
         made |= {f"shared/{name}": value for name, value in self.shared.items()}
         return {prefix + name: value for name, value in made.items()}
 
-    def part(self, at: int) -> NetState:
-        """Return the state of one model."""
-        which = slice(at, at + 1)
+    def part(self, which: slice | np.ndarray) -> NetState:
+        """Return the state of some of the models."""
         shared = {name: value[which] for name, value in self.shared.items()}
         return NetState(self.rows[which], [slot[which] for slot in self.slots], shared, self.steps)
 

@@ -1,10 +1,14 @@
 """Newton's method for many generalised linear models at once.
 
-All groups of one call are padded to the size of the largest, and each is solved for several ridge penalties together:
-the features are read once for all of them. A step is damped where the objective would not fall; models that have ended
-are taken out once they are half of all. The objective of a group is that of scikit-learn with `C = 1 / l2`:
+All groups of one call are padded to the size of the largest, and each is solved for several ridge penalties together.
+The objective of a group is that of scikit-learn with `C = 1 / l2`:
 
     sum over rows of loss(x w + b, y) + l2 / 2 |w|^2        the intercept b is free
+
+A Hessian costs as much as some ten gradients. So it is used for as long as the gradient, which is exact in each step,
+falls fast by it, and then it is computed anew: by the margins of one penalty of a group, for all of the group's that
+have become slow. Far from the optimum a step is damped where the objective would not fall. Close to it, where a full
+step leads closer still, the objective is not computed. Models that have ended are taken out once they are half of all.
 """
 
 from __future__ import annotations
@@ -20,8 +24,12 @@ if TYPE_CHECKING:
 MOST_STEPS, _MOST_HALVINGS = 100, 40
 TOLERANCE = 1e-12
 """The fall of the objective, relative to it, at which a model has ended."""
+_LEFT = 1e-24  # the same, of the step that would come next: coefficients are then exact to some twelve digits
+_SLOW = 3e-3  # of the promised fall, from step to step: above it a Hessian is computed anew
+_NEAR = 0.05  # the promised fall of a sum of losses, below which full steps converge
 _FLOOR = 1e-12  # of the Hessian's diagonal, relative to its mean
 _FIRMER = 1e-6
+_MANY = 0.7  # of all groups: to compute with all of them costs no more than to pick these
 
 
 @dataclass(frozen=True)
@@ -37,12 +45,6 @@ class PaddedGroups:
     features: torch.Tensor
     target: torch.Tensor
     counts: torch.Tensor
-
-    @property
-    def mask(self) -> torch.Tensor:
-        """Return (groups, rows, 1): 1 for a row, 0 for padding."""
-        rows = torch.arange(self.features.shape[1])
-        return (rows < self.counts[:, None]).to(self.features.dtype)[..., None]
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,11 @@ def solve(
         start: (groups, penalties, features), where to begin; None for 0.
     """
     problem = _Problem.of(groups, family, penalties, has_intercept, start)
-    shape = problem.coefficients.shape
     solution = GlmSolution(
-        torch.zeros(shape, dtype=problem.coefficients.dtype),
-        torch.zeros(shape[:2], dtype=problem.coefficients.dtype),
-        torch.zeros(shape[:2], dtype=torch.int64),
-        torch.zeros(shape[:2], dtype=torch.bool),
+        torch.zeros_like(problem.coefficients),
+        torch.zeros_like(problem.objectives),
+        torch.zeros_like(problem.steps),
+        torch.zeros_like(problem.has_ended),
     )
     for _ in range(MOST_STEPS):
         problem.step()
@@ -99,18 +100,29 @@ def solve(
 
 @dataclass
 class _Problem:
-    """The models that have not ended; `numbers` says which groups of the call they are of."""
+    """The models that have not ended, of groups G with rows R, penalties P and features D.
 
-    groups: PaddedGroups
+    Args:
+        numbers: [G], which groups of the call these are.
+        columns: [G, D, R], 0 in padding.
+        factor: [G, P, D, D], of the last Hessian of each model, by Cholesky.
+        promised: [G, P], the fall of the objective by the last step.
+    """
+
     family: Family
-    penalty: torch.Tensor  # (groups, penalties, features), 0 for the intercept
+    penalty: torch.Tensor  # [G, P, D], 0 for the intercept
     numbers: torch.Tensor
-    mask: torch.Tensor
+    counts: torch.Tensor
+    columns: torch.Tensor
+    target: torch.Tensor  # [G, 1, R]
     coefficients: torch.Tensor
-    margins: torch.Tensor  # (groups, rows, penalties)
+    margins: torch.Tensor  # [G, P, R]
     objectives: torch.Tensor
+    factor: torch.Tensor
+    promised: torch.Tensor
     steps: torch.Tensor
     has_ended: torch.Tensor
+    is_close: bool = False  # the objectives are not those of the coefficients
 
     @classmethod
     def of(
@@ -121,109 +133,171 @@ class _Problem:
         has_intercept: bool,
         start: torch.Tensor | None,
     ) -> _Problem:
-        count, _, features = groups.features.shape
+        count, rows, features = groups.features.shape
+        penalties = penalties.expand(count, -1)
+        shape = penalties.shape
         held = torch.ones(features, dtype=groups.features.dtype)
         if has_intercept:
             held[-1] = 0
-        penalties = penalties.expand(count, -1)
-        if start is None:
-            start = groups.features.new_zeros(*penalties.shape, features)
-        margins = groups.features @ start.mT
+        columns = groups.features.mT
+        if int(groups.counts.min()) < rows:
+            columns = columns * _is_row(groups.counts, rows)
+        coefficients = groups.features.new_zeros(*shape, features) if start is None else start.clone()
         made = cls(
-            groups,
-            family,
-            penalties[..., None] * held,
-            torch.arange(count),
-            groups.mask,
-            start.clone(),
-            margins,
-            groups.features.new_zeros(penalties.shape),
-            torch.zeros(penalties.shape, dtype=torch.int64),
-            torch.zeros(penalties.shape, dtype=torch.bool),
+            family=family,
+            penalty=penalties[..., None] * held,
+            numbers=torch.arange(count),
+            counts=groups.counts,
+            columns=columns,
+            target=groups.target[:, None],
+            coefficients=coefficients,
+            margins=coefficients @ columns,
+            objectives=groups.features.new_zeros(shape),
+            factor=torch.eye(features, dtype=columns.dtype).repeat(*shape, 1, 1),
+            promised=groups.features.new_zeros(shape),
+            steps=torch.zeros(shape, dtype=torch.int64),
+            has_ended=torch.zeros(shape, dtype=torch.bool),
         )
         made.objectives = made.objective(made.margins, made.coefficients)
         return made
 
     def objective(self, margins: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
-        losses = self.family.losses(margins, self.groups.target[..., None]).mul_(self.mask)
-        return losses.sum(1) + (self.penalty * coefficients.square()).sum(-1).mul_(0.5)
+        losses = self.family.losses(margins, self.target)
+        if int(self.counts.min()) < losses.shape[2]:
+            losses.mul_(_is_row(self.counts, losses.shape[2]))
+        return losses.sum(2) + (self.penalty * coefficients.square()).sum(-1).mul_(0.5)
 
     def step(self) -> None:
         """Take a step with each model that has not ended."""
-        x = self.groups.features
-        first, second = self.family.derivatives(self.margins, self.groups.target[..., None])
-        gradient = (x.mT @ first.mul_(self.mask)).mT + self.penalty * self.coefficients
-        second = second.mul_(self.mask)
-        hessian = torch.stack([(x * second[..., at : at + 1]).mT @ x for at in range(second.shape[-1])], 1)
-        hessian.diagonal(dim1=-2, dim2=-1).add_(self.penalty)
-        step = newton_step(hessian, gradient)
-        promised = -(gradient * step).sum(-1)
-        promised = promised.nan_to_num_(0.0).clamp_(min=0.0)
-        along = x @ step.mT
-        share = torch.ones_like(promised)
+        gradient = self.family.slopes(self.margins, self.target) @ self.columns.mT
+        gradient += self.penalty * self.coefficients
+        step, promised = _step(self.factor, gradient)
+        is_fresh = torch.zeros_like(self.has_ended)
+        is_slow = ~self.has_ended & (promised > _SLOW * self.promised)
+        if bool(is_slow.any()):
+            self._compute_hessians(is_slow, promised, is_fresh)
+            step, promised = _step(self.factor, gradient)
+        step.mul_(~self.has_ended[..., None])
+        if bool((self.has_ended | (promised <= _NEAR)).all()):
+            self.coefficients += step
+            self.margins = self.coefficients @ self.columns
+            self.is_close, is_full = True, torch.ones_like(self.has_ended)
+        else:
+            is_full = self._damped(step)
+        self.steps += ~self.has_ended
+        # What a step leaves is to what it promised as that is to the promise before, or its square after a Newton step.
+        ratio = (promised / self.promised).nan_to_num_(1.0).clamp_(max=1.0)
+        left = promised * torch.where(is_fresh, ratio.square(), ratio)
+        scale = 1 + self.objectives.abs()
+        self.has_ended |= is_full & ((left <= _LEFT * scale) | (is_fresh & (promised <= TOLERANCE * scale)))
+        self.promised = promised
+
+    def _damped(self, step: torch.Tensor) -> torch.Tensor:
+        """Take steps by which no objective rises, and say which are whole; a model that finds none has ended."""
+        along = step @ self.columns
+        share = torch.ones_like(self.objectives)
+        if self.is_close:
+            self.objectives = self.objective(self.margins, self.coefficients)
         for _ in range(_MOST_HALVINGS):
-            margins = self.margins + along * share[:, None]
-            coefficients = self.coefficients + step * share[..., None]
+            margins = torch.addcmul(self.margins, along, share[..., None])
+            coefficients = torch.addcmul(self.coefficients, step, share[..., None])
             objectives = self.objective(margins, coefficients)
             # Near the optimum what is promised is less than the rounding of the objective.
             is_worse = ~(objectives <= self.objectives + TOLERANCE * (1 + self.objectives.abs()))
-            is_worse &= ~self.has_ended
             if not bool(is_worse.any()):
                 break
             share = torch.where(is_worse, share / 2, share)
         else:
             share = torch.where(is_worse, 0, share)
-            margins = self.margins + along * share[:, None]
-            coefficients = self.coefficients + step * share[..., None]
+            margins = torch.addcmul(self.margins, along, share[..., None])
+            coefficients = torch.addcmul(self.coefficients, step, share[..., None])
             objectives = self.objective(margins, coefficients)
-        moves = ~self.has_ended
-        self.margins = torch.where(moves[:, None], margins, self.margins)
-        self.coefficients = torch.where(moves[..., None], coefficients, self.coefficients)
-        self.objectives = torch.where(moves, objectives, self.objectives)
-        self.steps += moves
-        # A Newton step that promises little has been taken in full, so what is left is its square.
-        self.has_ended = self.has_ended | (promised <= TOLERANCE * (1 + objectives.abs())) | (share == 0)
+            self.has_ended |= is_worse
+        self.margins, self.coefficients, self.objectives = margins, coefficients, objectives
+        self.is_close = False
+        return share == 1
+
+    def _compute_hessians(self, is_slow: torch.Tensor, promised: torch.Tensor, is_fresh: torch.Tensor) -> None:
+        """Compute the Hessian of each group at the slow penalty that has most to gain, for all that are slow."""
+        donors = promised.masked_fill(~is_slow, -1.0).argmax(1)
+        picked = is_slow.any(1).nonzero()[:, 0]
+        is_fresh[picked, donors[picked]] = True
+        if len(picked) > _MANY * len(is_slow):
+            picked = torch.arange(len(is_slow))
+        columns = self.columns if len(picked) == len(is_slow) else self.columns[picked]
+        curvatures = self.family.curvatures(self.margins[picked, donors[picked]])
+        found = (columns * curvatures[:, None]) @ columns.mT
+        places = torch.empty(len(is_slow), dtype=torch.int64)
+        places[picked] = torch.arange(len(picked))
+        groups, penalties = is_slow.nonzero(as_tuple=True)
+        hessians = found[places[groups]]
+        hessians.diagonal(dim1=-2, dim2=-1).add_(self.penalty[groups, penalties])
+        self.factor[groups, penalties] = firm_factor(hessians)
 
     def only(self, which: torch.Tensor) -> _Problem:
         """Return the models of some of the groups."""
-        counts = self.groups.counts[which]
-        rows = int(counts.max())
-        groups = PaddedGroups(self.groups.features[which, :rows], self.groups.target[which, :rows], counts)
+        rows = int(self.counts[which].max())
         return _Problem(
-            groups,
-            self.family,
-            self.penalty[which],
-            self.numbers[which],
-            groups.mask,
-            self.coefficients[which],
-            self.margins[which, :rows],
-            self.objectives[which],
-            self.steps[which],
-            self.has_ended[which],
+            family=self.family,
+            penalty=self.penalty[which],
+            numbers=self.numbers[which],
+            counts=self.counts[which],
+            columns=self.columns[which][..., :rows].contiguous(),
+            target=self.target[which][..., :rows],
+            coefficients=self.coefficients[which],
+            margins=self.margins[which][..., :rows],
+            objectives=self.objectives[which],
+            factor=self.factor[which],
+            promised=self.promised[which],
+            steps=self.steps[which],
+            has_ended=self.has_ended[which],
+            is_close=self.is_close,
         )
 
     def write(self, solution: GlmSolution) -> None:
         """Write what the models are now where they belong."""
         solution.coefficients[self.numbers] = self.coefficients
-        solution.objectives[self.numbers] = self.objectives
+        solution.objectives[self.numbers] = self.objective(self.margins, self.coefficients)
         solution.steps[self.numbers] = self.steps
         solution.has_ended[self.numbers] = self.has_ended
 
 
 def newton_step(hessian: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return Newton's step; where features are collinear the diagonal is made firmer until it can be solved.
+    """Return Newton's step.
 
     Args:
         hessian: (..., features, features), which is changed.
         gradient: (..., features).
     """
+    return _step(firm_factor(hessian), gradient)[0]
+
+
+def firm_factor(hessian: torch.Tensor) -> torch.Tensor:
+    """Return the Cholesky factor; where features are collinear the diagonal is made firmer until there is one.
+
+    Args:
+        hessian: (..., features, features), which is changed.
+    """
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)
     scale = diagonal.mean(-1, keepdim=True).clamp(min=torch.finfo(hessian.dtype).tiny)
     diagonal.add_(_FLOOR * scale)
+    factor: torch.Tensor
     factor, failed = torch.linalg.cholesky_ex(hessian)
     firmer = _FIRMER
     while bool(failed.any()) and firmer < 1:
         diagonal.add_(torch.where(failed[..., None] > 0, firmer * scale, 0))
         factor, failed = torch.linalg.cholesky_ex(hessian)
         firmer *= 100
-    return -torch.cholesky_solve(gradient[..., None], factor)[..., 0]
+    return factor
+
+
+def _step(factor: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The step by a Hessian's factor, and the fall that it promises: twice the fall of the quadratic model."""
+    step = torch.cholesky_solve(gradient[..., None], factor)[..., 0].neg_()
+    promised: torch.Tensor = -(gradient * step).sum(-1)
+    return step, promised.nan_to_num_(0.0).clamp_(min=0.0)
+
+
+def _is_row(counts: torch.Tensor, rows: int) -> torch.Tensor:
+    """[G, 1, R]: whether a place holds a row, and no padding."""
+    return (torch.arange(rows) < counts[:, None])[:, None]

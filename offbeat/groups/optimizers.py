@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from offbeat.groups.search import Grid
+    from offbeat.groups.search import Searched
 
 
 class StackedOptimizer(Protocol):
     """The Protocol of an optimizer spec, a frozen dataclass; models in a step differ in `lr` alone."""
 
     @property
-    def lr(self) -> float | Grid:
+    def lr(self) -> float | Searched:
         """Return the learning rate."""
 
     @property
@@ -59,9 +59,9 @@ class StackedOptimizer(Protocol):
 class SGD:
     """Stochastic gradient descent: `torch.optim.SGD`."""
 
-    lr: float | Grid = 1e-3
-    momentum: float | Grid = 0.0
-    weight_decay: float | Grid = 0.0
+    lr: float | Searched = 1e-3
+    momentum: float | Searched = 0.0
+    weight_decay: float | Searched = 0.0
 
     @property
     def slots(self) -> int:
@@ -84,10 +84,10 @@ class SGD:
 class Adam:
     """Adam, with the penalty of weights in the gradient: `torch.optim.Adam`."""
 
-    lr: float | Grid = 1e-3
-    betas: tuple[float, float] | Grid = (0.9, 0.999)
-    eps: float | Grid = 1e-8
-    weight_decay: float | Grid = 0.0
+    lr: float | Searched = 1e-3
+    betas: tuple[float, float] | Searched = (0.9, 0.999)
+    eps: float | Searched = 1e-8
+    weight_decay: float | Searched = 0.0
 
     @property
     def slots(self) -> int:
@@ -120,7 +120,7 @@ class Adam:
 class AdamW(Adam):
     """Adam, with the decay of weights beside it: `torch.optim.AdamW`."""
 
-    weight_decay: float | Grid = 1e-2
+    weight_decay: float | Searched = 1e-2
 
     def _decay(self, parameters: Tensor, gradients: Tensor, rates: Tensor) -> None:
         if self.weight_decay:

@@ -38,6 +38,7 @@ from offbeat.groups.group_index import GroupIndex
 from offbeat.groups.hopping import HopGroup, HoppingModel, blocks_of
 from offbeat.groups.partition import wrap_around
 from offbeat.groups.records import GroupModels, GroupRecords
+from offbeat.groups.search_methods import Halving, Pooled
 from offbeat.groups.split_hops import HopCoordinator, HoppingShards, ShardRows
 from offbeat.groups.split_sums import SummedShard
 from offbeat.groups.summing import SummingModel
@@ -147,7 +148,7 @@ class SharedFit:
         own = GroupIndex.count(self._batches(job.by), job.by, self._table.schema)
         counted = self._tables_of_all(own.as_table())
         index = GroupIndex.merged([GroupIndex.of_table(table, job.by) for table in counted])
-        job.small.check(index)
+        job = job.checked(index)
         buckets = cut_buckets(index.rows, 8 * len(job.schema), self._how.bucket_bytes)
         records = job.records(len(index))
         kept = self._folder(folder, job, index, buckets)
@@ -167,7 +168,7 @@ class SharedFit:
             self._exchange(records, np.concatenate(mine) if mine else np.zeros(0, np.int64))
             if job.small.fallback == "global" and len(index):
                 self._fit_fallback(job, index, files, partition, records)
-        return GroupModels(job.model, index, records, list(job.features), job.target, job.classes)
+        return GroupModels(job.model, index, records, list(job.features), job.target, job.classes, job.tried)
 
     # -- what all have to know -----------------------------------------------------------------------------------
 
@@ -183,6 +184,9 @@ class SharedFit:
                 f"Cannot fit {type(job.model).__name__} by several workers: they exchange models as numbers, and "
                 "its are objects of another library. Fit it on one machine, executor=ThisProcess() or Processes()."
             )
+        if isinstance(job.search, Halving | Pooled) or job.overrides.keys:
+            what = "override groups" if job.overrides.keys else f"search by {type(job.search).__name__}"
+            raise GroupDataError(f"Cannot {what} with Ranks, by several workers: fit in one process, or without.")
         said = f"{type(job.model).__name__} of {len(job.configs)} configurations, {job.width} numbers, for {job.schema}"
         for rank, one in enumerate(self._tables_of_all(pa.table({"fit": [said]}))):
             if (other := one["fit"][0].as_py()) != said:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -60,9 +60,25 @@ class GroupRecords:
             np.full(groups, None),
         )
 
-    def choose(self) -> None:
-        """Choose the configuration of each group that loses least in the rows that were held out."""
-        self.chosen[:] = np.where(np.isfinite(self.held_losses), self.held_losses, np.inf).argmin(1)
+    def choose(self, among: np.ndarray | None = None) -> None:
+        """Choose the configuration of each group that loses least in the rows that were held out.
+
+        Args:
+            among: (groups, configs): whether it can be chosen; None for all.
+        """
+        can_be = np.isfinite(self.held_losses) if among is None else np.isfinite(self.held_losses) & among
+        self.chosen[:] = np.where(can_be, self.held_losses, np.inf).argmin(1)
+
+    def choose_pooled(self, rows: np.ndarray) -> int:
+        """Choose the configuration that is best over all groups, and return it.
+
+        Args:
+            rows: (groups,), the weight of each.
+        """
+        is_told = np.isfinite(self.held_losses).all(1)  # a group that could not be fitted by all compares nothing
+        best = int((self.held_losses[is_told] * rows[is_told, None]).sum(0).argmin())
+        self.chosen[:] = best
+        return best
 
     def of(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
         """Return the arrays of some groups, by name; errors stay here."""
@@ -95,6 +111,8 @@ class GroupModels:
         model: the spec; with `Grid` values it stands for several configurations.
         features, target: columns of the table.
         classes: the values of the target, of a classification; else None.
+        tried: for each hyper-parameter in which configurations differ, its value in each: those that were searched
+            first, then those of single groups.
     """
 
     model: GroupModel
@@ -103,3 +121,4 @@ class GroupModels:
     features: list[str]
     target: str
     classes: pa.Array | None = None
+    tried: dict[str, list[Any]] = field(default_factory=dict)

@@ -22,7 +22,7 @@ from offbeat.groups.fitting import has_model, no_model
 from offbeat.groups.glm import Linear, Logistic, Poisson
 from offbeat.groups.group_index import GroupIndex
 from offbeat.groups.records import GroupModels, GroupRecords
-from offbeat.groups.search import Grid
+from offbeat.groups.search import Grid, LogUniform, Uniform
 from offbeat.groups.table_input import GroupDataError
 from offbeat.groups.trees import Trees
 from offbeat.safe_read import UnreadableError, decode
@@ -39,24 +39,31 @@ _SPECS = {spec.__name__: spec for spec in (Linear, Logistic, Poisson, Trees)}
 _NUMBERS = [field.name for field in dataclasses.fields(GroupRecords) if field.name != "fallback"]
 
 
+_Value = bool | int | float | str
+_RANGES = {spec.__name__: spec for spec in (Uniform, LogUniform)}
+
+
 class SavedSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The metadata of fitted groups.
 
     Args:
         format: of the file.
         model: the name of the spec.
-        settings: its fields, a list for a `Grid`; None where it holds what is no number.
+        settings: its fields, a list for a `Grid`, a name and two numbers for a range; None where it holds what is no
+            number.
+        tried: as in `GroupModels`.
         fallback: the model of all rows, if there is one.
     """
 
     format: int
     model: str
-    settings: dict[str, bool | int | float | str | list[bool | int | float | str | None] | None] | None
+    settings: dict[str, _Value | list[_Value | None] | dict[str, list[float]] | None] | None
     by: list[str]
     features: list[str]
     target: str
     is_classifier: bool
     fallback: list[float | str] | None
+    tried: dict[str, list[_Value | None]]
 
 
 def save(fitted: GroupModels, path: Path) -> None:
@@ -84,6 +91,7 @@ def save(fitted: GroupModels, path: Path) -> None:
         target=fitted.target,
         is_classifier=fitted.classes is not None,
         fallback=records.fallback.tolist() if has_model(records.fallback) else None,
+        tried=fitted.tried,
     )
     metadata = {_METADATA: msgspec.json.encode(spec)}
     if fitted.classes is not None:
@@ -126,7 +134,7 @@ def load(path: Path, model: GroupModel | None = None) -> GroupModels:
     except (UnreadableError, KeyError, TypeError) as error:
         raise GroupDataError(f"Cannot read {path}: its metadata are of another version.") from error
     made = model if model is not None else _spec(spec, path)
-    return GroupModels(made, index, records, spec.features, spec.target, classes)
+    return GroupModels(made, index, records, spec.features, spec.target, classes, spec.tried)
 
 
 def _check_texts(fitted: GroupModels) -> None:
@@ -143,9 +151,22 @@ def _check_texts(fitted: GroupModels) -> None:
 
 def _settings(model: GroupModel) -> dict[str, Any] | None:
     values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}  # type: ignore[arg-type]
-    plain = {name: list(value.values) if isinstance(value, Grid) else value for name, value in values.items()}
-    is_plain = all(isinstance(one, bool | int | float | str | None) for value in plain.values() for one in _list(value))
+    plain = {name: _as_plain(value) for name, value in values.items()}
+    is_plain = all(isinstance(one, _Value | dict | None) for value in plain.values() for one in _list(value))
     return plain if is_plain else None
+
+
+def _as_plain(value: Any) -> Any:
+    if isinstance(value, Uniform | LogUniform):
+        return {type(value).__name__: [value.low, value.high]}
+    return list(value.values) if isinstance(value, Grid) else value
+
+
+def _of_plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        ((name, ends),) = value.items()
+        return _RANGES[name](*ends)
+    return Grid(*value) if isinstance(value, list) else value
 
 
 def _spec(spec: SavedSpec, path: Path) -> GroupModel:
@@ -153,8 +174,8 @@ def _spec(spec: SavedSpec, path: Path) -> GroupModel:
         raise GroupDataError(
             f"Cannot read {path} by itself: name its spec, FittedGroups.load(path, {spec.model}(...))."
         )
-    values = {name: Grid(*value) if isinstance(value, list) else value for name, value in spec.settings.items()}
-    return _SPECS[spec.model](**values)  # type: ignore[arg-type]
+    values = {name: _of_plain(value) for name, value in spec.settings.items()}
+    return _SPECS[spec.model](**values)
 
 
 def _list(value: Any) -> list[Any]:

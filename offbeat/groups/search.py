@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import operator
 from dataclasses import dataclass
@@ -35,6 +34,14 @@ class Grid:
             raise GroupDataError("Cannot search in an empty Grid(): name the values to try.")
         self.values = values
 
+    def at(self, chance: float) -> Any:
+        """Return the value below which a share of all is.
+
+        Args:
+            chance: between 0 and 1.
+        """
+        return self.values[int(chance * len(self.values))]
+
     def __repr__(self) -> str:
         return f"Grid({', '.join(map(repr, self.values))})"
 
@@ -43,6 +50,58 @@ class Grid:
 
     def __hash__(self) -> int:
         return hash(self.values)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """A range of a hyper-parameter, in which each value is equally likely; for `RandomSearch`.
+
+    Args:
+        low, high: its ends.
+    """
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not -np.inf < self.low < self.high < np.inf:
+            raise GroupDataError(f"Cannot draw from {self!r}: name a number and a greater one.")
+
+    def at(self, chance: float) -> float:
+        """Return the value below which a share of all is.
+
+        Args:
+            chance: between 0 and 1.
+        """
+        return self.low + chance * (self.high - self.low)
+
+
+@dataclass(frozen=True)
+class LogUniform:
+    """A range of a hyper-parameter, in which each order of magnitude is equally likely; for `RandomSearch`.
+
+    Args:
+        low, high: its ends, greater than 0.
+    """
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low < self.high < np.inf:
+            raise GroupDataError(f"Cannot draw from {self!r}: name a number that is greater than 0, and a greater one.")
+
+    def at(self, chance: float) -> float:
+        """Return the value below which a share of all is.
+
+        Args:
+            chance: between 0 and 1.
+        """
+        return float(self.low * (self.high / self.low) ** chance)
+
+
+Searched = Grid | Uniform | LogUniform
+"""The value of a hyper-parameter that is searched."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +125,17 @@ class HoldOut:
             raise GroupDataError(f"Cannot hold out {self.share} of the rows: name a share between 0 and 1.")
 
 
-def searched(spec: Any) -> dict[str, tuple[Any, ...]]:
-    """Return the hyper-parameters of a model spec that are searched, with their values.
+def searched(spec: Any) -> dict[str, Searched]:
+    """Return the hyper-parameters of a model spec that are searched, and among what.
 
     One of a spec within it has a dotted name: `optimizer.lr`. Parameters of another library's object, a mapping
     `settings` of the spec, have their own names.
     """
-    found: dict[str, tuple[Any, ...]] = {}
+    found: dict[str, Searched] = {}
     fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
     for name, value in {**fields, **fields.get("settings", {})}.items():
-        if isinstance(value, Grid):
-            found[name] = value.values
+        if isinstance(value, Searched):
+            found[name] = value
         elif _is_spec(value):
             found |= {f"{name}.{inner}": values for inner, values in searched(value).items()}
     return found
@@ -84,10 +143,14 @@ def searched(spec: Any) -> dict[str, tuple[Any, ...]]:
 
 def configs(spec: _Spec) -> list[_Spec]:
     """Return the specs that a spec with grids stands for, the last grid changing fastest."""
-    grids = searched(spec)
-    return [
-        functools.reduce(_with, zip(grids, values, strict=True), spec) for values in itertools.product(*grids.values())
-    ]
+    grids = {name: field.values for name, field in searched(spec).items() if isinstance(field, Grid)}
+    made = []
+    for values in itertools.product(*grids.values()):
+        config = spec
+        for name, value in zip(grids, values, strict=True):
+            config = with_value(config, name, value)
+        made.append(config)
+    return made
 
 
 def values_of(name: str, specs: Sequence[Any]) -> list[Any]:
@@ -109,13 +172,17 @@ def _value(name: str, spec: Any) -> Any:
     return settings[name] if name in settings else operator.attrgetter(name)(spec)
 
 
-def _with(spec: Any, item: tuple[str, Any]) -> Any:
+def with_value(spec: Any, name: str, value: Any) -> Any:
+    """Return a spec with another value of a hyper-parameter.
+
+    Args:
+        name: dotted if it is one of a spec within it.
+    """
     settings = getattr(spec, "settings", {})
-    if item[0] in settings:
-        return dataclasses.replace(spec, settings={**settings, item[0]: item[1]})
-    name, _, rest = item[0].partition(".")
-    value = _with(getattr(spec, name), (rest, item[1])) if rest else item[1]
-    return dataclasses.replace(spec, **{name: value})
+    if name in settings:
+        return dataclasses.replace(spec, settings={**settings, name: value})
+    name, _, rest = name.partition(".")
+    return dataclasses.replace(spec, **{name: with_value(getattr(spec, name), rest, value) if rest else value})
 
 
 def _is_spec(value: Any) -> bool:

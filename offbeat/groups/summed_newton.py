@@ -57,9 +57,9 @@ def sums_of(features: torch.Tensor, target: torch.Tensor, family: Family, coeffi
     """
     margins = features @ coefficients.T
     losses = family.losses(margins, target[:, None]).sum(0)
-    first, second = family.derivatives(margins, target[:, None])
-    hessians = [(features * second[:, at : at + 1]).T @ features for at in range(len(coefficients))]
-    return GlmSums(losses, (features.T @ first).T, torch.stack(hessians))
+    curvatures = family.curvatures(margins)
+    hessians = [(features * curvatures[:, at : at + 1]).T @ features for at in range(len(coefficients))]
+    return GlmSums(losses, (features.T @ family.slopes(margins, target[:, None])).T, torch.stack(hessians))
 
 
 class SummedNewton:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,6 +13,7 @@ from offbeat.groups.buckets import BUCKET_BYTES, BucketFiles, cut_buckets
 from offbeat.groups.fit_folder import FitFolder
 from offbeat.groups.group_index import GroupIndex
 from offbeat.groups.records import GroupModels, GroupRecords
+from offbeat.groups.search_methods import Pooled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -80,7 +81,7 @@ def fit_buckets(
     """
     job = trainer.job(table.schema, trainer.classes(table.batches([trainer.target]), table.schema))
     index = GroupIndex.count(table.batches(job.by), job.by, table.schema)
-    job.small.check(index)
+    job = job.checked(index)
     records = job.records(len(index))
     with tempfile.TemporaryDirectory(prefix="offbeat-groups-") as temporary:
         files = BucketFiles(Path(temporary), index, cut_buckets(index.rows, 8 * len(job.schema), bucket_bytes))
@@ -91,18 +92,27 @@ def fit_buckets(
             records.put(numbers, part)
             ended += len(numbers)
         files.write(table.batches(job.schema.names), job.schema)
+        tried = None
+        if isinstance(job.search, Pooled) and len(job.configs) > 1:
+            tried = job.records(len(index))
+            for bucket in range(files.count):
+                rows = files.read(bucket)
+                tried.put(rows.numbers, job.try_all(rows, index.hashes[rows.numbers]))
+            job = replace(job, choice=tried.choose_pooled(index.rows))
         for bucket, numbers, made in run(job, index, files, [at for at in range(files.count) if at not in done]):
             records.put(numbers, made)
             if kept is not None:
                 kept.write(bucket, numbers, records)
             ended += len(numbers)
             progress(ended, len(index))
+        if tried is not None:
+            records.losses, records.held_losses, records.steps = tried.losses, tried.held_losses, tried.steps
         if job.small.fallback == "global" and len(index):
             records.fallback = job.model.fit_together(
                 lambda: map(functools.partial(task_of, job, index, files), range(files.count)),
                 job.pooled(records, index),
             )
-    return GroupModels(job.model, index, records, list(job.features), job.target, job.classes)
+    return GroupModels(job.model, index, records, list(job.features), job.target, job.classes, job.tried)
 
 
 def task_of(job: GroupJob, index: GroupIndex, files: BucketFiles, bucket: int) -> BucketTask:

@@ -17,16 +17,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from offbeat.groups.buckets import is_number
+from offbeat.groups.cost import FitForecast, forecast
 from offbeat.groups.fitted import FittedGroups
 from offbeat.groups.group_job import GroupJob, Small
-from offbeat.groups.search import HoldOut, configs
+from offbeat.groups.overrides import GroupOverrides
+from offbeat.groups.search import HoldOut
+from offbeat.groups.search_methods import GridSearch
 from offbeat.groups.table_input import GroupDataError, open_table
 from offbeat.groups.this_process import ThisProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from offbeat.groups.fitting import GroupModel
+    from offbeat.groups.search_methods import SearchMethod
     from offbeat.groups.this_process import Executor, Progress
 
 
@@ -42,6 +46,9 @@ class GroupedTrainer:
             fitted to all rows.
         small: what becomes of groups that have few rows.
         executor: where groups are fitted: in this process, or by all workers of a job (`Ranks()`).
+        search: what is tried of the spec, and how: `GridSearch`, `RandomSearch`, `Halving` or `Pooled`.
+        overrides: hyper-parameters of single groups by their keys, `{("FR", "Lyon"): {"l2": 10}}`, which are fitted
+            so and not searched.
     """
 
     def __init__(
@@ -54,16 +61,20 @@ class GroupedTrainer:
         validation: HoldOut = HoldOut(),  # noqa: B008  (frozen)
         small: Small = Small(),  # noqa: B008  (frozen)
         executor: Executor = ThisProcess(),  # noqa: B008  (frozen)
+        search: SearchMethod = GridSearch(),  # noqa: B008  (frozen)
+        overrides: Mapping[Any, Mapping[str, Any]] | None = None,
     ) -> None:
         self.model, self.target, self.validation, self.small = model, target, validation, small
-        self.executor = executor
+        self.executor, self.search = executor, search
         self.by = [by] if isinstance(by, str) else list(by)
         self.features = None if features is None else list(features)
-        self.configs = configs(model)
+        self.configs = search.configs(model)
         for config in self.configs:
             config.check()
         if not self.by:
             raise GroupDataError("Cannot group by no column: name one in `by`.")
+        self.overrides = GroupOverrides.of(overrides or {}, len(self.by))
+        self.overrides.configs(model)
 
     def fit(self, data: Any, progress: Progress | None = None, *, folder: str | Path | None = None) -> FittedGroups:
         """Fit all groups.
@@ -80,6 +91,20 @@ class GroupedTrainer:
         tell = progress or (lambda ended, groups: None)
         return FittedGroups(self.executor.fit(self, open_table(data), tell, None if folder is None else Path(folder)))
 
+    def explain(self, data: Any, workers: int = 4) -> FitForecast:
+        """Return how a fit would go, and how long it would take: a few groups are fitted and timed.
+
+        Args:
+            data: as of `open_table`; it is read twice.
+            workers: the most that are asked about.
+
+        Raises:
+            GroupDataError: if the table cannot be used.
+        """
+        if workers < 1:
+            raise GroupDataError(f"Cannot explain a fit by {workers} workers: name 1 or more.")
+        return forecast(self, open_table(data), workers)
+
     def job(self, schema: pa.Schema, values: pa.Array | None) -> GroupJob:
         """Return the work with a table of these columns.
 
@@ -95,7 +120,17 @@ class GroupedTrainer:
         needed = list(dict.fromkeys([*self.by, *features, self.target, *moment]))
         schema = pa.schema([schema.field(name) for name in needed])
         return GroupJob(
-            self.model, self.configs, self.by, features, self.target, classes, schema, self.validation, self.small
+            self.model,
+            self.configs,
+            self.by,
+            features,
+            self.target,
+            classes,
+            schema,
+            self.validation,
+            self.small,
+            self.search,
+            self.overrides,
         )
 
     def classes(self, parts: Iterable[pa.Table], schema: pa.Schema) -> pa.Array | None:

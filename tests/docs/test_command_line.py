@@ -59,6 +59,7 @@ COMMANDS = {
         "--out",
         "--results",
     ],
+    "groups explain": ["DATA", "--by", "--target", "--model", "--l2", "--features", "--standardize", "--workers"],
     "groups predict": ["MODELS", "DATA", "--out"],
     "groups show": ["MODELS", "--out"],
     "objects doctor": ["ADDRESS", "--job", "--token-file", "--certificate", "--key", "--authority", "--json"],

@@ -108,10 +108,10 @@ def test_all_configurations_train_together_and_as_alone() -> None:
     task = task_of([40, 25, 64])
     search = Net(mlp, AdamW(lr=Grid(1e-2, 1e-3), weight_decay=Grid(0.0, 0.1)), batch=Grid(8, 16), epochs=Grid(1, 4))
     assert searched(search) == {
-        "optimizer.lr": (1e-2, 1e-3),
-        "optimizer.weight_decay": (0.0, 0.1),
-        "batch": (8, 16),
-        "epochs": (1, 4),
+        "optimizer.lr": Grid(1e-2, 1e-3),
+        "optimizer.weight_decay": Grid(0.0, 0.1),
+        "batch": Grid(8, 16),
+        "epochs": Grid(1, 4),
     }
     each = configs(search)
     assert (len(each), each[1]) == (16, Net(mlp, AdamW(lr=1e-2, weight_decay=0.0), batch=8, epochs=4))

@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from offbeat.groups import Grid, GroupDataError, GroupedTrainer, HoldOut, Linear, Logistic, Small
+from offbeat.groups.group_index import GroupIndex
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -232,3 +233,18 @@ def test_inputs_that_cannot_be_read(tmp_path: Path) -> None:
         trainer.fit(sales().to_reader())
     with pytest.raises(GroupDataError, match="empty Grid"):
         Linear(l2=Grid())
+
+
+@pytest.mark.parametrize("step", [1, 1_000_003], ids=["dense", "sparse"])
+def test_many_whole_numbers_as_keys(step: int) -> None:
+    """They are looked up otherwise than a few: a null, and keys that are not known, beside them."""
+    known = pa.array([None, *(step * np.arange(-10_000, 20_000)).tolist()], pa.int64())
+    shuffled = known.take(pa.array(np.random.default_rng(0).permutation(len(known))))
+    index = GroupIndex.count([pa.table({"key": shuffled})], ["key"], pa.schema([("key", pa.int64())]))
+    asked = pa.table({"key": pa.array([None, -10_000 * step, 0, 19_999 * step, 20_000 * step, -(1 << 62), 1 << 62])})
+    assert index.numbers_of(asked).tolist() == [30_000, 0, 10_000, 29_999, -1, -1, -1]
+    assert (
+        index.keys.take(pa.array(index.numbers_of(pa.table({"key": shuffled}))))["key"]
+        .combine_chunks()
+        .equals(shuffled)
+    )
