@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from offbeat.cli.help_group import HelpGroup
 from offbeat.errors import OffbeatError
+from offbeat.safe_write import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,7 +118,8 @@ def predict(
 def show(
     models: Annotated[Path, typer.Argument(help="A file that `offbeat groups fit` has written.")],
     out: Annotated[
-        Path | None, typer.Option(help="Write all of it: Parquet or CSV.", show_default="the first 20 rows")
+        Path | None,
+        typer.Option(help="Write all of it, Parquet or CSV, or a page with plots, HTML.", show_default="20 rows"),
     ] = None,
 ) -> None:
     """Show the models: keys, rows, what was chosen, status, and coefficients."""
@@ -125,11 +127,18 @@ def show(
 
     from offbeat.groups import FittedGroups
 
+    fitted = FittedGroups.load(models)
+    found = fitted.models
+    if out is not None and out.suffix == ".html":
+        from offbeat.report.groups_page import groups_page
+
+        _check_place(out)
+        write_whole(out, groups_page(found, fitted.results, title=f"Models of {models.name}").encode())
+        return
     if out is not None:
         _check_table(out)
-        _write(FittedGroups.load(models).models, out)
+        _write(found, out)
         return
-    found = FittedGroups.load(models).models
     console, shown = Console(), found.slice(0, _MOST_SHOWN)
     columns = {name: [_cell(value) for value in shown[name].to_pylist()] for name in found.column_names}
     widths = [3 + max(map(len, (name, *cells))) for name, cells in columns.items()]
@@ -142,7 +151,7 @@ def show(
     if fitting < len(columns):
         left_out.append(f"the columns {', '.join(itertools.islice(columns, fitting, None))}")
     if left_out:
-        typer.echo(f"Not shown: {' and '.join(left_out)}. --out FILE.csv writes all.")
+        typer.echo(f"Not shown: {' and '.join(left_out)}. --out FILE.csv writes all, --out FILE.html plots.")
 
 
 def _cell(value: object) -> str:

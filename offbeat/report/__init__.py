@@ -9,6 +9,7 @@
 * `time_bins` - sums and quantiles over equal bins of time or steps
 * `trace` - trace.json, for Perfetto
 * `html_report` - report.html with plots, self-contained
+* `groups_page` - the same of models of a table's groups
 * `timeline` - the whole run on one axis of time, as SVG; `plots` - the other plots; `buckets` - the time of each bucket
 * `scheduled_steps` - what a schedule predicts, beside what its steps have taken; `schedule_plot` - its picture
 * `compare` - several runs beside each other

@@ -37,6 +37,8 @@ def test_from_a_table_to_predictions(tmp_path: Path) -> None:
     assert pyarrow.csv.read_csv(out)["model"].unique().to_pylist() == ["group"]
     shown = groups("show", models)
     assert "shop 3" in shown.stdout
+    assert groups("show", models, "--out", tmp_path / "page.html").returncode == 0
+    assert "shop 3" in (tmp_path / "page.html").read_text()
 
 
 def test_what_cannot_be_is_one_sentence(tmp_path: Path) -> None:
