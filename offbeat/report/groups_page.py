@@ -40,7 +40,7 @@ def groups_page(models: Any, results: Any, *, title: str) -> str:
     plots += [(f"{one}: how many groups have chosen it", svg(_choices(models[one].to_pylist()))) for one in searched]
     body = f"<h1>{html.escape(title)}</h1>{_cards(rows, status)}"
     figures = (f"<figure><figcaption>{html.escape(what)}</figcaption>{picture}</figure>" for what, picture in plots)
-    body += f'<div class="plots">{"".join(figures)}</div>'
+    body += f'<h2>All groups</h2><div class="plots">{"".join(figures)}</div>'
     failed = [at for at, one in enumerate(status) if one != "ok"]
     body += _table("Groups that are not as they should be", models.select([*keys, "rows", "status", "error"]), failed)
     worst = sorted(range(len(losses)), key=lambda at: -losses[at][1])
