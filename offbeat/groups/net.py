@@ -160,17 +160,7 @@ class Net:
         return -(-rows // config.batch) * config.epochs  # type: ignore[operator]
 
     def visit(self, task: BucketTask, configs: Sequence[Net], state: Tensors, epoch: int, shard: int) -> Tensors:
-        """Train configurations of one group for an epoch on the rows of one shard.
-
-        Args:
-            task: of the one group, with these rows.
-            configs: the same at each visit.
-            state: with which they have come; empty at first.
-            epoch, shard: their numbers.
-
-        Returns:
-            The state with which they go.
-        """
+        """Train configurations of one group for an epoch on the rows of one shard, as a `HoppingModel` does."""
         module, made = self._module(task.features.shape[1]), dict(state)
         features, target = (torch.from_numpy(values.astype(np.float32)) for values in (task.features, task.target))
         for at, alike in enumerate(_alike(configs)):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from concurrent.futures import as_completed
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -102,14 +103,17 @@ class Processes:
         numbers = np.flatnonzero(files.buckets == bucket)
         records = job.records(len(numbers))
         executor_of, killed = _loky()
-        parts = [np.arange(len(numbers))]
-        while parts:
-            which = parts.pop()
-            with executor_of(max_workers=1, initializer=_one_thread) as executor:
+        parts, executor = [np.arange(len(numbers))], None
+        with ExitStack() as executors:
+            while parts:
+                which = parts.pop()
+                if executor is None:
+                    executor = executors.enter_context(executor_of(max_workers=1, initializer=_one_thread))
                 try:
                     task = executor.submit(_fit, job, index.hashes[numbers], files.path(bucket), which)
                     records.put(which, task.result()[1])
                 except killed:
+                    executor = None
                     if len(which) == 1:
                         records.status[which] = GroupStatus.KILLED
                     else:
