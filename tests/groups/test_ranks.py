@@ -20,6 +20,7 @@ from offbeat.errors import DisagreementError, OffbeatError, PeerError
 from offbeat.groups import (
     SGD,
     AdamW,
+    FittedGroups,
     Grid,
     GroupDataError,
     GroupedTrainer,
@@ -30,6 +31,7 @@ from offbeat.groups import (
     Ranks,
     Small,
     ThisProcess,
+    Trees,
 )
 from offbeat.groups.carrier import LocalBoard, LocalCarrier
 from offbeat.groups.fitting import BucketTask, GroupStatus
@@ -133,6 +135,39 @@ def test_the_model_of_all_rows_is_a_sum_over_all_workers() -> None:
     alone = trainer.fit(table)
     for made in fit_by(3, trainer, [table] * 3):
         np.testing.assert_allclose(made.records.fallback, alone.records.fallback, rtol=1e-10)
+
+
+@pytest.mark.parametrize(("loss", "target"), [("squared", "y"), ("log", "is")])
+def test_trees_of_split_groups_are_those_of_all_rows(loss: str, target: str, tmp_path: Path) -> None:
+    table = skewed(3_000)
+    spec = Trees(loss, rounds=Grid(2, 4), num_leaves=7, bagging_fraction=0.8, feature_fraction=0.7)
+    trainer = trainer_of(
+        spec, target, small=Small(fallback="global"), validation=HoldOut(by="day"), executor=ThisProcess(BUCKET)
+    )
+    alone = trainer.fit(table)
+    by_two, by_three = (fit_by(workers, trainer, [table] * workers, [tmp_path] * workers) for workers in (2, 3))
+    for made in (*by_two, *by_three):
+        assert made.records.status.tolist() == alone.records.status.tolist()
+        is_same = made.records.coefficients[:, 0] == alone.records.coefficients[:, 0]
+        assert is_same[2:].all(), "whole groups are LightGBM's everywhere"
+        assert not is_same[:2].all(), "one of the large groups was split"
+        np.testing.assert_array_equal(made.records.coefficients, by_two[0].records.coefficients)
+        rows = pa.compute.less(table["key"], 2)
+        mine, its = (one.predict(table.filter(rows))["prediction"].to_numpy() for one in (FittedGroups(made), alone))
+        assert (mine == its).mean() > 0.95 if loss == "log" else np.corrcoef(mine, its)[0, 1] > 0.95
+        assert made.records.fallback[0] is not None
+    assert by_two[0].records.fallback[0] == by_three[0].records.fallback[0]
+
+
+def test_why_trees_failed_is_known_to_all_workers() -> None:
+    """Of a group that is split, and of one that is whole."""
+    table = skewed(3_000)
+    counts = np.where(np.isin(table["key"].to_numpy(), (0, 1, 30)), -1.0, 1.0 + table["day"].to_numpy())
+    table = table.set_column(table.column_names.index("y"), "y", pa.array(counts))
+    for made in fit_by(3, trainer_of(Trees("poisson", rounds=2)), [table] * 3):
+        failed = np.flatnonzero(made.records.status == GroupStatus.FAILED)
+        assert made.index.keys["key"].take(pa.array(failed)).to_pylist() == [0, 1, 30]
+        assert set(made.records.errors[failed]) == {"a target is less than 0, or all are 0"}
 
 
 @pytest.mark.parametrize("model", [Linear(), Net(lambda features: nn.Linear(features, 1), epochs=1)])
