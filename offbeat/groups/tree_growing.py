@@ -185,8 +185,7 @@ class TreeGrowth:
         # A product with a sparse matrix of ones reads a row's numbers once for all features.
         ends = np.arange(0, places.size + 1, features, dtype=np.int32 if places.size < 1 << 31 else np.int64)
         is_in = csc_array((self._ones[: places.size], places.ravel(), ends), shape=(features * width, len(rows)))
-        own = torch.from_numpy(np.asarray(is_in @ weights[rows])).to(torch.int64)
-        total = yield Summand(own)
+        total = yield Summand(torch.from_numpy(np.asarray(is_in @ weights[rows]).astype(np.int64)))
         return total.numpy().T.reshape(3, features, width).astype(np.float64)
 
     def _best(self, leaf: _Leaf, units: np.ndarray, limits: GrowthLimits, drawn: np.ndarray) -> LeafSplit | None:

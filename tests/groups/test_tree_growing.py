@@ -77,11 +77,11 @@ def test_trees_are_as_good_as_those_of_lightgbm() -> None:
     """Kingpin's measure: the area under the curve, of rows that were not trained on."""
     differences = []
     for seed in range(8):
-        x, y = group_of(6_000, seed)
+        x, y = group_of(24_000, seed)
         (own,) = fit(spec := Trees("log", rounds=30), x[:4_000], y[:4_000], 2)
         parameters = {"objective": "binary", "verbosity": -1, "num_threads": 1, "seed": seed}
         other = lightgbm.train(parameters, lightgbm.Dataset(x[:4_000], y[:4_000]), 30)
-        mine = spec.margins(own.coefficients[:, 0], x[4_000:], np.zeros(2_000, np.int64))
+        mine = spec.margins(own.coefficients[:, 0], x[4_000:], np.zeros(20_000, np.int64))
         differences.append(roc_auc_score(y[4_000:], mine) - roc_auc_score(y[4_000:], other.predict(x[4_000:])))
     print(f"AUC above LightGBM's: {np.mean(differences):+.5f} in the mean, {np.round(differences, 4)}")  # noqa: T201
     assert abs(np.mean(differences)) < 0.002
