@@ -18,7 +18,7 @@ import torch
 from offbeat.groups.summing import Summand
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Container
 
     from offbeat.groups.feature_bins import FeatureBins
     from offbeat.groups.summing import Summing
@@ -114,6 +114,8 @@ class TreeGrowth:
 
     def __init__(self, bins: FeatureBins, features: np.ndarray, count: int) -> None:
         self._bins, self._places, self._count = bins, bins.places(features), count
+        offsets = np.arange(len(bins.edges), dtype=np.int32) * bins.width
+        self._columns = np.ascontiguousarray((self._places - offsets).T)  # a split reads one feature of many rows
         self._ones = np.ones(self._places.size)
         self._is_cut, self.features = bins.is_cut, len(bins.edges)
 
@@ -135,7 +137,7 @@ class TreeGrowth:
         )
         weights[~drawn.rows] = 0
         units = np.append(np.ldexp(1.0, -shifts), 1.0)
-        own = yield from self._histogram(weights, np.arange(len(slopes)))
+        own = yield from self._histogram(self._places, weights)
         root = _Leaf(np.arange(len(slopes)), own[:, 0].sum(1), own)
         root.split = self._best(root, units, limits, drawn.features)
         leaves, tree = [root], GrownTree()
@@ -147,7 +149,7 @@ class TreeGrowth:
             pair = self._divided(tree, leaves, at)
             if len(leaves) < limits.most_leaves and any(one.sums[2] >= 2 * limits.least_rows for one in pair):
                 small, large = sorted(pair, key=lambda one: float(one.sums[2]))
-                small.bins = yield from self._histogram(weights, small.rows)
+                small.bins = yield from self._histogram(self._places[small.rows], weights[small.rows])
                 large.bins = large.bins - small.bins
                 for one in pair:
                     one.split = self._best(one, units, limits, drawn.features)
@@ -160,11 +162,13 @@ class TreeGrowth:
 
     def _divided(self, tree: GrownTree, leaves: list[_Leaf], at: int) -> tuple[_Leaf, _Leaf]:
         """Split a leaf: the left part takes its place, the right one is the last; both have the bins of the whole."""
-        leaf, width = leaves[at], self._bins.width
+        leaf = leaves[at]
         split = leaf.split
         assert split is not None
-        place = self._places[leaf.rows, split.feature] - split.feature * width
-        is_left = (place <= split.bin) | ((place == width - 1) & split.missing_left)
+        place = self._columns[split.feature][leaf.rows]
+        is_left = place <= split.bin
+        if split.missing_left:
+            is_left |= place == self._bins.width - 1
         number = len(tree.splits)
         if leaf.parent is not None:
             tree.children[leaf.parent[0]][leaf.parent[1]] = number
@@ -176,16 +180,15 @@ class TreeGrowth:
         leaves.append(right)
         return left, right
 
-    def _histogram(self, weights: np.ndarray, rows: np.ndarray) -> Summing[np.ndarray]:
+    def _histogram(self, places: np.ndarray, weights: np.ndarray) -> Summing[np.ndarray]:
         """The sums of some rows by bin, of all places."""
         from scipy.sparse import csc_array
 
-        places, width = self._places[rows], self._bins.width
-        features = places.shape[1]
+        (rows, features), width = places.shape, self._bins.width
         # A product with a sparse matrix of ones reads a row's numbers once for all features.
         ends = np.arange(0, places.size + 1, features, dtype=np.int32 if places.size < 1 << 31 else np.int64)
-        is_in = csc_array((self._ones[: places.size], places.ravel(), ends), shape=(features * width, len(rows)))
-        total = yield Summand(torch.from_numpy(np.asarray(is_in @ weights[rows]).astype(np.int64)))
+        is_in = csc_array((self._ones[: places.size], places.ravel(), ends), shape=(features * width, rows))
+        total = yield Summand(torch.from_numpy(np.asarray(is_in @ weights).astype(np.int64)))
         return total.numpy().T.reshape(3, features, width).astype(np.float64)
 
     def _best(self, leaf: _Leaf, units: np.ndarray, limits: GrowthLimits, drawn: np.ndarray) -> LeafSplit | None:
@@ -291,6 +294,7 @@ def boosted(
     start: np.ndarray,
     rounds: int,
     draw: Callable[[int], RoundDraw] | None,
+    tell_at: Container[int],
     tell: Callable[[int, np.ndarray], None],
 ) -> Summing[list[list[GrownTree]]]:
     """Return the trees of each round, one for each column of the loss; fewer rounds where no split is left.
@@ -299,7 +303,7 @@ def boosted(
         target: of the rows of this place.
         start: of `loss`.
         draw: by which rows and features a round is trained; None for all.
-        tell: given the scores of the rows after each number of rounds.
+        tell: given the scores of the rows after the rounds `tell_at`, and after the last one.
     """
     scores = np.tile(start, (len(target), 1))
     everything = RoundDraw(np.ones(len(target), np.bool_), np.ones(growth.features, np.bool_))
@@ -312,7 +316,9 @@ def boosted(
             scores[:, column] += added
             trees.append(tree)
         made.append(trees)
-        tell(len(made), scores)
-        if draw is None and not any(tree.splits for tree in trees):
-            break  # a further round would find the same
+        has_ended = draw is None and not any(tree.splits for tree in trees)  # a further round would find the same
+        if has_ended or turn + 1 in tell_at:
+            tell(turn + 1, scores)
+        if has_ended:
+            break
     return made

@@ -319,23 +319,25 @@ class SummedTraining:
         made = dict[int, tuple[str, float, int]]()
         for one, places in wanted.items():
             rounds = {at: int(configs[at].rounds) for at in places}  # type: ignore[arg-type]
-            losses = list[float]()
+            losses = dict[int, float]()
 
-            def tell(turn: int, scores: np.ndarray, losses: list[float] = losses) -> None:
+            def tell(turn: int, scores: np.ndarray, losses: dict[int, float] = losses) -> None:
                 margins = scores if scores.shape[1] > 1 else scores[:, 0]
-                losses.append(float(self.spec.loss_of(margins, self.here.target).sum()))
+                losses[turn] = float(self.spec.loss_of(margins, self.here.target).sum())
 
             limits = GrowthLimits(one.num_leaves, one.min_data_in_leaf, one.lambda_l2, one.learning_rate)  # type: ignore[arg-type]
             draw = (
                 functools.partial(self._drawn, one) if one.feature_fraction != 1 or one.bagging_fraction != 1 else None
             )
-            trees = yield from boosted(growth, loss, self.here.target, limits, start, max(rounds.values()), draw, tell)
-            totals = (yield Summand(torch.tensor(losses, dtype=torch.float64))).tolist()
+            most = max(rounds.values())
+            trees = yield from boosted(growth, loss, self.here.target, limits, start, most, draw, rounds.values(), tell)
+            sums = yield Summand(torch.tensor(list(losses.values()), dtype=torch.float64))
+            totals = dict(zip(losses, sums.tolist(), strict=True))
             for at, most in rounds.items():
                 own = trees[:most]
                 told = {name: getattr(configs[at], name) for name in _TOLD} | {"objective": objective.split()[0]}
                 text = model_text(own, start, bins, limits.rate, objective, told)
-                made[at] = text, totals[len(own) - 1] / self.count, len(own)
+                made[at] = text, totals[len(own)] / self.count, len(own)
         return [made[at] for at in range(len(configs))]
 
     def _drawn(self, config: Trees, turn: int) -> RoundDraw:
