@@ -23,7 +23,7 @@ _GREATEST = float(np.finfo(np.float64).max)
 
 @dataclass(frozen=True)
 class FeatureBins:
-    """Where the values of each feature are cut.
+    """The cuts between the values of each feature.
 
     Args:
         edges: of each feature, ascending: a bin ends with the values that are not above its edge. A feature of which

@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING
 
 import lightgbm
 import numpy as np
+import pyarrow as pa
 import pytest
 from sklearn.metrics import roc_auc_score
 
+from offbeat.errors import PeerError
 from offbeat.groups import Grid, Trees
 from offbeat.groups.feature_bins import FeatureBins, common_bins
 from offbeat.groups.fitting import BucketFit, BucketTask, GroupStatus
 from offbeat.groups.search import configs
 from offbeat.groups.summing import ordered, run_alone, run_together, unordered
+from offbeat.groups.table_messages import table_message, text_stream, texts_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -126,7 +129,6 @@ def test_what_is_missing_tells_the_class() -> None:
     spec = Trees("log", rounds=20)
     for rows in (x, np.where(np.isnan(x), 0, x), -x):
         (made,) = fit(spec, rows, y, 2)
-        assert (made.losses[0, 0] < 0.1) == (made.losses[0, 0] < 0.2)
         found = spec.margins(made.coefficients[:, 0], rows, np.zeros(400, np.int64))
         assert ((found > 0) == y).all()
 
@@ -177,6 +179,18 @@ def test_many_values_are_cut_at_quantiles(most: int) -> None:
     assert len(counts) == most
     assert counts.max() - counts.min() <= 1
     assert len(np.unique(made.places(x)[:, 1])) == most
+
+
+def test_texts_of_another_worker_are_checked() -> None:
+    texts = np.array([["a"], [None], ["\u00e4\n"]], object)
+    stream = text_stream(texts)
+    assert texts_in(stream, (3, 1)).tolist() == texts.tolist()
+    with pytest.raises(PeerError, match="there are 3, and not 2"):
+        texts_in(stream, (2, 1))
+    numbers = table_message(pa.table({"text": [1, 2, 3]}))["table"].numpy()
+    for damaged in (stream[:-300], stream[:0], np.zeros(64, np.uint8), numbers):
+        with pytest.raises(PeerError, match="Cannot read a table of another worker"):
+            texts_in(damaged, (3, 1))
 
 
 def test_whole_numbers_are_in_the_order_of_values() -> None:
