@@ -15,6 +15,8 @@ After "Towards an Optimized GROUP BY Abstraction for Large-Scale Machine Learnin
   Newton solves; `sklearn` - `GroupedClassifier` and `GroupedRegressor`, estimators with a model for each group;
   `split_rows` - their X; `shrinkage` - the averages of a group and those around it; `trees` - the
   spec `Trees`, LightGBM
+* trees of split groups: `feature_bins` - the bins that several places agree on; `tree_growing` - boosting by sums over
+  bins; `tree_text` - the trees as LightGBM writes them
 * a fit: `trainer` - from a table to models; `group_job` - of one bucket, with the choice of a configuration;
   `fitting` - what a spec makes of its rows; `records` - arrays of all groups; `fitted` - tables of models, and
   predictions; `saved` - a file of them

@@ -2,7 +2,7 @@
 
 `fit.txt` says what is fitted: columns, keys and how many rows each has, how groups are put into buckets, and the spec.
 Rows are not compared, but for how many there are: whoever changes values has to name another folder. A file of a
-bucket holds numbers alone, and is written whole or not at all.
+bucket holds numbers and texts alone, and is written whole or not at all.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ class FitFolder:
         buckets: (groups,), the bucket of each.
 
     Raises:
-        GroupDataError: if the folder is of another fit, or cannot be used, or models are no numbers.
+        GroupDataError: if the folder is of another fit, or cannot be used, or models are neither numbers nor texts.
     """
 
     def __init__(self, path: Path, job: GroupJob, index: GroupIndex, buckets: np.ndarray) -> None:
         if job.model.dtype is object:
             raise GroupDataError(
-                f"Cannot leave models of {type(job.model).__name__} in {path}: they are no numbers. Fit without folder."
+                f"Cannot leave models of {type(job.model).__name__} in {path}: they are objects of "
+                "another library. Fit without folder."
             )
         self._path, self._buckets = path, buckets
         said = f"{_described(job, index, buckets)}\n"

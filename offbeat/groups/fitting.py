@@ -121,7 +121,7 @@ class BucketTask:
 class GroupModel(Protocol):
     """The Protocol of a model spec, a frozen dataclass: how groups are trained, and how they predict.
 
-    The model of a group is a row of `width` numbers, or of one object where `dtype` is `object`. A spec with a `Grid`
+    The model of a group is a row of `width` numbers, or of one text or object. A spec with a `Grid`
     in a field stands for several configurations, which differ in such fields alone.
     """
 
@@ -139,7 +139,7 @@ class GroupModel(Protocol):
 
     @property
     def dtype(self) -> type:
-        """Return the type of a model's numbers: `float`, or `object`."""
+        """Return what a model is made of: `float`, `str` for one text, or `object` for one of another library."""
 
     def check(self) -> None:
         """Check one configuration.
@@ -222,7 +222,7 @@ class BucketFit:
     def empty(cls, groups: int, configs: int, width: int, dtype: type = float) -> Self:
         """Return one without models."""
         return cls(
-            np.full((groups, configs, width), no_model(dtype), dtype),
+            no_models((groups, configs, width), dtype),
             np.full((groups, configs), np.nan),
             np.zeros((groups, configs), np.int64),
             np.full(groups, GroupStatus.OK, np.int8),
@@ -251,7 +251,12 @@ def joined(tasks: Iterable[BucketTask], *, takes_missing: bool = False) -> Bucke
 
 def no_model(dtype: type) -> Any:
     """Return the value that stands where there is no model."""
-    return None if dtype is object else np.nan
+    return np.nan if dtype is float else None
+
+
+def no_models(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    """Return an array of places for models, of which none is there."""
+    return np.full(shape, no_model(dtype), float if dtype is float else object)
 
 
 def has_model(coefficients: np.ndarray) -> np.ndarray:

@@ -137,7 +137,7 @@ class GroupJob:
             records.chosen[:] = self.choice
         elif len(self.configs) > 1:
             found = self._try(rows, task, records)
-            if self.model.dtype is not object:  # the model of most rows is close to that of all
+            if self.model.dtype is float:  # the model of most rows is close to that of all
                 task = replace(task, start=found.coefficients[np.arange(len(rows.numbers)), records.chosen])
         self._fit_chosen(rows, task, records)
         return records
@@ -221,6 +221,7 @@ class GroupJob:
         config = self.configs[int(records.chosen[0])]
         final = yield from self.model.fit_summed(functools.partial(list, [task]), [config])
         records.coefficients[:], records.status[:] = final.coefficients[:, 0], final.status
+        records.errors[:] = final.errors
         if len(self.configs) == 1:
             records.losses[:], records.steps[:] = final.losses, final.steps
         return records

@@ -33,7 +33,7 @@ from offbeat.fabric.generation import StoreMeeting
 from offbeat.groups.buckets import BUCKET_BYTES, BucketFiles, cut_buckets
 from offbeat.groups.carrier import ObjectCarrier
 from offbeat.groups.fit_folder import FitFolder
-from offbeat.groups.fitting import BucketTask, GroupStatus
+from offbeat.groups.fitting import BucketTask, GroupStatus, joined
 from offbeat.groups.group_index import GroupIndex
 from offbeat.groups.hopping import HopGroup, HoppingModel, blocks_of
 from offbeat.groups.partition import wrap_around
@@ -82,7 +82,7 @@ class Ranks:
 
         Raises:
             DisagreementError: if the workers fit different things.
-            GroupDataError: if models are no numbers, as those of `Estimator`.
+            GroupDataError: if models are neither numbers nor texts, as those of `Estimator`.
             NetworkError: if one cannot be reached, or is lost.
         """
         environment = Environment()
@@ -181,8 +181,9 @@ class SharedFit:
         job = trainer.job(schema, values)
         if job.model.dtype is object:
             raise GroupDataError(
-                f"Cannot fit {type(job.model).__name__} by several workers: they exchange models as numbers, and "
-                "its are objects of another library. Fit it on one machine, executor=ThisProcess() or Processes()."
+                f"Cannot fit {type(job.model).__name__} by several workers: they exchange models as numbers "
+                "or texts, and its are objects of another library. Fit it on one machine, executor=ThisProcess() or "
+                "Processes()."
             )
         if isinstance(job.search, Halving | Pooled) or job.overrides.keys:
             what = "override groups" if job.overrides.keys else f"search by {type(job.search).__name__}"
@@ -409,8 +410,12 @@ class SharedFit:
         held = {shard.group for shard in partition.shards if shard.worker == rank}
         mine = sorted({*np.flatnonzero(partition.home == rank).tolist(), *held})
         nothing = BucketTask.empty(len(job.features))
+
+        def usable(bucket: int) -> BucketTask:
+            return joined([task_of(job, index, files, bucket)], takes_missing=job.model.takes_missing)
+
         work = job.model.fit_summed(
-            lambda: (task_of(job, index, files, bucket).finite() for bucket in mine) if mine else (nothing,),
+            lambda: (usable(bucket) for bucket in mine) if mine else (nothing,),
             [job.pooled(records, index)],
         )
         found = self._run(self._name("fallback"), range(world), work)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from offbeat.errors import PeerError
-from offbeat.groups.fitting import GroupStatus, no_model
+from offbeat.groups.fitting import GroupStatus, no_models
+from offbeat.groups.table_messages import text_stream, texts_in
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from offbeat.groups.group_index import GroupIndex
 
 
-_OF_EACH = ("coefficients", "chosen", "losses", "held_losses", "steps", "status")
+_OF_EACH = ("coefficients", "chosen", "losses", "held_losses", "steps", "status", "errors")
 
 
 @dataclass
@@ -50,13 +51,13 @@ class GroupRecords:
     def empty(cls, groups: int, configs: int, width: int, dtype: type = float) -> Self:
         """Return those of groups that are not fitted yet."""
         return cls(
-            np.full((groups, width), no_model(dtype), dtype),
+            no_models((groups, width), dtype),
             np.zeros(groups, np.int64),
             np.full((groups, configs), np.nan),
             np.full((groups, configs), np.nan),
             np.zeros((groups, configs), np.int64),
             np.full(groups, GroupStatus.NO_ROWS, np.int8),
-            np.full(width, no_model(dtype), dtype),
+            no_models((width,), dtype),
             np.full(groups, None),
         )
 
@@ -81,8 +82,9 @@ class GroupRecords:
         return best
 
     def of(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the arrays of some groups, by name; errors stay here."""
-        return {name: getattr(self, name)[numbers] for name in _OF_EACH}
+        """Return the arrays of some groups, by name; texts as an Arrow stream, in bytes."""
+        made = {name: getattr(self, name)[numbers] for name in _OF_EACH}
+        return {name: text_stream(value) if value.dtype == object else value for name, value in made.items()}
 
     def put(self, numbers: np.ndarray, part: GroupRecords | Mapping[str, np.ndarray]) -> None:
         """Take in the records of some groups.
@@ -96,11 +98,11 @@ class GroupRecords:
         """
         for name in _OF_EACH:
             mine, its = getattr(self, name), part[name] if isinstance(part, Mapping) else getattr(part, name)
+            if isinstance(part, Mapping) and mine.dtype == object:
+                its = texts_in(its, (len(numbers), *mine.shape[1:]))
             if its.shape != (len(numbers), *mine.shape[1:]) or its.dtype != mine.dtype:
                 raise PeerError(f"Cannot take in {name} of another worker: {its.dtype} of shape {its.shape}.")
             mine[numbers] = its
-        if isinstance(part, GroupRecords):
-            self.errors[numbers] = part.errors
 
 
 @dataclass(frozen=True)

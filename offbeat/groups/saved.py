@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from offbeat.groups.fitting import has_model, no_model
+from offbeat.groups.fitting import has_model, no_models
 from offbeat.groups.glm import Linear, Logistic, Poisson
 from offbeat.groups.group_index import GroupIndex
 from offbeat.groups.records import GroupModels, GroupRecords
@@ -123,8 +123,8 @@ def load(path: Path, model: GroupModel | None = None) -> GroupModels:
             classes = pa.ipc.open_stream(table.schema.metadata[b"offbeat classes"]).read_all()["class"].combine_chunks()
         keys = pa.table({name: table[f"key {at}"] for at, name in enumerate(spec.by)})
         numbers = {name: _matrix(table[name]) for name in _NUMBERS}
-        kind = numbers["coefficients"].dtype.type
-        fallback = np.full(numbers["coefficients"].shape[1], no_model(object if kind is np.object_ else kind), kind)
+        models = numbers["coefficients"]
+        fallback = no_models(models.shape[1:], str if models.dtype == object else float)
         if spec.fallback is not None:
             fallback[:] = spec.fallback
         records = GroupRecords(**numbers, fallback=fallback)

@@ -88,7 +88,7 @@ def greatest(values: np.ndarray, count: int, place: int, places: int) -> Summing
         count: of values that are among them.
         place, places: of this one, and how many there are.
     """
-    keys = _ordered(values)
+    keys = ordered(values)
     least = np.uint64(0)
     for bit in range(63, -1, -1):
         trial = least | np.uint64(1 << bit)
@@ -107,8 +107,14 @@ def greatest(values: np.ndarray, count: int, place: int, places: int) -> Summing
     return found
 
 
-def _ordered(values: np.ndarray) -> np.ndarray:
-    """Whole numbers in the order of floating-point values."""
+def ordered(values: np.ndarray) -> np.ndarray:
+    """Return whole numbers, uint64, in the order of floating-point values; NaN is the greatest."""
     bits = (np.asarray(values, np.float64) + 0.0).view(np.int64)  # -0.0 becomes 0.0
     keys = np.where(bits < 0, ~bits.view(np.uint64), bits.view(np.uint64) | np.uint64(1 << 63))
     return np.where(np.isnan(values), np.iinfo(np.uint64).max, keys)
+
+
+def unordered(keys: np.ndarray) -> np.ndarray:
+    """Return the floating-point values of which `ordered` has made whole numbers."""
+    top = np.uint64(1 << 63)
+    return np.where(keys >= top, keys ^ top, ~keys).view(np.float64)

@@ -10,6 +10,7 @@ them. Each group is one thread's work. A model is kept as LightGBM's text.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,18 +20,26 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from offbeat.groups.families import BernoulliFamily, Family, GaussianFamily, PoissonFamily
+from offbeat.groups.feature_bins import common_bins
 from offbeat.groups.fitting import BucketFit, BucketTask, GroupStatus, has_model, joined, usable_rows
 from offbeat.groups.mixing import mixed
 from offbeat.groups.search import Grid
+from offbeat.groups.summing import Summand
 from offbeat.groups.table_input import GroupDataError
+from offbeat.groups.tree_growing import BoostedLoss, GrowthLimits, RoundDraw, TreeGrowth, boosted
+from offbeat.groups.tree_text import model_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from offbeat.groups.summing import Summing
+
 _FAMILIES: dict[str, Family] = {"squared": GaussianFamily(), "log": BernoulliFamily(), "poisson": PoissonFamily()}
 _OBJECTIVES = {"squared": "regression", "log": "binary", "poisson": "poisson"}
 _USUAL_LEAF, _SHARE_OF_LEAF = 20, 10
+_TOLD = ("learning_rate", "num_leaves", "min_data_in_leaf", "lambda_l2", "max_bin", "seed")
 _LEAVES = re.compile(r"^num_leaves=(\d+)$", re.MULTILINE)
+_NO_COUNTS = "a target is less than 0, or all are 0"
 _CANNOT_BE_SEARCHED = ("loss", "max_bin", "seed")
 
 
@@ -63,7 +72,7 @@ class Trees:
     seed: int = 0
     most_classes: ClassVar[int] = 1000
     takes_missing: ClassVar[bool] = True
-    dtype: ClassVar[type] = object
+    dtype: ClassVar[type] = str
 
     def __post_init__(self) -> None:
         if not isinstance(self.loss, str) or self.loss not in _FAMILIES:
@@ -116,7 +125,7 @@ class Trees:
         usable = found.mark_unusable(task, is_classifier=self.is_classifier, takes_missing=True)
         if self.loss == "poisson":
             is_wrong = (task.sums(task.target < 0) > 0) | (task.sums(task.target) == 0)
-            found.errors[usable & is_wrong] = "a target is less than 0, or all are 0"
+            found.errors[usable & is_wrong] = _NO_COUNTS
             found.status[usable & is_wrong] = GroupStatus.FAILED
             usable &= ~is_wrong
         for group in np.flatnonzero(usable | (found.status == GroupStatus.ONE_CLASS)):
@@ -125,6 +134,35 @@ class Trees:
             for at, (text, margins, steps) in training.models(configs):
                 found.coefficients[group, at, 0], found.steps[group, at] = text, steps
                 found.losses[group, at] = self.loss_of(margins, task.target[rows]).mean()
+        return found
+
+    def fit_summed(self, tasks: Callable[[], Iterable[BucketTask]], configs: Sequence[Trees]) -> Summing[BucketFit]:
+        """Fit one model for each configuration to rows in several places, of which this is one.
+
+        The trees are offbeat's own, by LightGBM's algorithm: LightGBM does not tell the sums that places would add.
+        """
+        found = BucketFit.empty(1, len(configs), 1, object)
+        parts = list(tasks())
+        here = joined(parts, takes_missing=True)
+        keys = [int(part.hashes[0] >> np.uint64(1)) for part in parts if len(part.hashes)]
+        agreed = torch.tensor([max(keys, default=0), here.classes])
+        key, classes = (yield Summand(agreed, "max")).tolist()  # a place without rows knows neither
+        unusable = sum(len(part.target) for part in parts) - len(here.target)
+        ones = np.bincount(here.target.astype(np.int64) if classes else [], minlength=classes)
+        facts = np.array([len(here.target), unusable, (here.target < 0).sum(), (here.target > 0).sum(), *ones])
+        count, unusable, negative, positive, *of_class = (yield Summand(torch.from_numpy(facts))).tolist()
+        if not count or unusable:
+            found.status[0] = GroupStatus.NOT_FINITE if unusable else GroupStatus.NO_ROWS
+            return found
+        if self.loss == "poisson" and (negative or not positive):
+            found.status[0], found.errors[0] = GroupStatus.FAILED, _NO_COUNTS
+            return found
+        if sum(map(bool, of_class)) == 1:
+            found.status[0] = GroupStatus.ONE_CLASS
+        training = SummedTraining(self, here, count, key, classes)
+        made = yield from training.models(configs)
+        for at, (text, loss, steps) in enumerate(made):
+            found.coefficients[0, at, 0], found.losses[0, at], found.steps[0, at] = text, loss, steps
         return found
 
     def fit_together(self, tasks: Callable[[], Iterable[BucketTask]], config: Trees) -> np.ndarray:
@@ -248,6 +286,73 @@ class GroupTraining:
             made["bagging_freq"] = 1
         digest = xxh3_64_intdigest(repr(seeded).encode())
         return made | {"seed": int(mixed(np.array([self.key]), digest)[0] >> np.uint64(33))}
+
+
+@dataclass(frozen=True)
+class SummedTraining:
+    """The training of the models of a group of which several places have rows.
+
+    Args:
+        here: the rows of this place.
+        count: of rows in all places.
+        key: of the group, the same in all places.
+        classes: of the table, of a classification; else 0.
+    """
+
+    spec: Trees
+    here: BucketTask
+    count: int
+    key: int
+    classes: int
+
+    def models(self, configs: Sequence[Trees]) -> Summing[list[tuple[str, float, int]]]:
+        """Return the model of each configuration as text, its loss for each row, and its rounds."""
+        bins = yield from common_bins(self.here.features, self.spec.max_bin)
+        growth, loss = TreeGrowth(bins, self.here.features, self.count), BoostedLoss(self.spec.loss, self.classes)
+        start = yield from loss.start(self.here.target, self.count)
+        objective = _OBJECTIVES[self.spec.loss] + (" sigmoid:1" if self.spec.loss == "log" else "")
+        if self.classes > 2:
+            objective = f"multiclass num_class:{self.classes}"
+        wanted: dict[Trees, list[int]] = {}
+        for at, config in enumerate(configs):
+            wanted.setdefault(dataclasses.replace(config.in_group(self.count), rounds=1), []).append(at)
+        made = dict[int, tuple[str, float, int]]()
+        for one, places in wanted.items():
+            rounds = {at: int(configs[at].rounds) for at in places}  # type: ignore[arg-type]
+            losses = dict[int, float]()
+
+            def tell(turn: int, scores: np.ndarray, losses: dict[int, float] = losses) -> None:
+                margins = scores if scores.shape[1] > 1 else scores[:, 0]
+                losses[turn] = float(self.spec.loss_of(margins, self.here.target).sum())
+
+            limits = GrowthLimits(one.num_leaves, one.min_data_in_leaf, one.lambda_l2, one.learning_rate)  # type: ignore[arg-type]
+            draw = (
+                functools.partial(self._drawn, one) if one.feature_fraction != 1 or one.bagging_fraction != 1 else None
+            )
+            most = max(rounds.values())
+            trees = yield from boosted(growth, loss, self.here.target, limits, start, most, draw, rounds.values(), tell)
+            sums = yield Summand(torch.tensor(list(losses.values()), dtype=torch.float64))
+            totals = dict(zip(losses, sums.tolist(), strict=True))
+            for at, most in rounds.items():
+                own = trees[:most]
+                told = {name: getattr(configs[at], name) for name in _TOLD} | {"objective": objective.split()[0]}
+                text = model_text(own, start, bins, limits.rate, objective, told)
+                made[at] = text, totals[len(own)] / self.count, len(own)
+        return [made[at] for at in range(len(configs))]
+
+    def _drawn(self, config: Trees, turn: int) -> RoundDraw:
+        """Draw features, and rows by their values: equal rows are drawn together, wherever they are."""
+        shares = float(config.bagging_fraction), float(config.feature_fraction)  # type: ignore[arg-type]
+        digest = xxh3_64_intdigest(repr(dataclasses.replace(config, num_leaves=2)).encode())
+        values = np.where(np.isnan(self.here.features), np.inf, self.here.features + 0.0)  # one NaN, and one 0
+        columns = [column.view(np.uint64) for column in np.ascontiguousarray(values.T)]
+        chance = mixed(self.key, digest, turn, *columns, (self.here.target + 0.0).view(np.uint64))
+        rows = (chance >> np.uint64(11)).astype(np.float64) < shares[0] * 2**53
+        count = len(columns)
+        order = np.argsort(mixed(np.arange(count), self.key, digest, turn), kind="stable")
+        features = np.zeros(count, np.bool_)
+        features[order[: max(1, round(count * shares[1]))]] = True
+        return RoundDraw(rows, features)
 
 
 def _booster(text: str) -> Any:

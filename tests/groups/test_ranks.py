@@ -30,6 +30,7 @@ from offbeat.groups import (
     Ranks,
     Small,
     ThisProcess,
+    Trees,
 )
 from offbeat.groups.carrier import LocalBoard, LocalCarrier
 from offbeat.groups.fitting import BucketTask, GroupStatus
@@ -133,6 +134,44 @@ def test_the_model_of_all_rows_is_a_sum_over_all_workers() -> None:
     alone = trainer.fit(table)
     for made in fit_by(3, trainer, [table] * 3):
         np.testing.assert_allclose(made.records.fallback, alone.records.fallback, rtol=1e-10)
+
+
+@pytest.mark.parametrize(("loss", "target"), [("squared", "y"), ("log", "is")])
+def test_trees_of_split_groups_are_those_of_all_rows(loss: str, target: str, tmp_path: Path) -> None:
+    table = skewed(3_000)
+    spec = Trees(loss, rounds=Grid(2, 12), learning_rate=0.2, num_leaves=7)
+    trainer = trainer_of(
+        spec, target, small=Small(fallback="global"), validation=HoldOut(by="day"), executor=ThisProcess(BUCKET)
+    )
+    alone = trainer.fit(table)
+    by_two = fit_by(2, trainer, [table] * 2)
+    by_three = fit_by(3, trainer, [table] * 3, [tmp_path] * 3)
+    (tmp_path / "000000.npz").unlink()
+    resumed = fit_by(2, trainer, [table] * 2, [tmp_path] * 2)
+    seen: dict[int, str] = {}
+    for made in (*by_two, *by_three, *resumed):
+        assert made.records.status.tolist() == alone.records.status.tolist()
+        texts = made.records.coefficients[:, 0]
+        split = np.flatnonzero(texts != alone.records.coefficients[:, 0])
+        assert 1 <= len(split) <= 2
+        assert split.max() <= 1, "whole groups are LightGBM's, everywhere"
+        for group in split:
+            assert seen.setdefault(group, texts[group]) == texts[group], "however it was split"
+        np.testing.assert_array_equal(made.records.chosen[:2], alone.records.chosen[:2])
+        np.testing.assert_allclose(made.records.held_losses[:2], alone.records.held_losses[:2], rtol=0.05)
+        assert made.records.fallback[0].startswith("tree\nversion=v4")
+    assert by_three[0].records.fallback[0] == by_two[0].records.fallback[0]
+
+
+def test_why_trees_failed_is_known_to_all_workers() -> None:
+    """Of a group that is split, and of one that is whole."""
+    table = skewed(3_000)
+    counts = np.where(np.isin(table["key"].to_numpy(), (0, 1, 30)), -1.0, 1.0 + table["day"].to_numpy())
+    table = table.set_column(table.column_names.index("y"), "y", pa.array(counts))
+    for made in fit_by(3, trainer_of(Trees("poisson", rounds=2)), [table] * 3):
+        failed = np.flatnonzero(made.records.status == GroupStatus.FAILED)
+        assert made.index.keys["key"].take(pa.array(failed)).to_pylist() == [0, 1, 30]
+        assert set(made.records.errors[failed]) == {"a target is less than 0, or all are 0"}
 
 
 @pytest.mark.parametrize("model", [Linear(), Net(lambda features: nn.Linear(features, 1), epochs=1)])
