@@ -14,6 +14,7 @@ import torch
 from offbeat.groups.buckets import GroupRows, numbers_in
 from offbeat.groups.fitting import BucketTask, GroupStatus, MixedModel, no_model
 from offbeat.groups.mixing import mixed
+from offbeat.groups.overrides import GroupOverrides
 from offbeat.groups.records import GroupRecords
 from offbeat.groups.search import HoldOut, held_out, searched, values_of
 from offbeat.groups.search_methods import Halving, RungModel
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
     from offbeat.groups.fitting import BucketFit, GroupModel
     from offbeat.groups.group_index import GroupIndex
-    from offbeat.groups.overrides import GroupOverrides
     from offbeat.groups.search_methods import SearchMethod
     from offbeat.groups.summing import Summing
 
@@ -36,16 +36,24 @@ class Small:
 
     Args:
         min_rows: below which a group is small.
-        fallback: "skip": nothing predicts for it; "global": one model of all rows does, and for keys that are not
-            known; "raise": `fit` refuses the table.
+        fallback: what predicts for it, for other groups without a model, and for keys that are not known. "skip":
+            nothing; "global": one model of all rows; "parent": the model of all rows of the key without its last value,
+            as of a country for a store, then that one's parent, then the model of all rows; "raise": `fit` refuses the
+            table. Of one column "parent" is "global". It is not the default: for each column of `by` but one, it reads
+            the table and fits all rows once more, and has all rows of a parent in memory.
     """
 
     min_rows: int = 1
     fallback: str = "skip"
 
     def __post_init__(self) -> None:
-        if self.fallback not in ("global", "skip", "raise"):
-            raise GroupDataError(f"Cannot fall back to {self.fallback!r}: name 'skip', 'global' or 'raise'.")
+        if self.fallback not in ("global", "parent", "skip", "raise"):
+            raise GroupDataError(f"Cannot fall back to {self.fallback!r}: name 'skip', 'global', 'parent' or 'raise'.")
+
+    @property
+    def has_global(self) -> bool:
+        """Return whether there is a model of all rows."""
+        return self.fallback in ("global", "parent")
 
     def check(self, index: GroupIndex) -> None:
         """Check the sizes of groups.
@@ -70,6 +78,7 @@ class GroupJob:
         schema: of the columns that are needed.
         fixed: the numbers of the groups that are overridden.
         choice: the configuration of all groups, if one is chosen already.
+        leaves_out: whether rows that the model cannot compute with are left out; else their groups have no model.
     """
 
     model: GroupModel
@@ -85,6 +94,7 @@ class GroupJob:
     overrides: GroupOverrides
     fixed: tuple[int, ...] = ()
     choice: int | None = None
+    leaves_out: bool = False
 
     @property
     def width(self) -> int:
@@ -125,12 +135,22 @@ class GroupJob:
         self.small.check(index)
         return replace(self, fixed=self.overrides.numbers(index))
 
+    @property
+    def parent_columns(self) -> range:
+        """Return by how many columns of the key there are parents, for each level of them."""
+        return range(1, len(self.by) if self.small.fallback == "parent" else 1)
+
+    def of_parents(self, columns: int) -> GroupJob:
+        """Return the job of the groups by the first columns of the key."""
+        return replace(self, by=self.by[:columns], overrides=GroupOverrides(), fixed=(), choice=None, leaves_out=True)
+
     def fit(self, rows: GroupRows, hashes: np.ndarray) -> GroupRecords:
         """Fit the groups of a bucket, and return their records, in the order of `rows.numbers`.
 
         Args:
             hashes: (groups,), of the keys of these groups.
         """
+        rows = self._usable(rows, hashes)
         task = self.task(rows, hashes)
         records = self.records(len(rows.numbers))
         if self.choice is not None:
@@ -146,8 +166,17 @@ class GroupJob:
         """Fit all configurations to the rows that are not held out, and return records without models."""
         records = self.records(len(rows.numbers))
         if len(self.configs) > 1:
+            rows = self._usable(rows, hashes)
             self._try(rows, self.task(rows, hashes), records)
         return records
+
+    def _usable(self, rows: GroupRows, hashes: np.ndarray) -> GroupRows:
+        """The rows that are fitted."""
+        if not self.leaves_out:
+            return rows
+        is_usable = self.task(rows, hashes).usable(takes_missing=self.model.takes_missing)
+        kept = np.append(0, np.cumsum(is_usable))
+        return GroupRows(rows.numbers, kept[rows.offsets], rows.table.filter(pa.array(is_usable)))
 
     def _try(self, rows: GroupRows, task: BucketTask, records: GroupRecords) -> BucketFit:
         held = held_out(task.hashes, task.offsets, self.validation, self._moments(rows), self._strata(task))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from offbeat.groups.buckets import BUCKET_BYTES, BucketFiles, cut_buckets
 from offbeat.groups.fit_folder import FitFolder
 from offbeat.groups.group_index import GroupIndex
+from offbeat.groups.parents import ParentLevel
 from offbeat.groups.records import GroupModels, GroupRecords
 from offbeat.groups.search_methods import Pooled
 
@@ -82,16 +83,55 @@ def fit_buckets(
     job = trainer.job(table.schema, trainer.classes(table.batches([trainer.target]), table.schema))
     index = GroupIndex.count(table.batches(job.by), job.by, table.schema)
     job = job.checked(index)
-    records = job.records(len(index))
+    levels: list[ParentLevel] = []
     with tempfile.TemporaryDirectory(prefix="offbeat-groups-") as temporary:
-        files = BucketFiles(Path(temporary), index, cut_buckets(index.rows, 8 * len(job.schema), bucket_bytes))
-        kept = None if folder is None else FitFolder(folder, job, index, files.buckets)
-        done = {} if kept is None else kept.read()
+        fit = _LevelFit(run, bucket_bytes, table, Path(temporary) / "groups", job, index, folder)
+        for columns in job.parent_columns:
+            place, kept = Path(temporary) / f"parents {columns}", folder and folder / f"parents {columns}"
+            above = _LevelFit(run, bucket_bytes, table, place, job.of_parents(columns), index.prefix(columns), kept)
+            levels.append(ParentLevel(above.index, above.run(lambda ended, groups: None).coefficients))
+        records = fit.run(progress)
+        if job.small.has_global and len(index):
+            records.fallback = job.model.fit_together(
+                lambda: map(functools.partial(task_of, job, index, fit.files), range(fit.files.count)),
+                job.pooled(records, index),
+            )
+    return GroupModels(job.model, index, records, list(job.features), job.target, job.classes, job.tried, tuple(levels))
+
+
+class _LevelFit:
+    """The fit of all groups, or of the parents on one level.
+
+    Args:
+        place: for the files of buckets.
+        folder: as of `Executor.fit`.
+    """
+
+    def __init__(
+        self,
+        run: BucketRun,
+        bucket_bytes: int,
+        table: TableInput,
+        place: Path,
+        job: GroupJob,
+        index: GroupIndex,
+        folder: Path | None,
+    ) -> None:
+        place.mkdir()
+        self._run, self._table, self._job, self.index = run, table, job, index
+        self.files = BucketFiles(place, index, cut_buckets(index.rows, 8 * len(job.schema), bucket_bytes))
+        self._kept = None if folder is None else FitFolder(folder, job, index, self.files.buckets)
+
+    def run(self, progress: Progress) -> GroupRecords:
+        """Sort the rows into buckets, and fit those that the folder does not have."""
+        job, index, files = self._job, self.index, self.files
+        records = job.records(len(index))
+        done = {} if self._kept is None else self._kept.read()
         ended = 0
         for numbers, part in done.values():
             records.put(numbers, part)
             ended += len(numbers)
-        files.write(table.batches(job.schema.names), job.schema)
+        files.write(self._table.batches(job.schema.names), job.schema)
         tried = None
         if isinstance(job.search, Pooled) and len(job.configs) > 1:
             tried = job.records(len(index))
@@ -99,20 +139,15 @@ def fit_buckets(
                 rows = files.read(bucket)
                 tried.put(rows.numbers, job.try_all(rows, index.hashes[rows.numbers]))
             job = replace(job, choice=tried.choose_pooled(index.rows))
-        for bucket, numbers, made in run(job, index, files, [at for at in range(files.count) if at not in done]):
+        for bucket, numbers, made in self._run(job, index, files, [at for at in range(files.count) if at not in done]):
             records.put(numbers, made)
-            if kept is not None:
-                kept.write(bucket, numbers, records)
+            if self._kept is not None:
+                self._kept.write(bucket, numbers, records)
             ended += len(numbers)
             progress(ended, len(index))
         if tried is not None:
             records.losses, records.held_losses, records.steps = tried.losses, tried.held_losses, tried.steps
-        if job.small.fallback == "global" and len(index):
-            records.fallback = job.model.fit_together(
-                lambda: map(functools.partial(task_of, job, index, files), range(files.count)),
-                job.pooled(records, index),
-            )
-    return GroupModels(job.model, index, records, list(job.features), job.target, job.classes, job.tried)
+        return records
 
 
 def task_of(job: GroupJob, index: GroupIndex, files: BucketFiles, bucket: int) -> BucketTask:
