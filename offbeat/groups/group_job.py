@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import torch
 
 from offbeat.groups.buckets import GroupRows, numbers_in
-from offbeat.groups.fitting import BucketTask, GroupStatus, MixedModel, no_model
+from offbeat.groups.fitting import BucketTask, GroupStatus, MixedModel, ShrunkModel, no_model
 from offbeat.groups.mixing import mixed
 from offbeat.groups.overrides import GroupOverrides
 from offbeat.groups.records import GroupRecords
@@ -78,6 +78,7 @@ class GroupJob:
         schema: of the columns that are needed.
         fixed: the numbers of the groups that are overridden.
         choice: the configuration of all groups, if one is chosen already.
+        parents: (groups, width), the models toward which each group is shrunk; None if nothing is.
         leaves_out: whether rows that the model cannot compute with are left out; else their groups have no model.
     """
 
@@ -94,6 +95,7 @@ class GroupJob:
     overrides: GroupOverrides
     fixed: tuple[int, ...] = ()
     choice: int | None = None
+    parents: np.ndarray | None = None
     leaves_out: bool = False
 
     @property
@@ -144,6 +146,15 @@ class GroupJob:
         """Return the job of the groups by the first columns of the key."""
         return replace(self, by=self.by[:columns], overrides=GroupOverrides(), fixed=(), choice=None, leaves_out=True)
 
+    @property
+    def is_shrunk(self) -> bool:
+        """Return whether groups are shrunk toward their parents."""
+        return any(is_shrunk(config) for config in [*self.configs, *self.overrides.configs(self.model)])
+
+    def of(self, numbers: np.ndarray) -> GroupJob:
+        """Return the job of some of the groups."""
+        return self if self.parents is None else replace(self, parents=self.parents[numbers])
+
     def fit(self, rows: GroupRows, hashes: np.ndarray) -> GroupRecords:
         """Fit the groups of a bucket, and return their records, in the order of `rows.numbers`.
 
@@ -151,7 +162,7 @@ class GroupJob:
             hashes: (groups,), of the keys of these groups.
         """
         rows = self._usable(rows, hashes)
-        task = self.task(rows, hashes)
+        task = replace(self.task(rows, hashes), parents=self.parents)
         records = self.records(len(rows.numbers))
         if self.choice is not None:
             records.chosen[:] = self.choice
@@ -167,7 +178,7 @@ class GroupJob:
         records = self.records(len(rows.numbers))
         if len(self.configs) > 1:
             rows = self._usable(rows, hashes)
-            self._try(rows, self.task(rows, hashes), records)
+            self._try(rows, replace(self.task(rows, hashes), parents=self.parents), records)
         return records
 
     def _usable(self, rows: GroupRows, hashes: np.ndarray) -> GroupRows:
@@ -179,8 +190,7 @@ class GroupJob:
         return GroupRows(rows.numbers, kept[rows.offsets], rows.table.filter(pa.array(is_usable)))
 
     def _try(self, rows: GroupRows, task: BucketTask, records: GroupRecords) -> BucketFit:
-        held = held_out(task.hashes, task.offsets, self.validation, self._moments(rows), self._strata(task))
-        part, rest = task.rows(~held), task.rows(held)
+        part, rest = self.parted(rows, task)
         if isinstance(self.search, Halving):
             found = self._halve(self.search, part, rest, records)
         else:
@@ -190,6 +200,11 @@ class GroupJob:
             records.choose()
         records.losses[:], records.steps[:] = found.losses, found.steps
         return found
+
+    def parted(self, rows: GroupRows, task: BucketTask) -> tuple[BucketTask, BucketTask]:
+        """Return the rows that configurations are fitted to, and those that are held out."""
+        held = held_out(task.hashes, task.offsets, self.validation, self._moments(rows), self._strata(task))
+        return task.rows(~held), task.rows(held)
 
     def _halve(self, search: Halving, part: BucketTask, rest: BucketTask, records: GroupRecords) -> BucketFit:
         """Train to each rung, and choose among the configurations that have come to the last one."""
@@ -315,6 +330,11 @@ class GroupJob:
 
     def _strata(self, task: BucketTask) -> np.ndarray | None:
         return np.nan_to_num(task.target).astype(np.int64) if self.model.is_classifier else None
+
+
+def is_shrunk(config: Any) -> bool:
+    """Return whether a configuration shrinks groups toward their parents."""
+    return isinstance(config, ShrunkModel) and bool(config.shrink)
 
 
 class JobMaker(Protocol):

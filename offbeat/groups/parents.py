@@ -7,18 +7,24 @@ they are for the model of all rows, so that a missing value of one child takes n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from offbeat.groups.fitting import has_model
+from offbeat.groups.summing import SummingModel, run_alone
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     import pyarrow as pa
 
+    from offbeat.groups.buckets import GroupRows
+    from offbeat.groups.fitting import BucketTask
     from offbeat.groups.group_index import GroupIndex
+    from offbeat.groups.group_job import GroupJob
 
 
 @dataclass(frozen=True)
@@ -74,3 +80,25 @@ class ParentModels:
         """Return the word for a model of each level, and for that of all rows."""
         names = [f"parent {level.index.by[-1]}" if len(self.levels) > 1 else "parent" for level in self.levels]
         return [*names, "global" if has_model(self.of_all) else "none"]
+
+
+def config_of_all(job: GroupJob, tasks: Callable[[], Iterable[tuple[GroupRows, BucketTask]]]) -> Any:
+    """Return the configuration of the model of all rows, for a fit in which groups are shrunk.
+
+    Other fits take the one that does best in the groups; here they are fitted only after all that is above them.
+
+    Args:
+        tasks: the rows of each bucket, and the same as numbers.
+    """
+    configs = list(dict.fromkeys(replace(config, shrink=0.0) for config in job.configs))
+    if len(configs) == 1:
+        return configs[0]
+    model = job.model
+    assert isinstance(model, SummingModel)
+    found = run_alone(model.fit_summed(lambda: (job.parted(*one)[0].finite() for one in tasks()), configs))
+    losses = np.zeros(len(configs))
+    for one in tasks():
+        rest = job.parted(*one)[1].finite()
+        models = found.coefficients.repeat(len(rest.offsets) - 1, 0)
+        losses += [float(values.sum()) for values in job.losses(rest, models)]
+    return configs[int(np.where(np.isnan(losses), np.inf, losses).argmin())]

@@ -184,7 +184,7 @@ class SharedFit:
                 f"Cannot fit {type(job.model).__name__} by several workers: they exchange models as numbers, and "
                 "its are objects of another library. Fit it on one machine, executor=ThisProcess() or Processes()."
             )
-        if job.parent_columns:
+        if job.parent_columns or job.is_shrunk:
             raise GroupDataError(
                 "Cannot fit parents of groups with Ranks, by several workers: use Small(fallback='global'), or fit on "
                 "one machine, executor=ThisProcess() or Processes()."
