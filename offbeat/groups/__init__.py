@@ -19,7 +19,7 @@ After "Towards an Optimized GROUP BY Abstraction for Large-Scale Machine Learnin
   bins; `tree_text` - the trees as LightGBM writes them
 * a fit: `trainer` - from a table to models; `group_job` - of one bucket, with the choice of a configuration;
   `fitting` - what a spec makes of its rows; `records` - arrays of all groups; `fitted` - tables of models, and
-  predictions; `saved` - a file of them
+  predictions; `parents` - models of the groups around a group; `saved` - a file of them
 * forecasts: `cost` - how a fit will go, and how long it takes
 * where: `this_process`; `processes` - of this machine; `fit_folder` - what an ended fit has left
 * several workers: `ranks` - those of a job; `partition` - who has which rows of which group; `carrier` - what travels

@@ -167,6 +167,8 @@ class FitPilot:
         picked = [self._picked(np.flatnonzero(buckets == bucket)) for bucket in self._tried]
         numbers = np.sort(np.concatenate(picked)) if picked else np.zeros(0, np.int64)
         mine = GroupIndex(index.keys.take(numbers), index.rows[numbers])
+        if job.is_shrunk:  # how long it takes hardly depends on the parents
+            self._job = replace(self._job, parents=np.zeros((len(mine), job.width)))
         with tempfile.TemporaryDirectory(prefix="offbeat-groups-") as folder:
             files = BucketFiles(Path(folder), mine, np.searchsorted(self._tried, buckets[numbers]))
             begin = time.perf_counter()
@@ -235,7 +237,7 @@ class FitPilot:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             begin = time.perf_counter()
-            self._job.fit(rows, index.hashes[rows.numbers])
+            self._job.of(rows.numbers).fit(rows, index.hashes[rows.numbers])
             seconds = time.perf_counter() - begin
         for one in told:
             if "one by one" in str(one.message):

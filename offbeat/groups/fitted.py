@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from offbeat.groups.buckets import matrix_of
 from offbeat.groups.fitting import GroupStatus, has_model
+from offbeat.groups.parents import ParentModels
 from offbeat.groups.saved import load, save
 from offbeat.groups.table_input import open_table
 
@@ -31,6 +32,7 @@ class FittedGroups:
         self._made = made
         self.model, self.index, self.records = made.model, made.index, made.records
         self.features, self.target, self.classes = made.features, made.target, made.classes
+        self._parents = ParentModels(made.parents, made.records.fallback)
 
     @cached_property
     def models(self) -> pa.Table:
@@ -71,15 +73,17 @@ class FittedGroups:
             prediction: a class, or a number; null where no model is for a row.
             probability: of the second class; of a classification alone. Of more than two classes there is a column
                 for each instead: `probability of NAME`.
-            model: "group"; for a key that is not known, or whose group has no model, "global" if there is one of all
-                rows, else "none".
+            model: "group"; for a key that is not known, or whose group has no model, "parent" if that has one (with
+                several levels its last column, too: "parent country"), else "global" if there is one of all rows,
+                else "none".
 
         Raises:
             GroupDataError: if a column is missing, or of another type.
         """
         table = open_table(data)
-        parts = [self._predict(part) for part in table.batches([*self.index.by, *self.features])]
-        return pa.concat_tables(parts) if parts else self._predict(table.schema.empty_table())
+        models = np.concatenate((self.records.coefficients, self._parents.stacked))
+        parts = [self._predict(part, models) for part in table.batches([*self.index.by, *self.features])]
+        return pa.concat_tables(parts) if parts else self._predict(table.schema.empty_table(), models)
 
     def save(self, path: Path | str) -> None:
         """Write the models to a file; `load` reads it.
@@ -102,13 +106,17 @@ class FittedGroups:
         """
         return FittedGroups(load(Path(path), model))
 
-    def _predict(self, part: pa.Table) -> pa.Table:
+    def _predict(self, part: pa.Table, models: np.ndarray) -> pa.Table:
+        """The predictions of rows.
+
+        Args:
+            models: (models, width), of the groups, of the levels above them, and of all rows.
+        """
         numbers = self.index.numbers_of(part)
-        coefficients = np.concatenate((self.records.coefficients, self.records.fallback[None]))
         features = matrix_of(part, self.features)
-        has_own = has_model(coefficients)[numbers] & (numbers >= 0)
-        numbers[~has_own] = -1
-        means = self.model.means(self.model.margins(coefficients, features, numbers))
+        has_own = np.append(has_model(self.records.coefficients), False)[numbers]
+        numbers[~has_own] = len(self.index) + self._parents.places_of(part.filter(pa.array(~has_own)))
+        means = self.model.means(self.model.margins(models, features, numbers))
         made = {}
         if self.classes is None:
             made["prediction"] = _without_nan(means)
@@ -122,8 +130,9 @@ class FittedGroups:
             made["prediction"] = self.classes.take(places)
             for at, value in enumerate(self.classes.to_pylist()):
                 made[f"probability of {value}"] = _without_nan(means[:, at])
-        words = pa.array(["global" if has_model(self.records.fallback) else "none", "group"])
-        made["model"] = words.take(pa.array(has_own.astype(np.int64)))
+        ends = np.append(0, self._parents.ends) + len(self.index)
+        words = pa.array(["group", *self._parents.words])
+        made["model"] = words.take(pa.array(np.searchsorted(ends, numbers, side="right")))
         return pa.table(made)
 
 

@@ -46,6 +46,7 @@ class BucketTask:
         hashes: (groups,), of their keys: what is random is a function of these.
         classes: of the table, of a classification; else 0.
         start: (groups, width), models close to which a better one is expected: a spec may begin there. NaN for none.
+        parents: (groups, width), the models of the groups' parents; None where nothing is shrunk toward them.
     """
 
     features: np.ndarray
@@ -54,6 +55,7 @@ class BucketTask:
     hashes: np.ndarray
     classes: int = 0
     start: np.ndarray | None = None
+    parents: np.ndarray | None = None
 
     @classmethod
     def empty(cls, features: int) -> Self:
@@ -74,8 +76,9 @@ class BucketTask:
         is_of[which] = True
         rows = np.repeat(is_of, counts)
         offsets = np.concatenate(([0], np.cumsum(counts[which])))
-        start = None if self.start is None else self.start[which]
-        return BucketTask(self.features[rows], self.target[rows], offsets, self.hashes[which], self.classes, start)
+        start, parents = (None if models is None else models[which] for models in (self.start, self.parents))
+        features, target, hashes = self.features[rows], self.target[rows], self.hashes[which]
+        return BucketTask(features, target, offsets, hashes, self.classes, start, parents)
 
     def finite(self) -> BucketTask:
         """Return the rows that can be computed with."""
@@ -198,6 +201,17 @@ class MixedModel(Protocol):
         Args:
             configs: of each group.
         """
+
+
+@runtime_checkable
+class ShrunkModel(Protocol):
+    """The Protocol of a model spec that may shrink groups toward their parents; then it is a `SummingModel`, too.
+
+    Attributes:
+        shrink: how much, 0 or greater; `BucketTask.parents` are there where it is not 0.
+    """
+
+    shrink: Any
 
 
 @dataclass

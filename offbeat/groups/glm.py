@@ -16,7 +16,7 @@ import torch
 
 from offbeat.groups.families import BernoulliFamily, Family, GaussianFamily, PoissonFamily
 from offbeat.groups.fitting import BucketFit, BucketTask, GroupStatus, similar_sizes
-from offbeat.groups.newton import PaddedGroups, solve
+from offbeat.groups.newton import PaddedGroups, Shrinkage, solve
 from offbeat.groups.summed_newton import GlmSums, SummedNewton, sums_of
 from offbeat.groups.summing import Summand, run_alone
 from offbeat.groups.table_input import GroupDataError
@@ -41,12 +41,18 @@ class Glm:
         standardize: whether each group's features are scaled to a mean of 0 and a variance of 1 there before they are
             penalized; coefficients are told for the features as they are.
         per_row: whether `l2` is a penalty for each row, so that it weighs as much in large groups as in small ones.
+        shrink: the weight of `|w - parent's w|^2 / 2`, 0 or greater, which pulls small groups to the model of their
+            parent and large ones hardly; with `Small(fallback="parent")`. The intercept is pulled, too: the level of a
+            small group is as uncertain as its slopes, and a group of one class has a model so. It is a penalty of the
+            group, also with `per_row`, and of coefficients for scaled features with `standardize`. A parent has seen
+            all rows of its children, so a search of `shrink` favors it a little where a parent has few children.
     """
 
     l2: float | Searched = 1.0
     intercept: bool = True
     standardize: bool = False
     per_row: bool = False
+    shrink: float | Searched = 0.0
     family: ClassVar[Family]
     is_classifier: ClassVar[bool] = False
     most_classes: ClassVar[int] = 2
@@ -59,8 +65,9 @@ class Glm:
         Raises:
             GroupDataError: if it cannot be used.
         """
-        if not isinstance(self.l2, int | float) or not 0 <= self.l2 < float("inf"):
-            raise GroupDataError(f"Cannot use l2={self.l2!r}: name a number that is 0 or greater.")
+        for name, value in (("l2", self.l2), ("shrink", self.shrink)):
+            if not isinstance(value, int | float) or not 0 <= value < float("inf"):
+                raise GroupDataError(f"Cannot use {name}={value!r}: name a number that is 0 or greater.")
 
     def shown(self, coefficients: np.ndarray, features: Sequence[str]) -> dict[str, np.ndarray]:
         """Return the coefficients by their names."""
@@ -75,9 +82,10 @@ class Glm:
         """Fit a model for each group of a bucket and each configuration.
 
         Args:
-            configs: which differ in `l2` alone.
+            configs: which differ in `l2` and `shrink` alone.
         """
-        return self._fit(task, _penalties(configs).expand(len(task.offsets) - 1, -1))
+        groups = len(task.offsets) - 1
+        return self._fit(task, _penalties(configs).expand(groups, -1), _strengths(configs).expand(groups, -1))
 
     def fit_each(self, task: BucketTask, configs: Sequence[Glm]) -> BucketFit:
         """Fit a model for each group of a bucket, of one configuration.
@@ -85,13 +93,14 @@ class Glm:
         Args:
             configs: of each group.
         """
-        return self._fit(task, _penalties(configs)[:, None])
+        return self._fit(task, _penalties(configs)[:, None], _strengths(configs)[:, None])
 
-    def _fit(self, task: BucketTask, penalties: torch.Tensor) -> BucketFit:
+    def _fit(self, task: BucketTask, penalties: torch.Tensor, strengths: torch.Tensor) -> BucketFit:
         """Fit a model for each group of a bucket and each of its penalties.
 
         Args:
-            penalties: (groups, configs).
+            penalties: (groups, configs), of `l2`.
+            strengths: (groups, configs), of `shrink`.
         """
         groups, count = penalties.shape
         width = self.width(task.features.shape[1])
@@ -99,8 +108,16 @@ class Glm:
         counts = np.diff(task.offsets)
         usable = found.mark_unusable(task, is_classifier=self.is_classifier)
         is_one = found.status == GroupStatus.ONE_CLASS
-        found.coefficients[is_one] = self._constant(task.sums(task.target)[is_one], counts[is_one], width)[:, None]
         mean, scale = self._scales(task)
+        parents = None
+        if task.parents is not None:
+            parents = torch.from_numpy(self._as_scaled(np.nan_to_num(task.parents), mean, scale))
+            is_free = torch.from_numpy(is_one)[:, None] & (strengths == 0)
+            usable |= is_one & ~is_free.all(1).numpy()
+            strengths = torch.where(is_free, 1.0, strengths)  # which ends; its model is a constant
+        else:
+            assert not strengths.any(), "the parents of groups are missing"
+            is_free = torch.from_numpy(is_one)[:, None].expand(-1, count)
         start = None if task.start is None else self._as_scaled(np.nan_to_num(task.start), mean, scale)[:, None]
         for at in similar_sizes(counts, usable, width, _CACHED_BYTES):
             x, target = self._padded(task, at, mean, scale)
@@ -110,6 +127,7 @@ class Glm:
                 penalties[at] * torch.from_numpy(counts[at, None]) if self.per_row else penalties[at],
                 has_intercept=self.intercept,
                 start=None if start is None else torch.from_numpy(start[at].repeat(count, 1)),
+                shrinkage=None if parents is None else Shrinkage(parents[at], strengths[at]),
             )
             found.coefficients[at] = self._as_they_are(solution.coefficients.numpy(), mean[at], scale[at])
             found.losses[at] = solution.objectives.numpy() / np.maximum(counts[at], 1)[:, None]
@@ -118,10 +136,15 @@ class Glm:
             if self.is_classifier:
                 margins = (solution.coefficients @ x.mT).abs().amax((1, 2)).numpy()
                 found.status[at[margins > _LARGE_MARGIN]] = GroupStatus.SEPARABLE
+        found.status[is_one] = GroupStatus.ONE_CLASS
+        groups_of, configs_of = is_free.numpy().nonzero()
+        constants = self._constant(task.sums(task.target)[groups_of], counts[groups_of], width)
+        found.coefficients[groups_of, configs_of] = constants
+        found.losses[groups_of, configs_of], found.steps[groups_of, configs_of] = np.nan, 0
         return found
 
     def fit_summed(self, tasks: Callable[[], Iterable[BucketTask]], configs: Sequence[Glm]) -> Summing[BucketFit]:
-        """Fit one model for each configuration to rows in several places, of which this is one."""
+        """Fit one model for each configuration to rows in several places, of which this is one; none is shrunk."""
         penalties = _penalties(configs)
         facts = np.sum(
             [np.hstack((len(t.target), (~t.is_finite).sum(), t.target.sum(), t.features.sum(0))) for t in tasks()], 0
@@ -247,6 +270,10 @@ class Glm:
 
 def _penalties(configs: Sequence[Glm]) -> torch.Tensor:
     return torch.tensor([float(config.l2) for config in configs], dtype=torch.float64)  # type: ignore[arg-type]
+
+
+def _strengths(configs: Sequence[Glm]) -> torch.Tensor:
+    return torch.tensor([float(config.shrink) for config in configs], dtype=torch.float64)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

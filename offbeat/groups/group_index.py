@@ -88,6 +88,10 @@ class GroupIndex:
         """Return the groups of several tables of the same schema, with the sums of their rows."""
         return cls._of([part.as_table() for part in parts], parts[0].by)
 
+    def prefix(self, columns: int) -> GroupIndex:
+        """Return the groups by the first columns of the key, with all rows of theirs."""
+        return self._of([self.as_table()], self.by[:columns])
+
     @classmethod
     def _of(cls, counted: list[pa.Table], by: Sequence[str]) -> GroupIndex:
         found = _merge(counted, by).sort_by([(name, "ascending") for name in by]).combine_chunks()

@@ -12,8 +12,9 @@ import pyarrow.compute as pc
 import torch
 
 from offbeat.groups.buckets import GroupRows, numbers_in
-from offbeat.groups.fitting import BucketTask, GroupStatus, MixedModel, no_model
+from offbeat.groups.fitting import BucketTask, GroupStatus, MixedModel, ShrunkModel, no_model
 from offbeat.groups.mixing import mixed
+from offbeat.groups.overrides import GroupOverrides
 from offbeat.groups.records import GroupRecords
 from offbeat.groups.search import HoldOut, held_out, searched, values_of
 from offbeat.groups.search_methods import Halving, RungModel
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
     from offbeat.groups.fitting import BucketFit, GroupModel
     from offbeat.groups.group_index import GroupIndex
-    from offbeat.groups.overrides import GroupOverrides
     from offbeat.groups.search_methods import SearchMethod
     from offbeat.groups.summing import Summing
 
@@ -36,16 +36,24 @@ class Small:
 
     Args:
         min_rows: below which a group is small.
-        fallback: "skip": nothing predicts for it; "global": one model of all rows does, and for keys that are not
-            known; "raise": `fit` refuses the table.
+        fallback: what predicts for it, for other groups without a model, and for keys that are not known. "skip":
+            nothing; "global": one model of all rows; "parent": the model of all rows of the key without its last value,
+            as of a country for a store, then that one's parent, then the model of all rows; "raise": `fit` refuses the
+            table. Of one column "parent" is "global". It is not the default: for each column of `by` but one, it reads
+            the table and fits all rows once more, and has all rows of a parent in memory.
     """
 
     min_rows: int = 1
     fallback: str = "skip"
 
     def __post_init__(self) -> None:
-        if self.fallback not in ("global", "skip", "raise"):
-            raise GroupDataError(f"Cannot fall back to {self.fallback!r}: name 'skip', 'global' or 'raise'.")
+        if self.fallback not in ("global", "parent", "skip", "raise"):
+            raise GroupDataError(f"Cannot fall back to {self.fallback!r}: name 'skip', 'global', 'parent' or 'raise'.")
+
+    @property
+    def has_global(self) -> bool:
+        """Return whether there is a model of all rows."""
+        return self.fallback in ("global", "parent")
 
     def check(self, index: GroupIndex) -> None:
         """Check the sizes of groups.
@@ -70,6 +78,8 @@ class GroupJob:
         schema: of the columns that are needed.
         fixed: the numbers of the groups that are overridden.
         choice: the configuration of all groups, if one is chosen already.
+        parents: (groups, width), the models toward which each group is shrunk; None if nothing is.
+        leaves_out: whether rows that the model cannot compute with are left out; else their groups have no model.
     """
 
     model: GroupModel
@@ -85,6 +95,8 @@ class GroupJob:
     overrides: GroupOverrides
     fixed: tuple[int, ...] = ()
     choice: int | None = None
+    parents: np.ndarray | None = None
+    leaves_out: bool = False
 
     @property
     def width(self) -> int:
@@ -125,13 +137,32 @@ class GroupJob:
         self.small.check(index)
         return replace(self, fixed=self.overrides.numbers(index))
 
+    @property
+    def parent_columns(self) -> range:
+        """Return by how many columns of the key there are parents, for each level of them."""
+        return range(1, len(self.by) if self.small.fallback == "parent" else 1)
+
+    def of_parents(self, columns: int) -> GroupJob:
+        """Return the job of the groups by the first columns of the key."""
+        return replace(self, by=self.by[:columns], overrides=GroupOverrides(), fixed=(), choice=None, leaves_out=True)
+
+    @property
+    def is_shrunk(self) -> bool:
+        """Return whether groups are shrunk toward their parents."""
+        return any(is_shrunk(config) for config in [*self.configs, *self.overrides.configs(self.model)])
+
+    def of(self, numbers: np.ndarray) -> GroupJob:
+        """Return the job of some of the groups."""
+        return self if self.parents is None else replace(self, parents=self.parents[numbers])
+
     def fit(self, rows: GroupRows, hashes: np.ndarray) -> GroupRecords:
         """Fit the groups of a bucket, and return their records, in the order of `rows.numbers`.
 
         Args:
             hashes: (groups,), of the keys of these groups.
         """
-        task = self.task(rows, hashes)
+        rows = self._usable(rows, hashes)
+        task = replace(self.task(rows, hashes), parents=self.parents)
         records = self.records(len(rows.numbers))
         if self.choice is not None:
             records.chosen[:] = self.choice
@@ -146,12 +177,20 @@ class GroupJob:
         """Fit all configurations to the rows that are not held out, and return records without models."""
         records = self.records(len(rows.numbers))
         if len(self.configs) > 1:
-            self._try(rows, self.task(rows, hashes), records)
+            rows = self._usable(rows, hashes)
+            self._try(rows, replace(self.task(rows, hashes), parents=self.parents), records)
         return records
 
+    def _usable(self, rows: GroupRows, hashes: np.ndarray) -> GroupRows:
+        """The rows that are fitted."""
+        if not self.leaves_out:
+            return rows
+        is_usable = self.task(rows, hashes).usable(takes_missing=self.model.takes_missing)
+        kept = np.append(0, np.cumsum(is_usable))
+        return GroupRows(rows.numbers, kept[rows.offsets], rows.table.filter(pa.array(is_usable)))
+
     def _try(self, rows: GroupRows, task: BucketTask, records: GroupRecords) -> BucketFit:
-        held = held_out(task.hashes, task.offsets, self.validation, self._moments(rows), self._strata(task))
-        part, rest = task.rows(~held), task.rows(held)
+        part, rest = self.parted(rows, task)
         if isinstance(self.search, Halving):
             found = self._halve(self.search, part, rest, records)
         else:
@@ -161,6 +200,11 @@ class GroupJob:
             records.choose()
         records.losses[:], records.steps[:] = found.losses, found.steps
         return found
+
+    def parted(self, rows: GroupRows, task: BucketTask) -> tuple[BucketTask, BucketTask]:
+        """Return the rows that configurations are fitted to, and those that are held out."""
+        held = held_out(task.hashes, task.offsets, self.validation, self._moments(rows), self._strata(task))
+        return task.rows(~held), task.rows(held)
 
     def _halve(self, search: Halving, part: BucketTask, rest: BucketTask, records: GroupRecords) -> BucketFit:
         """Train to each rung, and choose among the configurations that have come to the last one."""
@@ -287,6 +331,11 @@ class GroupJob:
 
     def _strata(self, task: BucketTask) -> np.ndarray | None:
         return np.nan_to_num(task.target).astype(np.int64) if self.model.is_classifier else None
+
+
+def is_shrunk(config: Any) -> bool:
+    """Return whether a configuration shrinks groups toward their parents."""
+    return isinstance(config, ShrunkModel) and bool(config.shrink)
 
 
 class JobMaker(Protocol):

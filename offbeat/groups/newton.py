@@ -5,6 +5,9 @@ The objective of a group is that of scikit-learn with `C = 1 / l2`:
 
     sum over rows of loss(x w + b, y) + l2 / 2 |w|^2        the intercept b is free
 
+With a parent's model v, c there is also `shrink / 2 (|w - v|^2 + (b - c)^2)`. Both penalties together are one, around
+a center between 0 and the parent, and a constant.
+
 A Hessian costs as much as some ten gradients. So it is used for as long as the gradient, which is exact in each step,
 falls fast by it, and then it is computed anew: by the margins of one penalty of a group, for all of the group's that
 have become slow. Far from the optimum a step is damped where the objective would not fall. Close to it, where a full
@@ -48,6 +51,19 @@ class PaddedGroups:
 
 
 @dataclass(frozen=True)
+class Shrinkage:
+    """The penalty of what separates groups from their parents.
+
+    Args:
+        parents: (groups, features), the models of the parents.
+        strengths: (groups, penalties), of `shrink`, each 0 or greater.
+    """
+
+    parents: torch.Tensor
+    strengths: torch.Tensor
+
+
+@dataclass(frozen=True)
 class GlmSolution:
     """The models of a call, as far as they have come.
 
@@ -71,15 +87,17 @@ def solve(
     *,
     has_intercept: bool,
     start: torch.Tensor | None = None,
+    shrinkage: Shrinkage | None = None,
 ) -> GlmSolution:
     """Fit one model for each group and ridge penalty.
 
     Args:
         penalties: (penalties,) or (groups, penalties), each 0 or greater.
         has_intercept: whether the last feature is an intercept, which no penalty holds.
-        start: (groups, penalties, features), where to begin; None for 0.
+        start: (groups, penalties, features), where to begin; None for the parent's model, or 0.
+        shrinkage: toward parents.
     """
-    problem = _Problem.of(groups, family, penalties, has_intercept, start)
+    problem = _Problem.of(groups, family, penalties, has_intercept, start, shrinkage)
     solution = GlmSolution(
         torch.zeros_like(problem.coefficients),
         torch.zeros_like(problem.objectives),
@@ -107,10 +125,14 @@ class _Problem:
         columns: [G, D, R], 0 in padding.
         factor: [G, P, D, D], of the last Hessian of each model, by Cholesky.
         promised: [G, P], the fall of the objective by the last step.
+        penalty: [G, P, D], 0 for the intercept if it is free.
+        center: [G, P, D], at which the penalty is least, and `floor` [G, P] is what it is there.
     """
 
     family: Family
-    penalty: torch.Tensor  # [G, P, D], 0 for the intercept
+    penalty: torch.Tensor
+    center: torch.Tensor
+    floor: torch.Tensor
     numbers: torch.Tensor
     counts: torch.Tensor
     columns: torch.Tensor
@@ -132,6 +154,7 @@ class _Problem:
         penalties: torch.Tensor,
         has_intercept: bool,
         start: torch.Tensor | None,
+        shrinkage: Shrinkage | None,
     ) -> _Problem:
         count, rows, features = groups.features.shape
         penalties = penalties.expand(count, -1)
@@ -142,10 +165,21 @@ class _Problem:
         columns = groups.features.mT
         if int(groups.counts.min()) < rows:
             columns = columns * _is_row(groups.counts, rows)
-        coefficients = groups.features.new_zeros(*shape, features) if start is None else start.clone()
+        penalty = penalties[..., None] * held
+        center = torch.zeros_like(penalty)
+        floor = torch.zeros_like(penalties)
+        coefficients = torch.zeros_like(penalty) if start is None else start.clone()
+        if shrinkage is not None:
+            strengths, parents = shrinkage.strengths[..., None], shrinkage.parents[:, None]
+            share = (strengths / (penalty + strengths)).nan_to_num(0.0)  # 0 / 0: the intercept, or no penalty
+            center, floor = share * parents, (penalty * share * parents.square()).sum(-1) / 2
+            penalty = penalty + strengths
+            coefficients = parents.repeat(1, shape[1], 1) if start is None else coefficients
         made = cls(
             family=family,
-            penalty=penalties[..., None] * held,
+            penalty=penalty,
+            center=center,
+            floor=floor,
             numbers=torch.arange(count),
             counts=groups.counts,
             columns=columns,
@@ -165,12 +199,13 @@ class _Problem:
         losses = self.family.losses(margins, self.target)
         if int(self.counts.min()) < losses.shape[2]:
             losses.mul_(_is_row(self.counts, losses.shape[2]))
-        return losses.sum(2) + (self.penalty * coefficients.square()).sum(-1).mul_(0.5)
+        distance = coefficients - self.center
+        return losses.sum(2) + (self.penalty * distance.square_()).sum(-1).mul_(0.5).add_(self.floor)
 
     def step(self) -> None:
         """Take a step with each model that has not ended."""
         gradient = self.family.slopes(self.margins, self.target) @ self.columns.mT
-        gradient += self.penalty * self.coefficients
+        gradient += self.penalty * (self.coefficients - self.center)
         step, promised = _step(self.factor, gradient)
         is_fresh = torch.zeros_like(self.has_ended)
         is_slow = ~self.has_ended & (promised > _SLOW * self.promised)
@@ -240,6 +275,8 @@ class _Problem:
         return _Problem(
             family=self.family,
             penalty=self.penalty[which],
+            center=self.center[which],
+            floor=self.floor[which],
             numbers=self.numbers[which],
             counts=self.counts[which],
             columns=self.columns[which][..., :rows].contiguous(),

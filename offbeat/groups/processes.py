@@ -87,8 +87,9 @@ class Processes:
         executor_of, killed = _loky()
         with executor_of(max_workers=min(count, len(buckets)), initializer=_one_thread) as executor:
             tasks = {
-                executor.submit(_fit, job, index.hashes[files.buckets == bucket], files.path(bucket)): bucket
+                executor.submit(_fit, job.of(numbers), index.hashes[numbers], files.path(bucket)): bucket
                 for bucket in buckets
+                for numbers in (np.flatnonzero(files.buckets == bucket),)
             }
             try:
                 for task in as_completed(tasks):
@@ -110,7 +111,9 @@ class Processes:
                 if executor is None:
                     executor = executors.enter_context(executor_of(max_workers=1, initializer=_one_thread))
                 try:
-                    task = executor.submit(_fit, job, index.hashes[numbers], files.path(bucket), which)
+                    task = executor.submit(
+                        _fit, job.of(numbers[which]), index.hashes[numbers], files.path(bucket), which
+                    )
                     records.put(which, task.result()[1])
                 except killed:
                     executor = None

@@ -166,7 +166,7 @@ class SharedFit:
                     kept.write(bucket, numbers, records)
                 mine.append(numbers)
             self._exchange(records, np.concatenate(mine) if mine else np.zeros(0, np.int64))
-            if job.small.fallback == "global" and len(index):
+            if job.small.has_global and len(index):
                 self._fit_fallback(job, index, files, partition, records)
         return GroupModels(job.model, index, records, list(job.features), job.target, job.classes, job.tried)
 
@@ -184,6 +184,11 @@ class SharedFit:
                 f"Cannot fit {type(job.model).__name__} by several workers: they exchange models as numbers "
                 "or texts, and its are objects of another library. Fit it on one machine, executor=ThisProcess() or "
                 "Processes()."
+            )
+        if job.parent_columns or job.is_shrunk:
+            raise GroupDataError(
+                "Cannot fit parents of groups with Ranks, by several workers: use Small(fallback='global'), or fit on "
+                "one machine, executor=ThisProcess() or Processes()."
             )
         if isinstance(job.search, Halving | Pooled) or job.overrides.keys:
             what = "override groups" if job.overrides.keys else f"search by {type(job.search).__name__}"

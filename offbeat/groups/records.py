@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from offbeat.groups.fitting import GroupModel
     from offbeat.groups.group_index import GroupIndex
+    from offbeat.groups.parents import ParentLevel
 
 
 _OF_EACH = ("coefficients", "chosen", "losses", "held_losses", "steps", "status", "errors")
@@ -115,6 +116,7 @@ class GroupModels:
         classes: the values of the target, of a classification; else None.
         tried: for each hyper-parameter in which configurations differ, its value in each: those that were searched
             first, then those of single groups.
+        parents: the models of the levels above, as in `ParentModels`; empty if none are fitted.
     """
 
     model: GroupModel
@@ -124,3 +126,4 @@ class GroupModels:
     target: str
     classes: pa.Array | None = None
     tried: dict[str, list[Any]] = field(default_factory=dict)
+    parents: tuple[ParentLevel, ...] = ()

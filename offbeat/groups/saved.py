@@ -21,6 +21,7 @@ import xxhash
 from offbeat.groups.fitting import has_model, no_models
 from offbeat.groups.glm import Linear, Logistic, Poisson
 from offbeat.groups.group_index import GroupIndex
+from offbeat.groups.parents import ParentLevel
 from offbeat.groups.records import GroupModels, GroupRecords
 from offbeat.groups.search import Grid, LogUniform, Uniform
 from offbeat.groups.table_input import GroupDataError
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from offbeat.groups.fitting import GroupModel
 
 _FORMAT, _SEAL_BYTES = 2, 16
-_METADATA = b"offbeat groups"
+_METADATA, _PARENTS = b"offbeat groups", b"offbeat parents %d"
 _SPECS = {spec.__name__: spec for spec in (Linear, Logistic, Poisson, Trees)}
 _NUMBERS = [field.name for field in dataclasses.fields(GroupRecords) if field.name != "fallback"]
 
@@ -75,13 +76,7 @@ def save(fitted: GroupModels, path: Path) -> None:
     """
     _check_texts(fitted)
     index, records = fitted.index, fitted.records
-    columns = {f"key {at}": index.keys[name] for at, name in enumerate(index.by)}
-    columns["rows"] = pa.chunked_array([pa.array(index.rows)])
-    for name in _NUMBERS:
-        values = getattr(records, name)
-        flat = pa.array(values.ravel(), pa.large_string() if values.dtype == object else None)
-        columns[name] = flat if values.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
-    table = pa.table(columns)
+    table = _keyed(index, {name: getattr(records, name) for name in _NUMBERS})
     spec = SavedSpec(
         format=_FORMAT,
         model=type(fitted.model).__name__,
@@ -96,6 +91,8 @@ def save(fitted: GroupModels, path: Path) -> None:
     metadata = {_METADATA: msgspec.json.encode(spec)}
     if fitted.classes is not None:
         metadata[b"offbeat classes"] = _as_stream(pa.table({"class": fitted.classes}))
+    for columns, level in enumerate(fitted.parents, 1):
+        metadata[_PARENTS % columns] = _as_stream(_keyed(level.index, {"coefficients": level.coefficients}))
     made = _as_stream(table.replace_schema_metadata(metadata))
     write_whole(path, made + xxhash.xxh3_128_digest(made))
 
@@ -121,26 +118,44 @@ def load(path: Path, model: GroupModel | None = None) -> GroupModels:
         classes = None
         if spec.is_classifier:
             classes = pa.ipc.open_stream(table.schema.metadata[b"offbeat classes"]).read_all()["class"].combine_chunks()
-        keys = pa.table({name: table[f"key {at}"] for at, name in enumerate(spec.by)})
         numbers = {name: _matrix(table[name]) for name in _NUMBERS}
         models = numbers["coefficients"]
         fallback = no_models(models.shape[1:], str if models.dtype == object else float)
         if spec.fallback is not None:
             fallback[:] = spec.fallback
         records = GroupRecords(**numbers, fallback=fallback)
-        index = GroupIndex(keys, table["rows"].to_numpy())
+        index = _index(table, spec.by)
+        streams = [(at, table.schema.metadata.get(_PARENTS % at)) for at in range(1, len(spec.by))]
+        levels = [(at, pa.ipc.open_stream(stream).read_all()) for at, stream in streams if stream is not None]
+        parents = [ParentLevel(_index(level, spec.by[:at]), _matrix(level["coefficients"])) for at, level in levels]
     except OSError as error:
         raise GroupDataError(f"Cannot read {path}: {error.strerror or error}.") from error
     except (UnreadableError, KeyError, TypeError) as error:
         raise GroupDataError(f"Cannot read {path}: its metadata are of another version.") from error
     made = model if model is not None else _spec(spec, path)
-    return GroupModels(made, index, records, spec.features, spec.target, classes, spec.tried)
+    return GroupModels(made, index, records, spec.features, spec.target, classes, spec.tried, tuple(parents))
+
+
+def _keyed(index: GroupIndex, arrays: dict[str, np.ndarray]) -> pa.Table:
+    """A table of groups: keys, rows, and arrays of (groups,) or (groups, n)."""
+    columns = {f"key {at}": index.keys[name] for at, name in enumerate(index.by)}
+    columns["rows"] = pa.chunked_array([pa.array(index.rows)])
+    for name, values in arrays.items():
+        flat = pa.array(values.ravel(), pa.large_string() if values.dtype == object else None)
+        columns[name] = flat if values.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
+    return pa.table(columns)
+
+
+def _index(table: pa.Table, by: list[str]) -> GroupIndex:
+    """The groups of a table that `_keyed` has made."""
+    return GroupIndex(pa.table({name: table[f"key {at}"] for at, name in enumerate(by)}), table["rows"].to_numpy())
 
 
 def _check_texts(fitted: GroupModels) -> None:
     """Refuse models that are neither numbers nor texts."""
     records = fitted.records
-    of_objects = [*records.coefficients.flat, *records.fallback] if records.coefficients.dtype == object else []
+    models = [records.coefficients, records.fallback, *(level.coefficients for level in fitted.parents)]
+    of_objects = [one for part in models for one in part.flat] if models[0].dtype == object else []
     if not all(isinstance(value, str | None) for value in of_objects):
         raise GroupDataError(
             f"Cannot save the models of {type(fitted.model).__name__}: they are objects of another library, and this "

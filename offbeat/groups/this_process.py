@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from offbeat.groups.buckets import BUCKET_BYTES, BucketFiles, cut_buckets
 from offbeat.groups.fit_folder import FitFolder
 from offbeat.groups.group_index import GroupIndex
+from offbeat.groups.parents import ParentLevel, ParentModels, config_of_all
 from offbeat.groups.records import GroupModels, GroupRecords
 from offbeat.groups.search_methods import Pooled
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from offbeat.groups.buckets import GroupRows
     from offbeat.groups.fitting import BucketTask
     from offbeat.groups.group_job import GroupJob, JobMaker
     from offbeat.groups.table_input import TableInput
@@ -57,7 +58,7 @@ class ThisProcess:
         """Fit the buckets that are left, one after another."""
         for bucket in left:
             rows = files.read(bucket)
-            yield bucket, rows.numbers, job.fit(rows, index.hashes[rows.numbers])
+            yield bucket, rows.numbers, job.of(rows.numbers).fit(rows, index.hashes[rows.numbers])
 
 
 FittedBucket = tuple[int, "np.ndarray", GroupRecords]
@@ -82,37 +83,90 @@ def fit_buckets(
     job = trainer.job(table.schema, trainer.classes(table.batches([trainer.target]), table.schema))
     index = GroupIndex.count(table.batches(job.by), job.by, table.schema)
     job = job.checked(index)
-    records = job.records(len(index))
+    levels: list[ParentLevel] = []
     with tempfile.TemporaryDirectory(prefix="offbeat-groups-") as temporary:
-        files = BucketFiles(Path(temporary), index, cut_buckets(index.rows, 8 * len(job.schema), bucket_bytes))
-        kept = None if folder is None else FitFolder(folder, job, index, files.buckets)
-        done = {} if kept is None else kept.read()
+        fit = _LevelFit(run, bucket_bytes, table, Path(temporary) / "groups", job, index, folder)
+        of_all = fit.of_all(config_of_all(job, fit.tasks)) if job.is_shrunk and len(index) else None
+        for columns in job.parent_columns:
+            place, kept = Path(temporary) / f"parents {columns}", folder and folder / f"parents {columns}"
+            above = _LevelFit(run, bucket_bytes, table, place, job.of_parents(columns), index.prefix(columns), kept)
+            found = above.run(lambda ended, groups: None, levels, of_all)
+            levels.append(ParentLevel(above.index, found.coefficients))
+        records = fit.run(progress, levels, of_all)
+        if of_all is not None:
+            records.fallback = of_all
+        elif job.small.has_global and len(index):
+            records.fallback = fit.of_all(job.pooled(records, index))
+    return GroupModels(job.model, index, records, list(job.features), job.target, job.classes, job.tried, tuple(levels))
+
+
+class _LevelFit:
+    """The fit of all groups, or of the parents on one level.
+
+    Args:
+        place: for the files of buckets.
+        folder: as of `Executor.fit`.
+    """
+
+    def __init__(
+        self,
+        run: BucketRun,
+        bucket_bytes: int,
+        table: TableInput,
+        place: Path,
+        job: GroupJob,
+        index: GroupIndex,
+        folder: Path | None,
+    ) -> None:
+        place.mkdir()
+        self._run, self._job, self.index = run, job, index
+        self._files = BucketFiles(place, index, cut_buckets(index.rows, 8 * len(job.schema), bucket_bytes))
+        self._kept = None if folder is None else FitFolder(folder, job, index, self._files.buckets)
+        self._files.write(table.batches(job.schema.names), job.schema)
+
+    def run(self, progress: Progress, levels: Sequence[ParentLevel], of_all: np.ndarray | None) -> GroupRecords:
+        """Fit the buckets that the folder does not have.
+
+        Args:
+            levels: above these groups.
+            of_all: (width,), the model of all rows; None if nothing is shrunk toward parents.
+        """
+        job, index, files = self._job, self.index, self._files
+        if of_all is not None:
+            above = ParentModels(tuple(levels), of_all)
+            job = replace(job, parents=above.stacked[above.places_of(index.keys)])
+        records = job.records(len(index))
+        done = {} if self._kept is None else self._kept.read()
         ended = 0
         for numbers, part in done.values():
             records.put(numbers, part)
             ended += len(numbers)
-        files.write(table.batches(job.schema.names), job.schema)
         tried = None
         if isinstance(job.search, Pooled) and len(job.configs) > 1:
             tried = job.records(len(index))
             for bucket in range(files.count):
                 rows = files.read(bucket)
-                tried.put(rows.numbers, job.try_all(rows, index.hashes[rows.numbers]))
+                tried.put(rows.numbers, job.of(rows.numbers).try_all(rows, index.hashes[rows.numbers]))
             job = replace(job, choice=tried.choose_pooled(index.rows))
-        for bucket, numbers, made in run(job, index, files, [at for at in range(files.count) if at not in done]):
+        for bucket, numbers, made in self._run(job, index, files, [at for at in range(files.count) if at not in done]):
             records.put(numbers, made)
-            if kept is not None:
-                kept.write(bucket, numbers, records)
+            if self._kept is not None:
+                self._kept.write(bucket, numbers, records)
             ended += len(numbers)
             progress(ended, len(index))
         if tried is not None:
             records.losses, records.held_losses, records.steps = tried.losses, tried.held_losses, tried.steps
-        if job.small.fallback == "global" and len(index):
-            records.fallback = job.model.fit_together(
-                lambda: map(functools.partial(task_of, job, index, files), range(files.count)),
-                job.pooled(records, index),
-            )
-    return GroupModels(job.model, index, records, list(job.features), job.target, job.classes, job.tried)
+        return records
+
+    def tasks(self) -> Iterator[tuple[GroupRows, BucketTask]]:
+        """Read the rows of each bucket, and the same as numbers."""
+        for bucket in range(self._files.count):
+            rows = self._files.read(bucket)
+            yield rows, self._job.task(rows, self.index.hashes[rows.numbers])
+
+    def of_all(self, config: Any) -> np.ndarray:
+        """Fit one model to all rows."""
+        return self._job.model.fit_together(lambda: (task for _, task in self.tasks()), config)
 
 
 def task_of(job: GroupJob, index: GroupIndex, files: BucketFiles, bucket: int) -> BucketTask:

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from offbeat.groups.buckets import is_number
 from offbeat.groups.cost import FitForecast, forecast
 from offbeat.groups.fitted import FittedGroups
-from offbeat.groups.group_job import GroupJob, Small
+from offbeat.groups.group_job import GroupJob, Small, is_shrunk
 from offbeat.groups.overrides import GroupOverrides
 from offbeat.groups.search import HoldOut
 from offbeat.groups.search_methods import GridSearch
@@ -74,7 +74,12 @@ class GroupedTrainer:
         if not self.by:
             raise GroupDataError("Cannot group by no column: name one in `by`.")
         self.overrides = GroupOverrides.of(overrides or {}, len(self.by))
-        self.overrides.configs(model)
+        every = [*self.configs, *self.overrides.configs(model)]
+        if small.fallback != "parent" and any(map(is_shrunk, every)):
+            raise GroupDataError(
+                "Cannot shrink groups toward their parents: no parent has a model. Set small=Small(fallback='parent'), "
+                "or shrink=0."
+            )
 
     def fit(self, data: Any, progress: Progress | None = None, *, folder: str | Path | None = None) -> FittedGroups:
         """Fit all groups.
