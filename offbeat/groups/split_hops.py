@@ -68,6 +68,10 @@ def state_name(group: int, block: int, visits: int) -> str:
     return f"hop/state/{group}/{block}/{visits}"
 
 
+def _state_of(visit: Visit) -> str:
+    return state_name(visit.group, visit.block, visit.before)
+
+
 @dataclass
 class ShardRows:
     """One holder's rows of a split group.
@@ -141,7 +145,7 @@ class HoppingShards:
         if visit.group not in self._shards:
             raise PeerError(f"Cannot train group {visit.group}: this worker has no rows of it.")
         state = self._state(visit).get() if visit.before else {}
-        self._coming.clear()
+        self._coming.pop(_state_of(visit), None)
         if answer.soon is not None and answer.soon.before:
             self._state(answer.soon)
         began_s, sums = time.monotonic(), list[float]()
@@ -158,7 +162,7 @@ class HoppingShards:
         return [self._job.configs[at] for at in self._groups[visit.group].blocks[visit.block]]
 
     def _state(self, visit: Visit) -> ObjectFuture[Tensors]:
-        name = state_name(visit.group, visit.block, visit.before)
+        name = _state_of(visit)
         if name not in self._coming:
             self._coming[name] = self._carrier.move(name)
         return self._coming[name]
@@ -273,7 +277,7 @@ class HopCoordinator:
                         self._changed.wait()
                         visit = self.course.next(worker)
                     is_over = self.course.is_done or self.error is not None
-                    answer = HopAnswer(visit, is_over, self.course.after(worker), self._old.pop(worker, []))
+                    answer = HopAnswer(visit, is_over, self.course.ahead(worker), self._old.pop(worker, []))
                 self.carrier.publish(f"hop/answer/{worker}/{number}", _encoded(answer))
         except OffbeatError as error:
             with self._changed:
