@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from dataclasses import dataclass, field
@@ -215,7 +216,7 @@ class HopCoordinator:
     carrier: Carrier
     groups: Mapping[int, HopGroup]
     job: GroupJob
-    error: OffbeatError | None = None
+    error: Exception | None = None
     sums: dict[int, HopSums] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -233,7 +234,7 @@ class HopCoordinator:
         """Wait until all workers have been told that there is nothing left.
 
         Raises:
-            OffbeatError: if one of them could not be answered.
+            Exception: with which an answer ended.
         """
         for thread in self._threads:
             thread.join()
@@ -262,8 +263,8 @@ class HopCoordinator:
         return made
 
     def _serve(self, worker: int) -> None:
+        number, is_over, visit = 0, False, None
         try:
-            number, is_over, visit = 0, False, None
             while not is_over:
                 number += 1
                 ask = _decoded(_ask_decoder, self.carrier.move(f"hop/ask/{worker}/{number}").get())
@@ -279,10 +280,13 @@ class HopCoordinator:
                     is_over = self.course.is_done or self.error is not None
                     answer = HopAnswer(visit, is_over, self.course.ahead(worker), self._old.pop(worker, []))
                 self.carrier.publish(f"hop/answer/{worker}/{number}", _encoded(answer))
-        except OffbeatError as error:
+        except Exception as error:  # whatever it is: the workers would wait for ever
             with self._changed:
-                self.error = error
+                self.error = self.error or error
                 self._changed.notify_all()
+            with contextlib.suppress(OffbeatError):
+                answer = HopAnswer(None, is_over=True, soon=None, old=[])
+                self.carrier.publish(f"hop/answer/{worker}/{number}", _encoded(answer))
 
     def _take(self, worker: int, visit: Visit | None, ask: HopAsk) -> None:
         """Note what a worker has done."""

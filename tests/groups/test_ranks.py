@@ -267,6 +267,20 @@ def test_a_replay_of_the_visits_gives_the_same_bits(make: Any) -> None:
     assert (record.steps == [[2 * sum(-(-len(p.target) // b) for p in parts) for b in (16, 32, 16, 32)]]).all()
 
 
+@pytest.mark.parametrize("at", [1, 4])
+def test_an_error_of_the_coordinator_ends_all_workers(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, following = itertools.count(1), HopCourse.next
+
+    def fails(course: HopCourse, worker: int) -> Any:
+        if next(calls) == at:
+            raise RuntimeError("a mistake of ours")
+        return following(course, worker)
+
+    monkeypatch.setattr(HopCourse, "next", fails)
+    with pytest.raises(RuntimeError, match="a mistake of ours"):
+        hop(Net(mlp, optimizer=AdamW(lr=Grid(1e-2, 3e-2)), epochs=2), parts_of([50, 50, 50]), 3)
+
+
 def test_models_that_hop_are_trained_by_torch_over_the_shards_one_after_another() -> None:
     """The order of rows in a shard is drawn anew, so batches of a whole shard are what is compared."""
     net = Net(mlp, optimizer=SGD(lr=0.1, momentum=0.9), batch=200, epochs=3)
