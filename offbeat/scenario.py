@@ -60,6 +60,7 @@ _LATER: list[tuple[str, Any]] = [
     ("attack", []),
     ("servers", 0),
     ("role", "worker"),
+    ("memory_mb", None),
     ("jitter", 0.0),
     ("fixed", 0.0),
     ("better", "higher"),
@@ -109,6 +110,7 @@ class Impair(_Table, frozen=True, kw_only=True):
 class HostTable(_Table, frozen=True, kw_only=True):
     """One `[[host]]`; `rate_mbps` is its link to the switch, each direction, in 10^6 bit/s.
 
+    Its processes may use `memory_mb` together, in 10^6 bytes.
     A host with `role = "server"` runs a shard of the parameter server, for rows whose plan has one. Where `[topology]`
     says which hosts there are, tables are for those that are different, and rates are those of links.
     """
@@ -116,6 +118,7 @@ class HostTable(_Table, frozen=True, kw_only=True):
     name: str
     rate_mbps: float | None = None
     compute_factor: float = 1.0
+    memory_mb: Annotated[int, msgspec.Meta(ge=16)] | None = None
     role: Literal["worker", "server"] = "worker"
 
 
@@ -318,20 +321,18 @@ class Scenario(_Table, frozen=True, kw_only=True):
         spec = self.topology_spec
         if spec is not None and self.hosts is None and not self._lists_hosts:
             made = spec.build(self.link, self.switch)
-            factors = {host.name: host.compute_factor for host in self.host}
-            hosts = tuple(dataclasses.replace(h, compute_factor=factors.get(h.name, 1.0)) for h in made.hosts)
-            return dataclasses.replace(made, hosts=hosts)
+            own = {host.name: Host(host.name, host.compute_factor, host.memory_mb) for host in self.host}
+            return dataclasses.replace(made, hosts=tuple(own.get(host.name, host) for host in made.hosts))
         usual_mbps, latency_ms = (None, 0.0) if spec is None else (spec.rate_mbps, spec.latency_ms)
         if self.hosts is not None:
             names = [f"h{index}" for index in range(self.hosts.count)] + self.servers
-            factors = dict.fromkeys(names, self.hosts.compute_factor)
+            hosts = [Host(name, self.hosts.compute_factor) for name in names]
             rates_mbps = dict.fromkeys(names, self.hosts.rate_mbps or usual_mbps)
         else:
-            factors = {host.name: host.compute_factor for host in self.host}
+            hosts = [Host(host.name, host.compute_factor, host.memory_mb) for host in self.host]
             rates_mbps = {host.name: host.rate_mbps or usual_mbps for host in self.host}
-        hosts = tuple(Host(name, factor) for name, factor in factors.items())
         links = tuple(Link(name, "switch", rate, latency_ms=latency_ms) for name, rate in rates_mbps.items())
-        return overridden(Topology(hosts, links), self.link)
+        return overridden(Topology(tuple(hosts), links), self.link)
 
     @property
     def _lists_hosts(self) -> bool:

@@ -45,10 +45,17 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 
 @dataclass(frozen=True)
 class Host:
-    """A machine: its name and by how much its computation is slower than the reference (1.0; 2.0 is half as fast)."""
+    """A machine.
+
+    Args:
+        name: of it.
+        compute_factor: by how much its computation is slower than the reference; 2.0 is half as fast.
+        memory_mb: that its processes may use together, in 10^6 bytes; None for all that there is.
+    """
 
     name: str
     compute_factor: float = 1.0
+    memory_mb: int | None = None
 
 
 @dataclass(frozen=True)
@@ -376,7 +383,7 @@ class Topology:
 
     def draw(self) -> str:
         """The graph as text: a grid as such, one switch as a fan of its hosts, else one line per link."""
-        notes = {host.name: f"compute x{host.compute_factor:g}" for host in self.hosts if host.compute_factor != 1}
+        notes = {host.name: note for host in self.hosts if (note := _note(host))}
         edges = [topology_drawing.DrawnLink(link.a, link.b, _rate(link)) for link in self.links]
         if isinstance(self.routing, DimensionOrder):
             order = self.routing
@@ -484,6 +491,12 @@ def check_compute_factor(compute_factor: float, path: str) -> None:
             f"Cannot slow a host down by {compute_factor:g}: a compute factor lies between 0.01 and 100 "
             f"(1 is the reference, 2 half as fast). Choose one in that range ({path})."
         )
+
+
+def _note(host: Host) -> str:
+    """Say how a host differs from others; "" if it does not."""
+    slow = [f"compute x{host.compute_factor:g}"] if host.compute_factor != 1 else []
+    return ", ".join([*slow, *([f"{host.memory_mb} MB"] if host.memory_mb else [])])
 
 
 def queue_bytes(rate_mbps: float) -> int:

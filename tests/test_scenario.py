@@ -64,9 +64,12 @@ rate_mbps = 200
 name = "slow"
 rate_mbps = 20
 compute_factor = 1.5
+memory_mb = 300
 """
     topology = Scenario.from_toml(changed("[hosts]\ncount = 2\nrate_mbps = 100", each)).topology
     assert [(host.name, host.compute_factor) for host in topology.hosts] == [("fast", 1.0), ("slow", 1.5)]
+    assert [host.memory_mb for host in topology.hosts] == [None, 300]
+    assert "compute x1.5, 300 MB" in topology.draw()
     assert [link.rate_mbps for link in topology.links] == [200, 20]
 
 

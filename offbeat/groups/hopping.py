@@ -138,9 +138,9 @@ class HopCourse:
         self._running[worker] = visit = self._visit(unit)
         return visit
 
-    def after(self, worker: int) -> Visit | None:
-        """Return the visit that a worker would get now, whose state can be fetched while another one is made."""
-        unit = None if self.is_done else self._scheduler.after(worker)
+    def ahead(self, worker: int) -> Visit | None:
+        """Return a later visit of a worker whose state can be fetched while it makes one."""
+        unit = None if self.is_done else self._scheduler.ahead(worker)
         return None if unit is None else self._visit(unit)
 
     def done(self, worker: int, seconds: float) -> None:

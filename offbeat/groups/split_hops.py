@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from dataclasses import dataclass, field
@@ -66,6 +67,10 @@ _ask_decoder, _answer_decoder = msgspec.msgpack.Decoder(HopAsk), msgspec.msgpack
 def state_name(group: int, block: int, visits: int) -> str:
     """The name of a block's state after so many visits."""
     return f"hop/state/{group}/{block}/{visits}"
+
+
+def _state_of(visit: Visit) -> str:
+    return state_name(visit.group, visit.block, visit.before)
 
 
 @dataclass
@@ -141,7 +146,7 @@ class HoppingShards:
         if visit.group not in self._shards:
             raise PeerError(f"Cannot train group {visit.group}: this worker has no rows of it.")
         state = self._state(visit).get() if visit.before else {}
-        self._coming.clear()
+        self._coming.pop(_state_of(visit), None)
         if answer.soon is not None and answer.soon.before:
             self._state(answer.soon)
         began_s, sums = time.monotonic(), list[float]()
@@ -158,7 +163,7 @@ class HoppingShards:
         return [self._job.configs[at] for at in self._groups[visit.group].blocks[visit.block]]
 
     def _state(self, visit: Visit) -> ObjectFuture[Tensors]:
-        name = state_name(visit.group, visit.block, visit.before)
+        name = _state_of(visit)
         if name not in self._coming:
             self._coming[name] = self._carrier.move(name)
         return self._coming[name]
@@ -211,7 +216,7 @@ class HopCoordinator:
     carrier: Carrier
     groups: Mapping[int, HopGroup]
     job: GroupJob
-    error: OffbeatError | None = None
+    error: Exception | None = None
     sums: dict[int, HopSums] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -229,7 +234,7 @@ class HopCoordinator:
         """Wait until all workers have been told that there is nothing left.
 
         Raises:
-            OffbeatError: if one of them could not be answered.
+            Exception: with which an answer ended.
         """
         for thread in self._threads:
             thread.join()
@@ -258,8 +263,8 @@ class HopCoordinator:
         return made
 
     def _serve(self, worker: int) -> None:
+        number, is_over, visit = 0, False, None
         try:
-            number, is_over, visit = 0, False, None
             while not is_over:
                 number += 1
                 ask = _decoded(_ask_decoder, self.carrier.move(f"hop/ask/{worker}/{number}").get())
@@ -273,12 +278,15 @@ class HopCoordinator:
                         self._changed.wait()
                         visit = self.course.next(worker)
                     is_over = self.course.is_done or self.error is not None
-                    answer = HopAnswer(visit, is_over, self.course.after(worker), self._old.pop(worker, []))
+                    answer = HopAnswer(visit, is_over, self.course.ahead(worker), self._old.pop(worker, []))
                 self.carrier.publish(f"hop/answer/{worker}/{number}", _encoded(answer))
-        except OffbeatError as error:
+        except Exception as error:  # whatever it is: the workers would wait for ever
             with self._changed:
-                self.error = error
+                self.error = self.error or error
                 self._changed.notify_all()
+            with contextlib.suppress(OffbeatError):
+                answer = HopAnswer(None, is_over=True, soon=None, old=[])
+                self.carrier.publish(f"hop/answer/{worker}/{number}", _encoded(answer))
 
     def _take(self, worker: int, visit: Visit | None, ask: HopAsk) -> None:
         """Note what a worker has done."""

@@ -43,7 +43,7 @@ class UnitScheduler:
     Args:
         costs: of each unit, in any measure of time.
         holders: by shard, the worker that has its rows.
-        places: by model, the worker that has its state now: among equal units it begins there, for nothing is sent.
+        places: by model, the worker that has its state now: it begins there if it can, for nothing is sent then.
 
     Attributes:
         visits: by model, the shards that it has visited, in order: what a replay repeats.
@@ -85,9 +85,21 @@ class UnitScheduler:
         return unit
 
     def after(self, worker: int) -> TrainingUnit | None:
-        """Return the unit that a worker would take now, so that its state can be fetched while another one runs."""
+        """Return the unit that a worker would take now."""
         free = (unit for unit in self._waiting.get(worker, ()) if unit.model not in self._busy)
         return max(free, key=self._worth, default=None)
+
+    def ahead(self, worker: int) -> TrainingUnit | None:
+        """Return a unit whose state a worker can fetch while it trains another one, for no other worker will change it.
+
+        What others may visit first is not fetched: it would be fetched again.
+        """
+        unit = self.after(worker)
+        if unit is not None:
+            for other, waiting in self._waiting.items():
+                if other != worker and any(one.model == unit.model for one in waiting):
+                    return None
+        return unit
 
     def done(self, worker: int, unit: TrainingUnit) -> None:
         """A worker has trained a unit; the state of its model is there.
@@ -137,6 +149,6 @@ class UnitScheduler:
     def _worker(self, unit: TrainingUnit) -> int:
         return self._holders[unit.group, unit.shard]
 
-    def _worth(self, unit: TrainingUnit) -> tuple[float, bool, float, int, int]:
-        is_here = self._places.get(unit.model) == self._worker(unit)
-        return self._left[unit.model], is_here, self._costs[unit], -unit.group, -unit.config
+    def _worth(self, unit: TrainingUnit) -> tuple[bool, float, float, int, int]:
+        is_here = self._places.get(unit.model) == self._worker(unit)  # as its first one in an epoch alone
+        return is_here, self._left[unit.model], self._costs[unit], -unit.group, -unit.config

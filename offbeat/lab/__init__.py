@@ -12,6 +12,7 @@ The network:
   of any other, in which hosts and switches forward; `link_shaping` - one end of a link
 * `namespace` - run a function inside a network namespace; `netns_exec` - run a program inside one, and end it with its
   parent (a program by itself)
+* `memory_cgroup` - the memory that a host's processes may use
 * `emulator` - a bad link, packet by packet: delay, loss, damage, one-way partitions (a program by itself);
   `emulated_link` - a link that can be made bad at any time
 * `lab_registry` - who built what, so that `offbeat lab clean` removes what a dead lab left and nothing else; `reaper` -

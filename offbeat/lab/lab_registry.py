@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from offbeat.errors import NetworkError
+from offbeat.lab import memory_cgroup
 from offbeat.lab.namespace import DIRECTORY
 from offbeat.safe_write import write_whole
 
@@ -106,7 +107,8 @@ def read(path: Path) -> LabRecord | None:
 
 
 def remove(claim: LabRecord, directory: Path = RUN_DIRECTORY) -> None:
-    """End the processes of a lab, remove its namespaces (and with them every link), its scratch, then its record.
+    """End the processes of a lab, remove its namespaces (and with them every link) and cgroups, its
+    scratch, then its record.
 
     What is gone already is no error, so that a lab and its reaper may both do it.
     """
@@ -119,6 +121,7 @@ def remove(claim: LabRecord, directory: Path = RUN_DIRECTORY) -> None:
     for name in claim.namespaces:
         with suppress(FileNotFoundError):
             netns.remove(name)
+        memory_cgroup.remove(name)
     _remove_folder(scratch_of(claim.lab, directory))
     path_of(claim.lab, directory).unlink(missing_ok=True)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from offbeat.errors import WorkerLostError
 from offbeat.exit_codes import how_it_ended
-from offbeat.lab import command_lines, lab_registry, recorder, validator_process
+from offbeat.lab import command_lines, lab_registry, memory_cgroup, recorder, validator_process
 from offbeat.lab.worker_placement import WorkerPlacement
 
 if TYPE_CHECKING:
@@ -353,7 +353,10 @@ class Workers:
         rank = min((rank for rank, code in codes.items() if code), key=lambda rank: (codes[rank] > 0, rank))
         code = codes[rank]
         how, last = how_it_ended(code), command_lines.last_lines(self.log(rank))
-        return f"rank {rank} on host {self.places[rank].host} {how}, its last output was\n{last}"
+        place = self.places[rank]
+        is_short = code == -signal.SIGKILL and memory_cgroup.has_killed(place.namespace)
+        why = " for want of memory (host.memory_mb)" if is_short else ""
+        return f"rank {rank} on host {place.host} {how}{why}, its last output was\n{last}"
 
     def _overdue(self, running: list[int], timeout_s: float) -> str:
         names = ", ".join(f"{rank} on {self.places[rank].host}" for rank in running)

@@ -14,7 +14,7 @@ import subprocess
 from typing import TYPE_CHECKING
 
 from offbeat.errors import NetworkError, ScenarioError
-from offbeat.lab import command_lines, lab_registry
+from offbeat.lab import command_lines, lab_registry, memory_cgroup
 from offbeat.lab.bridged_links import BridgedLinks
 from offbeat.lab.link_shaping import reshape
 from offbeat.lab.namespace import inside
@@ -45,7 +45,8 @@ class Network:
     killed before.
 
     Raises:
-        NetworkError: if this process is not root, pyroute2 is missing, or the kernel refuses a part.
+        NetworkError: if this process is not root, pyroute2 is missing, memory cannot be limited where it is to be, or
+            the kernel refuses a part.
         ScenarioError: if the topology is none that can be built.
     """
 
@@ -59,6 +60,7 @@ class Network:
     ) -> None:
         require_rights()
         check_topology(topology)
+        check_memory(topology)
         self.topology, self.mtu = topology, mtu
         self.lab = secrets.token_hex(4)
         self._directory = directory
@@ -199,6 +201,9 @@ class Network:
         self.scratch.mkdir(mode=0o700)
         for name in self._claim.namespaces:
             netns.create(name)
+        for host in self.topology.hosts:
+            if host.memory_mb is not None:
+                memory_cgroup.make(self.namespace(host.name), host.memory_mb)
         self._links.build()
 
 
@@ -219,6 +224,16 @@ def require_rights() -> None:
         raise NetworkError(
             "Cannot build a lab: the package pyroute2 is not installed. Install it with pip install 'offbeat[lab]'."
         ) from error
+
+
+def check_memory(topology: Topology) -> None:
+    """Refuse hosts with less memory where this machine cannot limit it.
+
+    Raises:
+        NetworkError: if so.
+    """
+    if any(host.memory_mb is not None for host in topology.hosts):
+        memory_cgroup.check()
 
 
 def check_topology(topology: Topology) -> None:

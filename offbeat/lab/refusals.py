@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from offbeat.errors import NetworkError, OffbeatError
 from offbeat.lab.jobs import find
 from offbeat.lab.lower_bounds import allreduce_s
-from offbeat.lab.network import check_topology, require_rights
+from offbeat.lab.network import check_memory, check_topology, require_rights
 from offbeat.scenario import TrainingScript
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def refusals(scenario: Scenario) -> list[OffbeatError]:
     checks: list[Callable[[], object]] = [
         require_rights,
         lambda: check_topology(scenario.topology),
+        lambda: check_memory(scenario.topology),
         lambda: _check_emulated(scenario),
         # Behind hours of measuring is too late to say that the limit cannot be computed.
         lambda: allreduce_s(scenario.workers, 1.0),
@@ -66,6 +67,8 @@ def needs(scenario: Scenario, rows: Sequence[RowJob]) -> str:
     runs = scenario.run.repeats * len(rows)
     namespaces = len(scenario.topology.hosts) + len(scenario.topology.switches)
     takes = "no root" if scenario.loopback else f"root, pyroute2 and {namespaces} namespaces"
+    if any(host.memory_mb is not None for host in scenario.topology.hosts):
+        takes += ", and cgroups that limit memory"
     if scenario.emulated:
         takes += f", and {_TUN} for links that can become bad"
     return f"needs {takes}. It makes {runs} runs of {hosts} worker processes{server}{judged}."

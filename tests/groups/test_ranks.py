@@ -155,7 +155,7 @@ def test_trees_of_split_groups_are_those_of_all_rows(loss: str, target: str, tmp
         split = np.flatnonzero(texts != alone.records.coefficients[:, 0])
         assert 1 <= len(split) <= 2
         assert split.max() <= 1, "whole groups are LightGBM's, everywhere"
-        for group in split:
+        for group in split.tolist():
             assert seen.setdefault(group, texts[group]) == texts[group], "however it was split"
         np.testing.assert_array_equal(made.records.chosen[:2], alone.records.chosen[:2])
         np.testing.assert_allclose(made.records.held_losses[:2], alone.records.held_losses[:2], rtol=0.05)
@@ -304,6 +304,20 @@ def test_a_replay_of_the_visits_gives_the_same_bits(make: Any) -> None:
             assert torch.equal(value, came[key]), key
     record = coordinator.records(7)
     assert (record.steps == [[2 * sum(-(-len(p.target) // b) for p in parts) for b in (16, 32, 16, 32)]]).all()
+
+
+@pytest.mark.parametrize("at", [1, 4])
+def test_an_error_of_the_coordinator_ends_all_workers(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, following = itertools.count(1), HopCourse.next
+
+    def fails(course: HopCourse, worker: int) -> Any:
+        if next(calls) == at:
+            raise RuntimeError("a mistake of ours")
+        return following(course, worker)
+
+    monkeypatch.setattr(HopCourse, "next", fails)
+    with pytest.raises(RuntimeError, match="a mistake of ours"):
+        hop(Net(mlp, optimizer=AdamW(lr=Grid(1e-2, 3e-2)), epochs=2), parts_of([50, 50, 50]), 3)
 
 
 def test_models_that_hop_are_trained_by_torch_over_the_shards_one_after_another() -> None:

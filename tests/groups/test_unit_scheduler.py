@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from offbeat.groups.hopping import HopCourse, HopGroup, Visit
 from offbeat.groups.partition import wrap_around
 from offbeat.groups.unit_scheduler import TrainingUnit, UnitScheduler
 from offbeat.timeline import Timeline
@@ -99,7 +100,7 @@ def test_each_configuration_visits_each_shard_once(seed: int) -> None:
         assert (group, config) in stopped or sorted(visits) == shards
 
 
-def test_among_equal_units_the_one_whose_state_is_there_comes_first() -> None:
+def test_a_unit_whose_state_is_there_comes_first() -> None:
     units = {TrainingUnit(0, config, shard): 1.0 for config in range(3) for shard in range(2)}
     scheduler = UnitScheduler(units, {(0, 0): 0, (0, 1): 1}, {(0, 2): 0, (0, 1): 1})
     assert scheduler.next(0) == TrainingUnit(0, 2, 0)
@@ -116,3 +117,45 @@ def test_misuse_is_refused() -> None:
         scheduler.done(1, unit)
     with pytest.raises(ValueError, match="Nobody takes shard 0 of group 0"):
         scheduler.lost(0, {})
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("others", [{}, {7: HopGroup((2, 3), (40, 30), ((0, 1), (2, 3)), (2, 3))}])
+def test_states_are_fetched_no_more_than_they_must_be(others: dict[int, HopGroup], seed: int) -> None:
+    """An epoch begins where the last one has ended, and no state is fetched ahead that another worker changes."""
+    one = HopGroup((0, 1, 2, 3), (100, 100, 100, 60), ((0,), (1,), (2,), (3,)), (3,) * 4)
+    groups = {0: one} | others
+    course, line, dice = HopCourse(groups), Timeline(), random.Random(seed)
+    place: dict[tuple[int, int], int] = {}
+    ahead: set[tuple[int, Visit]] = set()
+    free, fetched = {0, 1, 2, 3}, dict.fromkeys(groups, 0)
+
+    def begin() -> None:
+        for worker in dice.sample(sorted(free), len(free)):
+            if (visit := course.next(worker)) is None:
+                continue
+            free.discard(worker)
+            if (worker, visit) in ahead:
+                ahead.discard((worker, visit))
+            else:
+                fetched[visit.group] += place.get((visit.group, visit.block), worker) != worker
+            soon = course.ahead(worker)
+            if soon is not None and soon.before and (worker, soon) not in ahead:
+                ahead.add((worker, soon))
+                fetched[soon.group] += place[soon.group, soon.block] != worker
+            group = groups[visit.group]
+            cost = group.rows[visit.shard] * len(group.blocks[visit.block]) * dice.uniform(0.8, 1.2)
+            line.after(cost, partial(end, worker, visit, cost))
+
+    def end(worker: int, visit: Visit, cost: float) -> None:
+        place[visit.group, visit.block] = worker
+        course.done(worker, cost)
+        free.add(worker)
+        begin()
+
+    begin()
+    line.run()
+    assert course.is_done
+    assert not ahead, "fetched in vain"
+    least = len(one.blocks) * (len(one.holders) - 1) * (3 + 1)  # of three epochs, and after the last
+    assert fetched[0] == least if not others else fetched[0] <= 1.25 * least
