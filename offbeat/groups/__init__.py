@@ -22,8 +22,9 @@ After "Towards an Optimized GROUP BY Abstraction for Large-Scale Machine Learnin
   predictions; `parents` - models of the groups around a group; `saved` - a file of them
 * forecasts: `cost` - how a fit will go, and how long it takes
 * where: `this_process`; `processes` - of this machine; `fit_folder` - what an ended fit has left
-* several workers: `ranks` - those of a job; `partition` - who has which rows of which group; `carrier` - what travels
-  between them; `table_messages` - rows that do
+* several workers: `ranks` - those of a job; `job_meeting` - where they meet; `shared_fit` - the part of each;
+  `partition` - who has which rows of which group; `row_exchange` - rows on their way there; `carrier` - what travels
+  between workers; `table_messages` - tables that do
 * split groups: `summing` - fits whose rows are in several places, `split_sums` - over a carrier; `hopping` - models
   that visit shards, `split_hops` - over a carrier; `unit_scheduler` - the order of visits in an epoch
 """

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import NetworkError, OffbeatError
-from offbeat.groups import GroupDataError, Ranks
+from offbeat.groups import GroupDataError
 from offbeat.groups.buckets import BUCKET_BYTES
 from offbeat.groups.carrier import ObjectCarrier
-from offbeat.groups.ranks import SharedFit
 from offbeat.groups.records import GroupModels
+from offbeat.groups.shared_fit import SharedFit
 from offbeat.groups.table_input import DatasetTable
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class RayWorkers:
         ray = _ray()
         meeting = ray.remote(num_cpus=0)(ActorMeeting).remote(self.count)
         is_dataset = isinstance(table, DatasetTable)
-        how = Ranks(own_rows=is_dataset, bucket_bytes=self.bucket_bytes)
+        how = {"own_rows": is_dataset, "bucket_bytes": self.bucket_bytes}
         parts = table.split(self.count) if isinstance(table, DatasetTable) else [ray.put(table)] * self.count
         first, worker = ray.util.get_node_ip_address(), ray.remote(num_cpus=self.num_cpus)(GroupWorker)
         actors = [worker.remote(rank, self.count, first) for rank in range(self.count)]
@@ -154,7 +154,7 @@ class GroupWorker:
         os.environ.setdefault("MASTER_ADDR", first)
 
     def fit(
-        self, meeting: Any, trainer: JobMaker, table: TableInput, how: Ranks, folder: Path | None
+        self, meeting: Any, trainer: JobMaker, table: TableInput, how: dict[str, Any], folder: Path | None
     ) -> GroupModels | None:
         """Fit this worker's groups; the first worker returns the models of all."""
         import torch
@@ -166,7 +166,7 @@ class GroupWorker:
             meeting.note_progress.remote(self._rank, ended, groups)
 
         try:
-            made = SharedFit(carrier, trainer, table, how).run(progress, folder)
+            made = SharedFit(carrier, trainer, table, **how).run(progress, folder)
         except BaseException as error:
             carrier.abandon(error)
             raise

@@ -36,7 +36,7 @@ from offbeat.groups.carrier import LocalBoard, LocalCarrier
 from offbeat.groups.fitting import BucketTask, GroupStatus
 from offbeat.groups.hopping import HopCourse, HopGroup, blocks_of, replay
 from offbeat.groups.net import _models
-from offbeat.groups.ranks import SharedFit
+from offbeat.groups.shared_fit import SharedFit
 from offbeat.groups.split_hops import HopCoordinator, HoppingShards, ShardRows
 from offbeat.groups.stacked_module import StackedModule
 from offbeat.groups.table_input import open_table
@@ -68,12 +68,12 @@ def fit_by(
 ) -> list[GroupModels]:
     """The models that each of some threads has; the error that one of them ended with is raised."""
     board, made = LocalBoard(), dict[int, Any]()
-    ranks = Ranks(bucket_bytes=BUCKET, **how)
+    settings = {"own_rows": False, "bucket_bytes": BUCKET, **how}
 
     def work(rank: int) -> None:
         try:
             carrier = LocalCarrier(rank, workers, board)
-            fit = SharedFit(carrier, trainer, open_table(tables[rank]), ranks)
+            fit = SharedFit(carrier, trainer, open_table(tables[rank]), **settings)
             made[rank] = fit.run(lambda ended, groups: None, None if folders is None else folders[rank])
         except OffbeatError as error:
             made[rank] = error
