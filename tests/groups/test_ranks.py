@@ -155,7 +155,7 @@ def test_trees_of_split_groups_are_those_of_all_rows(loss: str, target: str, tmp
         split = np.flatnonzero(texts != alone.records.coefficients[:, 0])
         assert 1 <= len(split) <= 2
         assert split.max() <= 1, "whole groups are LightGBM's, everywhere"
-        for group in split:
+        for group in split.tolist():
             assert seen.setdefault(group, texts[group]) == texts[group], "however it was split"
         np.testing.assert_array_equal(made.records.chosen[:2], alone.records.chosen[:2])
         np.testing.assert_allclose(made.records.held_losses[:2], alone.records.held_losses[:2], rtol=0.05)

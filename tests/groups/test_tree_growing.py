@@ -114,7 +114,7 @@ def test_leaves_have_as_many_rows_as_they_need() -> None:
     assert leaves["count"].min() >= 70
     assert leaves.groupby("tree_index")["count"].sum().tolist() == [900] * 5
     booster = lightgbm.Booster(model_str=made.coefficients[0, 0, 0])
-    where = booster.predict(x, pred_leaf=True)
+    where = np.asarray(booster.predict(x, pred_leaf=True))
     told = {
         int(name.split("L")[1]): n
         for name, n in zip(leaves["node_index"], leaves["count"], strict=True)
