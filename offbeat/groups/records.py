@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from offbeat.groups.fitting import GroupModel
     from offbeat.groups.group_index import GroupIndex
-    from offbeat.groups.parents import ParentLevel
 
 
 _OF_EACH = ("coefficients", "chosen", "losses", "held_losses", "steps", "status")
@@ -102,6 +101,19 @@ class GroupRecords:
             mine[numbers] = its
         if isinstance(part, GroupRecords):
             self.errors[numbers] = part.errors
+
+
+@dataclass(frozen=True)
+class ParentLevel:
+    """The groups by the first columns of the key.
+
+    Args:
+        index: of these groups.
+        coefficients: (groups, width), their models; NaN, or None, where there is none.
+    """
+
+    index: GroupIndex
+    coefficients: np.ndarray
 
 
 @dataclass(frozen=True)
