@@ -56,6 +56,10 @@ def fit(
         str, typer.Option(metavar="COLUMN", help="Hold the last rows by this column out.", show_default="by chance")
     ] = "",
     min_rows: Annotated[int, typer.Option(min=1, help="Fit no group that has less rows.")] = 1,
+    small_fallback: Annotated[
+        str,
+        typer.Option(help="What predicts for groups without a model and new keys: skip, parent, global; or raise."),
+    ] = "skip",
     workers: Annotated[int, typer.Option(min=1, help="Processes that fit groups.")] = 1,
     folder: Annotated[
         Path | None, typer.Option(help="Leave what was fitted there; started again, continue with the rest.")
@@ -67,7 +71,7 @@ def fit(
 ) -> None:
     """Fit one model for each group, and write all of them to a file."""
     validation = {"share": hold_out, "by": hold_out_by or None}
-    trainer = _trainer(by, target, model, l2, features, standardize, validation, min_rows, workers)
+    trainer = _trainer(by, target, model, l2, features, standardize, validation, (min_rows, small_fallback), workers)
     _check_place(out)
     if results is not None:
         _check_table(results)
@@ -94,7 +98,7 @@ def explain(
     workers: Annotated[int, typer.Option(min=1, help="The most workers to tell about.")] = 4,
 ) -> None:
     """Say how a fit would go, and how long it would take; a few groups are fitted and timed."""
-    trainer = _trainer(by, target, model, l2, features, standardize, {}, 1, 1)
+    trainer = _trainer(by, target, model, l2, features, standardize, {}, (), 1)
     typer.echo(str(trainer.explain(data, workers)))
 
 
@@ -166,10 +170,10 @@ def _trainer(
     features: str,
     standardize: bool,
     validation: dict[str, Any],
-    rows: int,
+    small: tuple[Any, ...],
     workers: int,
 ) -> GroupedTrainer:
-    """The trainer that options name."""
+    """The trainer that options name; `small` are those of `Small`."""
     from offbeat.groups import (
         Grid,
         GroupDataError,
@@ -196,7 +200,7 @@ def _trainer(
         target=target,
         features=features.split(",") if features else None,
         validation=HoldOut(**validation),
-        small=Small(rows),
+        small=Small(*small),
         executor=Processes(workers) if workers > 1 else ThisProcess(),
     )
 

@@ -23,21 +23,8 @@ if TYPE_CHECKING:
 
     from offbeat.groups.buckets import GroupRows
     from offbeat.groups.fitting import BucketTask
-    from offbeat.groups.group_index import GroupIndex
     from offbeat.groups.group_job import GroupJob
-
-
-@dataclass(frozen=True)
-class ParentLevel:
-    """The groups by the first columns of the key.
-
-    Args:
-        index: of these groups.
-        coefficients: (groups, width), their models; NaN, or None, where there is none.
-    """
-
-    index: GroupIndex
-    coefficients: np.ndarray
+    from offbeat.groups.records import ParentLevel
 
 
 @dataclass(frozen=True)

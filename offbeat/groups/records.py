@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from offbeat.groups.fitting import GroupModel
     from offbeat.groups.group_index import GroupIndex
-    from offbeat.groups.parents import ParentLevel
 
 
 _OF_EACH = ("coefficients", "chosen", "losses", "held_losses", "steps", "status", "errors")
@@ -104,6 +103,19 @@ class GroupRecords:
             if its.shape != (len(numbers), *mine.shape[1:]) or its.dtype != mine.dtype:
                 raise PeerError(f"Cannot take in {name} of another worker: {its.dtype} of shape {its.shape}.")
             mine[numbers] = its
+
+
+@dataclass(frozen=True)
+class ParentLevel:
+    """The groups by the first columns of the key.
+
+    Args:
+        index: of these groups.
+        coefficients: (groups, width), their models; NaN, or None, where there is none.
+    """
+
+    index: GroupIndex
+    coefficients: np.ndarray
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ import xxhash
 from offbeat.groups.fitting import has_model, no_models
 from offbeat.groups.glm import Linear, Logistic, Poisson
 from offbeat.groups.group_index import GroupIndex
-from offbeat.groups.parents import ParentLevel
-from offbeat.groups.records import GroupModels, GroupRecords
+from offbeat.groups.records import GroupModels, GroupRecords, ParentLevel
 from offbeat.groups.search import Grid, LogUniform, Uniform
 from offbeat.groups.table_input import GroupDataError
 from offbeat.groups.trees import Trees

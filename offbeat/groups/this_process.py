@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from offbeat.groups.buckets import BUCKET_BYTES, BucketFiles, cut_buckets
 from offbeat.groups.fit_folder import FitFolder
 from offbeat.groups.group_index import GroupIndex
-from offbeat.groups.parents import ParentLevel, ParentModels, config_of_all
-from offbeat.groups.records import GroupModels, GroupRecords
+from offbeat.groups.parents import ParentModels, config_of_all
+from offbeat.groups.records import GroupModels, GroupRecords, ParentLevel
 from offbeat.groups.search_methods import Pooled
 
 if TYPE_CHECKING:

@@ -54,6 +54,7 @@ COMMANDS = {
         "--hold-out",
         "--hold-out-by",
         "--min-rows",
+        "--small-fallback",
         "--workers",
         "--folder",
         "--out",

@@ -205,6 +205,8 @@ def test_what_differs_between_workers_is_refused() -> None:
         fit_by(2, trainer_of(Linear()), [table, table.set_column(2, "x0", table["x0"].cast(pa.float32()))])
     with pytest.raises(GroupDataError, match="no column 'x2'"):
         fit_by(2, trainer_of(Linear()), [table.drop_columns(["x2"])] * 2)
+    with pytest.raises(GroupDataError, match="Cannot fit parents of groups with Ranks"):
+        fit_by(2, trainer_of(Linear(shrink=1.0), small=Small(fallback="parent")), [table] * 2)
 
 
 # -- models that hop -------------------------------------------------------------------------------------------------
