@@ -21,7 +21,7 @@ class RowsInTransit:
     """The rows of each worker.
 
     Args:
-        is_done: (buckets,), which have no rows to be sent.
+        is_left_out: (buckets,), of which no row is sent.
         firsts: by bucket of a split group, the place among all rows of that group of the next one read here.
     """
 
@@ -29,7 +29,7 @@ class RowsInTransit:
     index: GroupIndex
     files: BucketFiles
     partition: GroupPartition
-    is_done: np.ndarray
+    is_left_out: np.ndarray
     firsts: dict[int, int]
 
     def sent(self, part: pa.Table | None, workers: int) -> list[pa.Table]:
@@ -44,7 +44,7 @@ class RowsInTransit:
             places = np.searchsorted([shard.end for shard in shards], first + np.arange(len(which)), side="right")
             owners[which] = np.array([shard.worker for shard in shards])[places]
             self.firsts[bucket] = first + len(which)
-        owners[self.is_done[buckets]] = workers  # nobody
+        owners[self.is_left_out[buckets]] = workers  # nobody
         order = np.argsort(owners, kind="stable")
         ends = np.searchsorted(owners[order], np.arange(workers + 1))
         moved = part.take(pa.array(order))

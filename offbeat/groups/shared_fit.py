@@ -17,7 +17,7 @@ from offbeat.groups.fit_folder import FitFolder
 from offbeat.groups.fitting import BucketTask, GroupStatus, joined
 from offbeat.groups.group_index import GroupIndex
 from offbeat.groups.hopping import HopGroup, HoppingModel, blocks_of
-from offbeat.groups.partition import wrap_around
+from offbeat.groups.partition import GroupPartition, wrap_around
 from offbeat.groups.records import GroupModels, GroupRecords
 from offbeat.groups.row_exchange import RowsInTransit
 from offbeat.groups.search_methods import Halving, Pooled
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from offbeat.groups.carrier import Carrier
     from offbeat.groups.group_job import GroupJob, JobMaker
-    from offbeat.groups.partition import GroupPartition
     from offbeat.groups.summing import Summing
     from offbeat.groups.table_input import TableInput
     from offbeat.groups.this_process import FittedBucket, Progress
@@ -72,14 +71,22 @@ class SharedFit:
         records = job.records(len(index))
         kept = self._folder(folder, job, index, buckets)
         is_done, mine = self._done(kept, buckets, records)
-        partition = self._partition(job, index, buckets, is_done)
+        # The model of all rows is one of those of finished groups, too.
+        is_left_out = np.zeros_like(is_done) if job.small.has_global else is_done
+        partition = self._partition(job, index, buckets, is_left_out)
+        left = GroupPartition(
+            partition.capacity,
+            np.where(is_done, -1, partition.home),
+            tuple(shard for shard in partition.shards if not is_done[shard.group]),
+        )
         with tempfile.TemporaryDirectory(prefix="offbeat-groups-") as temporary:
             files = BucketFiles(Path(temporary), index, buckets)
-            sent = RowsInTransit(job, index, files, partition, is_done, self._firsts(index, own, buckets, partition))
-            rows = partition.loads(np.bincount(buckets, index.rows).astype(np.int64) * ~is_done, self._carrier.world)
+            firsts = self._firsts(index, own, buckets, partition)
+            sent = RowsInTransit(job, index, files, partition, is_left_out, firsts)
+            rows = np.bincount(buckets, index.rows).astype(np.int64) * ~is_left_out
+            rows = partition.loads(rows, self._carrier.world)
             files.write(self._received(sent), job.schema, int(rows[self._carrier.rank]))
-            partition.home[is_done] = -1
-            for bucket, numbers, part in self._fit_all(job, index, files, partition, records, progress):
+            for bucket, numbers, part in self._fit_all(job, index, files, left, records, progress):
                 records.put(numbers, part)
                 if kept is not None:
                     kept.write(bucket, numbers, records)
@@ -147,9 +154,15 @@ class SharedFit:
             is_done |= its
         return is_done, mine
 
-    def _partition(self, job: GroupJob, index: GroupIndex, buckets: np.ndarray, is_done: np.ndarray) -> GroupPartition:
-        """The worker of each bucket; one of a single group may be split."""
-        rows = np.bincount(buckets, index.rows).astype(np.int64) * ~is_done
+    def _partition(
+        self, job: GroupJob, index: GroupIndex, buckets: np.ndarray, is_left_out: np.ndarray
+    ) -> GroupPartition:
+        """The worker of each bucket; one of a single group may be split.
+
+        Args:
+            is_left_out: (buckets,), of which no row is needed.
+        """
+        rows = np.bincount(buckets, index.rows).astype(np.int64) * ~is_left_out
         hops, workers = isinstance(job.model, HoppingModel), self._carrier.world
         whole = (np.bincount(buckets) > 1) | (not hops and not isinstance(job.model, SummingModel))
         # Parts of a sum are computed at the same time, whereas a configuration is at one shard at a time.

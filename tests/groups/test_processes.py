@@ -21,6 +21,7 @@ from offbeat.groups import (
     Net,
     Processes,
     Ranks,
+    Small,
     ThisProcess,
     Trees,
 )
@@ -130,13 +131,15 @@ def test_an_ended_fit_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_workers_continue_where_one_was(tmp_path: Path) -> None:
     """With another number of workers, in one folder that all of them see, or in one of each."""
-    table, trainer = skewed(), trainer_of(Linear(), executor=ThisProcess(BUCKET))
+    small = Small(fallback="global")
+    table, trainer = skewed(), trainer_of(Linear(), small=small, executor=ThisProcess(BUCKET))
     alone = trainer.fit(table).records
     with pytest.raises(Ended):
         trainer.fit(table, end_after(20), folder=tmp_path / "0")
     for folders in ([tmp_path / "0"] * 2, [tmp_path / "0", tmp_path / "1"]):
         for made in fit_by(2, trainer, [table] * 2, folders=folders):
             np.testing.assert_allclose(made.records.coefficients, alone.coefficients, rtol=1e-10)
+            np.testing.assert_allclose(made.records.fallback, alone.fallback, rtol=1e-10)
 
 
 def test_a_folder_of_another_fit_is_refused(tmp_path: Path) -> None:
