@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from offbeat.groups.summing import Summing
 
 _LARGE_MARGIN = 30.0
+_ROWS_AT_ONCE = 1 << 14  # of a large group, which are copied with their intercept
 _CACHED_BYTES = 4 << 20  # of groups that are solved together: each step reads all of them
 
 
@@ -167,9 +168,14 @@ class Glm:
 
         def rows() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             for task in tasks():
-                x = np.ones((len(task.target), width))
-                x[:, : len(sums)] = (task.features - mean) / scale if self.standardize else task.features
-                yield torch.from_numpy(x), torch.from_numpy(task.target)
+                for begin in range(0, len(task.target), _ROWS_AT_ONCE):
+                    part = slice(begin, begin + _ROWS_AT_ONCE)
+                    target = task.target[part]
+                    x = np.ones((len(target), width))
+                    x[:, : len(sums)] = task.features[part]
+                    if self.standardize:
+                        x[:, : len(sums)] = (x[:, : len(sums)] - mean) / scale
+                    yield torch.from_numpy(x), torch.from_numpy(target)
 
         newton = SummedNewton(penalties * count if self.per_row else penalties, width, has_intercept=self.intercept)
         while not newton.has_ended:

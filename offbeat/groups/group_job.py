@@ -251,17 +251,12 @@ class GroupJob:
             place, places: of this one, and how many there are.
         """
         assert isinstance(self.model, SummingModel)
-        task = self.task(rows, hashes)
-        records = self.records(1)
+        task, records = self.task(rows, hashes), self.records(1)
+        moments = self._moments(rows) if len(self.configs) > 1 else None
+        del rows  # they are as large as the task
         if len(self.configs) > 1:
-            held = yield from self._held_of_shard(rows, task, place, places)
-            part, rest = task.rows(~held), task.rows(held)
-            found = yield from self.model.fit_summed(functools.partial(list, [part]), self.configs)
-            mine = [len(rest.target), *(float(one.sum()) for one in self.losses(rest, found.coefficients))]
-            count, *sums = (yield Summand(torch.tensor(mine, dtype=torch.float64))).tolist()
-            records.losses[:], records.steps[:] = found.losses, found.steps
-            records.held_losses[0] = np.array(sums) / max(1.0, count)
-            records.choose()
+            held = yield from self._held_of_shard(moments, task, place, places)
+            yield from self._try_shard(task.rows(~held), task.rows(held), records)
         config = self.configs[int(records.chosen[0])]
         final = yield from self.model.fit_summed(functools.partial(list, [task]), [config])
         records.coefficients[:], records.status[:] = final.coefficients[:, 0], final.status
@@ -269,6 +264,16 @@ class GroupJob:
         if len(self.configs) == 1:
             records.losses[:], records.steps[:] = final.losses, final.steps
         return records
+
+    def _try_shard(self, part: BucketTask, rest: BucketTask, records: GroupRecords) -> Summing[None]:
+        """Fit all configurations to the rows that are not held out, and choose by the others, of all places."""
+        assert isinstance(self.model, SummingModel)
+        found = yield from self.model.fit_summed(functools.partial(list, [part]), self.configs)
+        mine = [len(rest.target), *(float(one.sum()) for one in self.losses(rest, found.coefficients))]
+        count, *sums = (yield Summand(torch.tensor(mine, dtype=torch.float64))).tolist()
+        records.losses[:], records.steps[:] = found.losses, found.steps
+        records.held_losses[0] = np.array(sums) / max(1.0, count)
+        records.choose()
 
     def prepare_shard(
         self, rows: GroupRows, hashes: np.ndarray, place: int, places: int
@@ -285,7 +290,7 @@ class GroupJob:
         count, unusable, ones = (yield Summand(facts)).tolist()
         held = np.zeros(len(task.target), np.bool_)
         if len(self.configs) > 1:
-            held = yield from self._held_of_shard(rows, task, place, places)
+            held = yield from self._held_of_shard(self._moments(rows), task, place, places)
         status = GroupStatus.OK
         if unusable:
             status = GroupStatus.NOT_FINITE
@@ -293,9 +298,10 @@ class GroupJob:
             status = GroupStatus.ONE_CLASS
         return task.rows(~held), task.rows(held), status
 
-    def _held_of_shard(self, rows: GroupRows, task: BucketTask, place: int, places: int) -> Summing[np.ndarray]:
+    def _held_of_shard(
+        self, moments: np.ndarray | None, task: BucketTask, place: int, places: int
+    ) -> Summing[np.ndarray]:
         """The rows of a shard that are held out: by chance in each shard, and by a column in all of them together."""
-        moments = self._moments(rows)
         if moments is None:
             hashes = mixed(task.hashes, place)
             return held_out(hashes, task.offsets, self.validation, None, self._strata(task))

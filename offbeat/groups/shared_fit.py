@@ -240,8 +240,8 @@ class SharedFit:
                 hops = HoppingShards(self._carrier, job, groups, shards, has_come.set, waits=not wholes)
         else:
             for bucket, holders in self._split(partition):
-                rows = files.read(bucket)
-                work = job.fit_shard(rows, index.hashes[rows.numbers], holders.index(rank), len(holders))
+                hashes = index.hashes[files.buckets == bucket]
+                work = job.fit_shard(files.read(bucket), hashes, holders.index(rank), len(holders))
                 splits.append((bucket, SummedShard(self._carrier, f"split/{bucket}", holders, work, has_come.set)))
         groups_of, ended = np.bincount(files.buckets), 0
         total = int(groups_of[wholes].sum()) + sum(shard.holders[0] == rank for _, shard in splits)
@@ -296,8 +296,8 @@ class SharedFit:
         assert isinstance(job.model, HoppingModel)
         rank, shards = self._carrier.rank, dict[int, ShardRows]()
         for bucket, holders in self._split(partition):
-            rows = files.read(bucket)
-            work = job.prepare_shard(rows, index.hashes[rows.numbers], holders.index(rank), len(holders))
+            hashes = index.hashes[files.buckets == bucket]
+            work = job.prepare_shard(files.read(bucket), hashes, holders.index(rank), len(holders))
             trained, held, status = self._run(f"prepare/{bucket}", holders, work)
             shards[bucket] = ShardRows(trained, held)
             if rank == holders[0]:
