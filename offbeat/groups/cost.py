@@ -23,9 +23,7 @@ from offbeat.groups.fitting import similar_sizes
 from offbeat.groups.group_index import GroupIndex
 from offbeat.groups.hopping import HoppingModel
 from offbeat.groups.overrides import GroupOverrides
-from offbeat.groups.partition import wrap_around
 from offbeat.groups.search_methods import Pooled
-from offbeat.groups.summing import SummingModel
 from offbeat.groups.unit_scheduler import TrainingUnit, UnitScheduler
 from offbeat.timeline import Timeline
 
@@ -252,9 +250,7 @@ def _parts(counts: np.ndarray) -> int:
 
 def _shares(job: GroupJob, rows: np.ndarray, groups: np.ndarray, workers: int) -> list[dict[int, float]]:
     """Return the share of rows that each worker has of each bucket, as `Ranks` distributes them."""
-    hops = isinstance(job.model, HoppingModel)
-    whole = (groups > 1) | (not hops and not isinstance(job.model, SummingModel))
-    partition = wrap_around(rows, workers, len(job.configs) if hops else workers, indivisible=whole)
+    partition = job.distribute(rows, groups, workers)
     made: list[dict[int, float]] = [{int(home): 1.0} if home >= 0 else {} for home in partition.home]
     for shard in partition.shards:
         made[shard.group][shard.worker] = shard.rows / int(rows[shard.group])

@@ -13,8 +13,10 @@ import torch
 
 from offbeat.groups.buckets import GroupRows, numbers_in
 from offbeat.groups.fitting import BucketTask, GroupStatus, MixedModel, ShrunkModel, no_model
+from offbeat.groups.hopping import HoppingModel
 from offbeat.groups.mixing import mixed
 from offbeat.groups.overrides import GroupOverrides
+from offbeat.groups.partition import GroupPartition, distribute
 from offbeat.groups.records import GroupRecords
 from offbeat.groups.search import HoldOut, held_out, searched, values_of
 from offbeat.groups.search_methods import Halving, RungModel
@@ -241,6 +243,17 @@ class GroupJob:
         is_small = np.diff(rows.offsets) < self.small.min_rows
         records.status[is_small] = GroupStatus.TOO_SMALL
         records.coefficients[is_small] = no_model(self.model.dtype)
+
+    def distribute(self, rows: np.ndarray, groups: np.ndarray, workers: int) -> GroupPartition:
+        """Distribute buckets to workers; one of a single group may be split.
+
+        Args:
+            rows, groups: (buckets,), how many each has.
+        """
+        hops = isinstance(self.model, HoppingModel)
+        whole = (groups > 1) | (not hops and not isinstance(self.model, SummingModel))
+        # Parts of a sum are computed at the same time, whereas a configuration is at one shard at a time.
+        return distribute(rows, workers, len(self.configs) if hops else workers, whole)
 
     def fit_shard(self, rows: GroupRows, hashes: np.ndarray, place: int, places: int) -> Summing[GroupRecords]:
         """Fit a group of which several places have rows; for a spec that is a `SummingModel`.

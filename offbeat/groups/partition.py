@@ -65,6 +65,31 @@ class GroupPartition:
         return made.astype(np.int64)
 
 
+MOST_IMBALANCE = 1.15
+"""The load of the busiest worker, as a multiple of the mean, up to which no group is split to lower it."""
+
+
+def distribute(rows: np.ndarray, workers: int, configs: int, indivisible: np.ndarray) -> GroupPartition:
+    """Distribute groups whole where that balances, and by `wrap_around` where it does not.
+
+    A split costs what travels, and configurations of a group that are trained together where it is whole are parted.
+
+    Args:
+        rows: (groups,), of each.
+        workers, configs: how many there are.
+        indivisible: (groups,), which of them are not to be split.
+    """
+    home = np.zeros(len(rows), np.int64)
+    loads = [(0, worker) for worker in range(workers)]
+    for group in np.lexsort((np.arange(len(rows)), -rows)).tolist():
+        load, worker = heappop(loads)
+        home[group] = worker
+        heappush(loads, (load + int(rows[group]), worker))
+    if max(loads)[0] <= MOST_IMBALANCE * int(rows.sum()) / workers:
+        return GroupPartition(max(1, max(loads)[0]), home, ())
+    return wrap_around(rows, workers, configs, indivisible=indivisible)
+
+
 def wrap_around(
     rows: np.ndarray,
     workers: int,

@@ -17,7 +17,7 @@ from offbeat.groups.fit_folder import FitFolder
 from offbeat.groups.fitting import BucketTask, GroupStatus, joined
 from offbeat.groups.group_index import GroupIndex
 from offbeat.groups.hopping import HopGroup, HoppingModel, blocks_of
-from offbeat.groups.partition import GroupPartition, wrap_around
+from offbeat.groups.partition import GroupPartition
 from offbeat.groups.records import GroupModels, GroupRecords
 from offbeat.groups.row_exchange import RowsInTransit
 from offbeat.groups.search_methods import Halving, Pooled
@@ -73,7 +73,8 @@ class SharedFit:
         is_done, mine = self._done(kept, buckets, records)
         # The model of all rows is one of those of finished groups, too.
         is_left_out = np.zeros_like(is_done) if job.small.has_global else is_done
-        partition = self._partition(job, index, buckets, is_left_out)
+        rows = np.bincount(buckets, index.rows).astype(np.int64) * ~is_left_out
+        partition = job.distribute(rows, np.bincount(buckets), self._carrier.world)
         left = GroupPartition(
             partition.capacity,
             np.where(is_done, -1, partition.home),
@@ -83,9 +84,8 @@ class SharedFit:
             files = BucketFiles(Path(temporary), index, buckets)
             firsts = self._firsts(index, own, buckets, partition)
             sent = RowsInTransit(job, index, files, partition, is_left_out, firsts)
-            rows = np.bincount(buckets, index.rows).astype(np.int64) * ~is_left_out
-            rows = partition.loads(rows, self._carrier.world)
-            files.write(self._received(sent), job.schema, int(rows[self._carrier.rank]))
+            mine_rows = int(partition.loads(rows, self._carrier.world)[self._carrier.rank])
+            files.write(self._received(sent), job.schema, mine_rows)
             for bucket, numbers, part in self._fit_all(job, index, files, left, records, progress):
                 records.put(numbers, part)
                 if kept is not None:
@@ -153,20 +153,6 @@ class SharedFit:
                     mine.append(done[bucket][0])
             is_done |= its
         return is_done, mine
-
-    def _partition(
-        self, job: GroupJob, index: GroupIndex, buckets: np.ndarray, is_left_out: np.ndarray
-    ) -> GroupPartition:
-        """The worker of each bucket; one of a single group may be split.
-
-        Args:
-            is_left_out: (buckets,), of which no row is needed.
-        """
-        rows = np.bincount(buckets, index.rows).astype(np.int64) * ~is_left_out
-        hops, workers = isinstance(job.model, HoppingModel), self._carrier.world
-        whole = (np.bincount(buckets) > 1) | (not hops and not isinstance(job.model, SummingModel))
-        # Parts of a sum are computed at the same time, whereas a configuration is at one shard at a time.
-        return wrap_around(rows, workers, len(job.configs) if hops else workers, indivisible=whole)
 
     def _firsts(
         self, index: GroupIndex, own: GroupIndex, buckets: np.ndarray, partition: GroupPartition

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from offbeat.groups.partition import GroupPartition, constrained, latin_rotation, wrap_around
+from offbeat.groups.partition import GroupPartition, constrained, distribute, latin_rotation, wrap_around
 
 
 def shapes(seed: int) -> tuple[np.ndarray, int, int, int]:
@@ -71,3 +71,15 @@ def test_a_rotation_brings_each_configuration_to_each_holder_once(configs: int, 
         assert max(map(len, now.values())) - min(map(len, now.values())) <= 1
         seen += [(config, worker) for worker, taken in now.items() for config in taken]
     assert len(set(seen)) == len(seen) == configs * holders
+
+
+def test_groups_are_whole_where_that_balances() -> None:
+    nothing = np.zeros(5, np.bool_)
+    made = distribute(np.array([50, 40, 30, 30, 20]), 2, 4, nothing)
+    assert not made.shards
+    assert made.loads(np.array([50, 40, 30, 30, 20]), 2).tolist() == [80, 90]
+    rows = np.array([100, 10, 10, 10, 10])
+    made = distribute(rows, 2, 4, nothing)
+    assert [shard.group for shard in made.shards] == [0, 0]
+    assert made.loads(rows, 2).tolist() == [70, 70]
+    assert not distribute(rows, 2, 4, rows > 50).shards, "it may not be split"

@@ -31,6 +31,7 @@ from offbeat.groups import (
     Small,
     ThisProcess,
     Trees,
+    partition,
 )
 from offbeat.groups.carrier import LocalBoard, LocalCarrier
 from offbeat.groups.fitting import BucketTask, GroupStatus
@@ -96,6 +97,7 @@ def trainer_of(model: Any, target: str = "y", **more: Any) -> GroupedTrainer:
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offbeat.groups.table_input._BATCH_ROWS", 500)
+    monkeypatch.setattr("offbeat.groups.partition.MOST_IMBALANCE", 0.0)  # groups are split at every border
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -389,6 +391,7 @@ def test_a_table_that_is_damaged_on_its_way_is_refused() -> None:
 def fit_here(victim: int, fault: str) -> tuple[np.ndarray, np.ndarray] | str:
     """Fit linear models, then nets, as a worker of a job; the victim has a fault at its second visit."""
     table, visits = skewed(), 0
+    partition.MOST_IMBALANCE = 0.0
     alone = trainer_of(Linear(l2=1.0), executor=ThisProcess(BUCKET)).fit(table).records
     found = trainer_of(Linear(l2=1.0), executor=Ranks(bucket_bytes=BUCKET)).fit(table).records
     np.testing.assert_allclose(found.coefficients, alone.coefficients, rtol=1e-10)
