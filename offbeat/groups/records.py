@@ -96,6 +96,11 @@ class GroupRecords:
         Raises:
             PeerError: if they are not of this fit.
         """
+        is_there = numbers.ndim == 1 and numbers.dtype == np.int64
+        if not is_there or numbers.min(initial=0) < 0 or numbers.max(initial=-1) >= len(self.status):
+            raise PeerError("Cannot take in the records of another worker: they are of groups that are not there.")
+        if isinstance(part, Mapping) and (missing := set(_OF_EACH) - part.keys()):
+            raise PeerError(f"Cannot take in the records of another worker: they lack {', '.join(sorted(missing))}.")
         for name in _OF_EACH:
             mine, its = getattr(self, name), part[name] if isinstance(part, Mapping) else getattr(part, name)
             if isinstance(part, Mapping) and mine.dtype == object:

@@ -116,6 +116,11 @@ class SharedFit:
                 "Cannot fit parents of groups with Ranks, by several workers: use Small(fallback='global'), or fit on "
                 "one machine, executor=ThisProcess() or Processes()."
             )
+        if job.small.has_global and not isinstance(job.model, SummingModel):
+            raise GroupDataError(
+                f"Cannot fit one {type(job.model).__name__} to the rows of all workers: use Small(fallback='skip'), or "
+                "fit on one machine, executor=ThisProcess() or Processes()."
+            )
         if isinstance(job.search, Halving | Pooled) or job.overrides.keys:
             what = "override groups" if job.overrides.keys else f"search by {type(job.search).__name__}"
             raise GroupDataError(f"Cannot {what} with Ranks, by several workers: fit in one process, or without.")
@@ -317,12 +322,12 @@ class SharedFit:
     def _exchange(self, records: GroupRecords, mine: np.ndarray) -> None:
         """Have the records of all workers."""
         name, carrier = self._name("records"), self._carrier
-        part = {key: torch.from_numpy(value) for key, value in records.of(mine).items()}
+        part = {key: torch.from_numpy(_narrowed(value)) for key, value in records.of(mine).items()}
         carrier.publish(f"{name}/{carrier.rank}", {"numbers": torch.from_numpy(mine), **part})
         for rank in range(carrier.world):
             if rank != carrier.rank:
-                told = {key: value.numpy() for key, value in carrier.move(f"{name}/{rank}").get().items()}
-                records.put(told.pop("numbers"), told)
+                told = {key: _widened(value.numpy()) for key, value in carrier.move(f"{name}/{rank}").get().items()}
+                records.put(told.pop("numbers", np.zeros(0, np.int64)), told)
 
     def _fit_fallback(
         self, job: GroupJob, index: GroupIndex, files: BucketFiles, partition: GroupPartition, records: GroupRecords
@@ -355,3 +360,16 @@ class SharedFit:
         name, carrier = self._name("tables"), self._carrier
         carrier.publish(f"{name}/{carrier.rank}", table_message(table))
         return [table_in(carrier.move(f"{name}/{rank}").get(), table.schema)[0] for rank in range(carrier.world)]
+
+
+def _narrowed(values: np.ndarray) -> np.ndarray:
+    """Numbers in half the bytes where that keeps them: those of nets are of float32."""
+    if values.dtype != np.float64:
+        return values
+    with np.errstate(over="ignore"):
+        half = values.astype(np.float32)
+    return half if np.array_equal(half, values, equal_nan=True) else values
+
+
+def _widened(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.float64) if values.dtype == np.float32 else values

@@ -37,6 +37,7 @@ from offbeat.groups.carrier import LocalBoard, LocalCarrier
 from offbeat.groups.fitting import BucketTask, GroupStatus
 from offbeat.groups.hopping import HopCourse, HopGroup, blocks_of, replay
 from offbeat.groups.net import _models
+from offbeat.groups.records import GroupRecords
 from offbeat.groups.shared_fit import SharedFit
 from offbeat.groups.split_hops import HopCoordinator, HoppingShards, ShardRows
 from offbeat.groups.stacked_module import StackedModule
@@ -205,6 +206,9 @@ def test_what_differs_between_workers_is_refused() -> None:
     table = skewed()
     with pytest.raises(DisagreementError, match="worker 1 Linear of 1 configurations"):
         fit_by(2, trainer_of(Linear()), [table, table.set_column(2, "x0", table["x0"].cast(pa.float32()))])
+    net = Net(mlp, epochs=1)
+    with pytest.raises(GroupDataError, match="one Net to the rows of all workers"):
+        fit_by(2, trainer_of(net, small=Small(fallback="global")), [table] * 2)
     with pytest.raises(GroupDataError, match="no column 'x2'"):
         fit_by(2, trainer_of(Linear()), [table.drop_columns(["x2"])] * 2)
     with pytest.raises(GroupDataError, match="Cannot fit parents of groups with Ranks"):
@@ -364,6 +368,20 @@ def test_nets_of_several_workers_predict_like_those_of_one() -> None:
 
 
 # -- messages --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "numbers", [np.array([3], np.int64), np.array([-1], np.int64), np.array([0.0]), np.array([[0]], np.int64)]
+)
+def test_records_of_groups_that_are_not_there_are_refused(numbers: np.ndarray) -> None:
+    records = GroupRecords.empty(3, 1, 2)
+    part = records.of(np.array([0]))
+    records.put(np.array([2]), part)
+    with pytest.raises(PeerError, match="not there"):
+        records.put(numbers, part)
+    del part["steps"]
+    with pytest.raises(PeerError, match="lack steps"):
+        records.put(np.array([0]), part)
 
 
 def test_a_table_that_is_damaged_on_its_way_is_refused() -> None:
