@@ -209,9 +209,9 @@ class _Bar:
     """The groups that have ended, on a terminal."""
 
     def __init__(self) -> None:
-        columns = (TextColumn("groups"), BarColumn(), TextColumn("{task.completed:,.0f}"), TimeRemainingColumn())
+        columns = (TextColumn("groups"), BarColumn(), TextColumn("{task.fields[pace]}"), TimeRemainingColumn())
         self._bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-        self._task = self._bar.add_task("groups", total=None)
+        self._task, self._began_s = self._bar.add_task("groups", total=None, pace=""), time.monotonic()
 
     def __enter__(self) -> _Bar:
         self._bar.start()
@@ -222,7 +222,8 @@ class _Bar:
 
     def show(self, ended: int, total: int) -> None:
         """Show how many groups of all have ended."""
-        self._bar.update(self._task, completed=ended, total=total)
+        pace = ended / max(1e-3, time.monotonic() - self._began_s)
+        self._bar.update(self._task, completed=ended, total=total, pace=f"{ended:,} of {total:,}, {pace:,.0f}/s")
 
 
 def _check_place(path: Path) -> None:
