@@ -96,7 +96,7 @@ class FitForecast:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.groups:,} groups, {self.rows:,} rows, {self.configs} configurations: {self.seconds:.3g} s in this "
+            f"{self.groups:,} groups, {self.rows:,} rows, configurations: {self.configs}. {self.seconds:.3g} s in this "
             f"process, {self.reading_s:.3g} s of them to count groups and sort rows",
             "",
             f"{'bucket':>6} {'groups':>9} {'rows':>12} {'seconds':>8}  how, and why",
