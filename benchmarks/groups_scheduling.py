@@ -68,7 +68,7 @@ class GroupsRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def sent_bytes(self) -> int:
-        """What all hosts have sent, without headers."""
+        """Return the bytes that all hosts have sent, without headers."""
         return sum(one.sent_bytes - HEADER_BYTES * one.packets for one in self.hosts)
 
 
@@ -106,7 +106,7 @@ def _shares() -> dict[str, np.ndarray]:
 
 SHARES = _shares()
 ONE = "1 group"
-"""Of which each host has a quarter: for hops alone."""
+"""One group, of which each host has a quarter: a fit sends little but hopping models."""
 
 
 def write_table(shares: np.ndarray, rows: int, folder: Path) -> None:

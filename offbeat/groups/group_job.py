@@ -41,8 +41,8 @@ class Small:
         fallback: what predicts for it, for other groups without a model, and for keys that are not known. "skip":
             nothing; "global": one model of all rows; "parent": the model of all rows of the key without its last value,
             as of a country for a store, then that one's parent, then the model of all rows; "raise": `fit` refuses the
-            table. Of one column "parent" is "global". It is not the default: for each column of `by` but one, it reads
-            the table and fits all rows once more, and has all rows of a parent in memory.
+            table. With one column in `by`, "parent" means "global". It is not the default: for each column of `by` but
+            one, it reads the table and fits all rows once more, and has all rows of a parent in memory.
     """
 
     min_rows: int = 1
@@ -324,11 +324,7 @@ class GroupJob:
 
     def pooled(self, records: GroupRecords, index: GroupIndex) -> Any:
         """Return the configuration that is best over all groups, each with the weight of its rows."""
-        is_known = np.isfinite(records.held_losses)
-        # Where a configuration failed that worked for others, it may not win by what it lacks.
-        losses = np.where(is_known, records.held_losses, np.where(is_known.any(1, keepdims=True), np.inf, 0))
-        scores = (losses * index.rows[:, None]).sum(0)
-        return self.configs[int(scores.argmin())]
+        return self.configs[records.best_of_all(index.rows)]
 
     def losses(self, task: BucketTask, coefficients: np.ndarray) -> Iterator[np.ndarray]:
         """The loss of each row by the model of each configuration.

@@ -70,16 +70,16 @@ class GroupRecords:
         can_be = np.isfinite(self.held_losses) if among is None else np.isfinite(self.held_losses) & among
         self.chosen[:] = np.where(can_be, self.held_losses, np.inf).argmin(1)
 
-    def choose_pooled(self, rows: np.ndarray) -> int:
-        """Choose the configuration that is best over all groups, and return it.
+    def best_of_all(self, rows: np.ndarray) -> int:
+        """Return the configuration that loses least in the rows that were held out of all groups.
 
         Args:
             rows: (groups,), the weight of each.
         """
-        is_told = np.isfinite(self.held_losses).all(1)  # a group that could not be fitted by all compares nothing
-        best = int((self.held_losses[is_told] * rows[is_told, None]).sum(0).argmin())
-        self.chosen[:] = best
-        return best
+        is_known = np.isfinite(self.held_losses)
+        # Where a configuration failed that worked for others, it may not win by what it lacks.
+        losses = np.where(is_known, self.held_losses, np.where(is_known.any(1, keepdims=True), np.inf, 0))
+        return int((losses * rows[:, None]).sum(0).argmin())
 
     def of(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
         """Return the arrays of some groups, by name; texts as an Arrow stream, in bytes."""

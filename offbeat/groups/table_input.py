@@ -59,6 +59,11 @@ def open_table(data: Any) -> TableInput:
     Raises:
         GroupDataError: if it is something else, or no file is there.
     """
+    table = _opened(data)
+    return _DecodedTable(table) if any(pa.types.is_dictionary(field.type) for field in table.schema) else table
+
+
+def _opened(data: Any) -> TableInput:
     if isinstance(data, str | Path):
         return _FileTables(str(data))
     if isinstance(data, pa.RecordBatchReader):
@@ -80,6 +85,26 @@ def open_table(data: Any) -> TableInput:
         raise GroupDataError(
             f"Cannot read a {type(data).__name__}: {_first_line(error)}. Give each column one type."
         ) from error
+
+
+class _DecodedTable:
+    """A table with columns that are dictionaries, such as categories of pandas: as their values."""
+
+    def __init__(self, table: TableInput) -> None:
+        self._table = table
+        self.schema = _decoded(table.schema)
+
+    def batches(self, columns: Sequence[str], worker: int = 0, workers: int = 1) -> Iterator[pa.Table]:
+        schema = pa.schema([self.schema.field(name) for name in columns])
+        for part in self._table.batches(columns, worker, workers):
+            yield part.cast(schema)
+
+
+def _decoded(schema: pa.Schema) -> pa.Schema:
+    """The columns, with values in place of dictionaries."""
+    is_plain = [not pa.types.is_dictionary(field.type) for field in schema]
+    fields = zip(schema, is_plain, strict=True)
+    return pa.schema([field if plain else field.with_type(field.type.value_type) for field, plain in fields])
 
 
 class _MemoryTable:
@@ -111,7 +136,7 @@ class DatasetTable:
             raise GroupDataError(
                 "Cannot read groups from a Ray Dataset without an Arrow schema: map it to tables first."
             )
-        self.schema = schema
+        self.schema = _decoded(schema)
 
     def split(self, count: int) -> list[DatasetTable]:
         """Return so many parts of about as many rows, which Ray has read then."""

@@ -147,7 +147,7 @@ class _LevelFit:
             for bucket in range(files.count):
                 rows = files.read(bucket)
                 tried.put(rows.numbers, job.of(rows.numbers).try_all(rows, index.hashes[rows.numbers]))
-            job = replace(job, choice=tried.choose_pooled(index.rows))
+            job = replace(job, choice=tried.best_of_all(index.rows))
         for bucket, numbers, made in self._run(job, index, files, [at for at in range(files.count) if at not in done]):
             records.put(numbers, made)
             if self._kept is not None:

@@ -45,7 +45,8 @@ class GroupedTrainer:
         validation: by which part of a group's rows a configuration is chosen. The model of that configuration is then
             fitted to all rows.
         small: what becomes of groups that have few rows.
-        executor: where groups are fitted: in this process, or by all workers of a job (`Ranks()`).
+        executor: where groups are fitted: in this process, by several (`Processes(8)`), or by all workers of a job
+            (`Ranks()`).
         search: what is tried of the spec, and how: `GridSearch`, `RandomSearch`, `Halving` or `Pooled`.
         overrides: hyper-parameters of single groups by their keys, `{("FR", "Lyon"): {"l2": 10}}`, which are fitted
             so and not searched.

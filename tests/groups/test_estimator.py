@@ -52,7 +52,7 @@ def parts_of(table: pa.Table, target: str) -> Iterator[tuple[int, np.ndarray, An
 
 
 def objective(estimator: Any, x: np.ndarray, y: np.ndarray) -> float:
-    """What scikit-learn says that the estimator minimizes, times the rows where it is a mean."""
+    """Return scikit-learn's objective of an estimator; where that is a mean, times the rows."""
     w, margins = np.ravel(estimator.coef_), x @ np.ravel(estimator.coef_) + np.ravel(estimator.intercept_)
     if isinstance(estimator, LogisticRegression):
         return float(np.logaddexp(0, np.where(y == y.max(), -margins, margins)).sum() + w @ w / (2 * estimator.C))

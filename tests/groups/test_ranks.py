@@ -167,7 +167,7 @@ def test_trees_of_split_groups_are_those_of_all_rows(loss: str, target: str, tmp
 
 
 def test_why_trees_failed_is_known_to_all_workers() -> None:
-    """Of a group that is split, and of one that is whole."""
+    """The failed groups are split ones and whole ones."""
     table = skewed(3_000)
     counts = np.where(np.isin(table["key"].to_numpy(), (0, 1, 30)), -1.0, 1.0 + table["day"].to_numpy())
     table = table.set_column(table.column_names.index("y"), "y", pa.array(counts))

@@ -55,6 +55,23 @@ def test_each_group_has_the_model_of_its_rows() -> None:
         assert (row["rows"], row["status"]) == (60, "ok")
 
 
+def test_categories_are_keys_and_classes(tmp_path: Path) -> None:
+    """As frames of pandas have them, and Parquet files that were written from these."""
+    table = sales()
+    words = table["many"].cast(pa.string())
+    plain = table.set_column(table.column_names.index("many"), "many", words)
+    coded = plain
+    for name in ("country", "shop", "many"):
+        coded = coded.set_column(coded.column_names.index(name), name, coded[name].dictionary_encode())
+    pyarrow.parquet.write_table(coded, tmp_path / "coded.parquet")
+    settings: dict[str, Any] = {"by": ["country", "shop"], "target": "many", "features": ["price", "day"]}
+    expected = GroupedTrainer(Logistic(), **settings).fit(plain)
+    for data in (coded, str(tmp_path / "coded.parquet")):
+        fitted = GroupedTrainer(Logistic(), **settings).fit(data)
+        assert fitted.models.equals(expected.models)
+        assert fitted.predict(data).equals(expected.predict(plain))
+
+
 def test_predictions_come_in_the_order_of_the_rows() -> None:
     table = sales()
     fitted = fit_linear(table)

@@ -44,7 +44,7 @@ def task_of(x: np.ndarray, y: np.ndarray, classes: int) -> BucketTask:
 
 
 def fit(spec: Trees, x: np.ndarray, y: np.ndarray, classes: int = 0, cuts: Sequence[int] = ()) -> list[BucketFit]:
-    """What each place has, between whose rows the cuts are."""
+    """Return the fit of each place, which has the rows between two cuts."""
     places = [task_of(x[begin:end], y[begin:end], classes) for begin, end in itertools.pairwise([0, *cuts, len(y)])]
     works = [spec.fit_summed(functools.partial(list, [place]), configs(spec)) for place in places]
     return run_together(works) if len(works) > 1 else [run_alone(works[0])]
