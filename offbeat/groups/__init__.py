@@ -21,7 +21,8 @@ After "Towards an Optimized GROUP BY Abstraction for Large-Scale Machine Learnin
   `fitting` - what a spec makes of its rows; `records` - arrays of all groups; `fitted` - tables of models, and
   predictions; `parents` - models of the groups around a group; `saved` - a file of them
 * forecasts: `cost` - how a fit will go, and how long it takes
-* where: `this_process`; `processes` - of this machine; `fit_folder` - what an ended fit has left
+* where: `this_process`; `processes` - of this machine; `fit_folder` - what an ended fit has left;
+  `fit_description` - by which fits are compared
 * several workers: `ranks` - those of a job; `job_meeting` - where they meet; `shared_fit` - the part of each;
   `partition` - who has which rows of which group; `row_exchange` - rows on their way there; `carrier` - what travels
   between workers; `table_messages` - tables that do

@@ -7,15 +7,15 @@ bucket holds numbers and texts alone, and is written whole or not at all.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import logging
 import zipfile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from xxhash import xxh3_128
 
+from offbeat.groups.fit_description import description_of, difference
 from offbeat.groups.table_input import GroupDataError
 from offbeat.safe_write import write_whole
 
@@ -59,14 +59,9 @@ class FitFolder:
         except (OSError, UnicodeDecodeError) as error:
             raise GroupDataError(f"Cannot resume in {path}: {error}.") from error
         if told != said:
-            changed = [
-                one.partition(":")[0]
-                for one, other in zip(said.splitlines(), told.splitlines(), strict=False)
-                if one != other
-            ]
+            other = difference(said, told) or "text"
             raise GroupDataError(
-                f"Cannot resume in {path}: it is of another fit (other {', '.join(changed) or 'text'}). Name another "
-                "folder, or remove this one."
+                f"Cannot resume in {path}: it is of another fit (other {other}). Name another folder, or remove this one."
             )
 
     def read(self) -> dict[int, tuple[np.ndarray, dict[str, np.ndarray]]]:
@@ -104,29 +99,5 @@ def _described(job: GroupJob, index: GroupIndex, buckets: np.ndarray) -> str:
     digest = xxh3_128()
     for values in (index.hashes, index.rows, buckets):
         digest.update(values.tobytes())
-    classes = [] if job.classes is None else job.classes.to_pylist()
-    columns = ", ".join(f"{field.name} {field.type}" for field in job.schema)
-    lines = {
-        "model": _text(job.model),
-        "columns": columns,
-        "target": f"{job.target} {classes}",
-        "features": ", ".join(job.features),
-        "validation": repr(job.validation),
-        "small groups": repr(job.small),
-        "search": repr(job.search),
-        "overrides": repr(job.overrides),
-        "groups": f"{len(index)} of {int(index.rows.sum())} rows, {digest.hexdigest()}",
-    }
-    return "\n".join(f"{name}: {' '.join(value.split())}" for name, value in lines.items())
-
-
-def _text(value: Any) -> str:
-    """The text of a spec, the same in each process: of a function its name and what it does."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = (f"{field.name}={_text(getattr(value, field.name))}" for field in dataclasses.fields(value))
-        return f"{type(value).__name__}({', '.join(fields)})"
-    if (code := getattr(value, "__code__", None)) is not None:
-        constants = [one for one in code.co_consts if isinstance(one, int | float | str)]
-        said = xxh3_128(repr((code.co_code, code.co_names, constants)).encode()).hexdigest()
-        return f"{value.__module__}.{value.__qualname__} {said}"
-    return repr(value)
+    groups = f"groups: {len(index)} of {int(index.rows.sum())} rows, {digest.hexdigest()}"
+    return f"{description_of(job)}\n{groups}"

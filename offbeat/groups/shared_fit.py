@@ -13,6 +13,7 @@ import torch
 
 from offbeat.errors import DisagreementError
 from offbeat.groups.buckets import BucketFiles, cut_buckets
+from offbeat.groups.fit_description import description_of, difference
 from offbeat.groups.fit_folder import FitFolder
 from offbeat.groups.fitting import BucketTask, GroupStatus, joined
 from offbeat.groups.group_index import GroupIndex
@@ -125,11 +126,17 @@ class SharedFit:
             what = "override groups" if job.overrides.keys else f"search by {type(job.search).__name__}"
             raise GroupDataError(f"Cannot {what} with Ranks, by several workers: fit in one process, or without.")
         said = f"{type(job.model).__name__} of {len(job.configs)} configurations, {job.width} numbers, for {job.schema}"
-        for rank, one in enumerate(self._tables_of_all(pa.table({"fit": [said]}))):
+        mine = f"{description_of(job)}\nbucket_bytes: {self._bucket_bytes}"
+        for rank, one in enumerate(self._tables_of_all(pa.table({"fit": [said], "description": [mine]}))):
             if (other := one["fit"][0].as_py()) != said:
                 raise DisagreementError(
                     f"Cannot fit together: worker {self._carrier.rank} fits {said}, and worker {rank} {other}. Give "
                     "all the same model and columns of the same types."
+                )
+            if differs := difference(mine, one["description"][0].as_py()):
+                raise DisagreementError(
+                    f"Cannot fit together: workers {self._carrier.rank} and {rank} differ in the {differs}. Give all "
+                    "of them the same GroupedTrainer."
                 )
         return job
 

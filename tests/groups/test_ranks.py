@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import signal
@@ -200,6 +201,44 @@ def test_files_are_read_in_parts(tmp_path: Path) -> None:
     for pattern in ("*.parquet", "*.csv"):
         for made in fit_by(2, trainer, [str(tmp_path / pattern)] * 2):
             np.testing.assert_allclose(made.records.coefficients, alone.coefficients, rtol=1e-8)
+
+
+def test_workers_of_other_settings_are_refused() -> None:
+    """Also where models have as many numbers; a function is known by what it does, not by its address."""
+
+    def each(trainers: Sequence[GroupedTrainer]) -> list[str]:
+        board, told = LocalBoard(), dict[int, str]()
+
+        def work(rank: int) -> None:
+            fit = SharedFit(
+                LocalCarrier(rank, 2, board), trainers[rank], open_table(skewed()), own_rows=False, bucket_bytes=BUCKET
+            )
+            try:
+                fit.run(lambda ended, groups: None)
+                told[rank] = "fitted"
+            except DisagreementError as error:
+                told[rank] = str(error)
+
+        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        return [told[rank] for rank in range(2)]
+
+    settings = Linear(l2=1.0), Linear(l2=2.0)
+    assert each([trainer_of(one) for one in settings]) == [
+        "Cannot fit together: workers 0 and 1 differ in the model. Give all of them the same GroupedTrainer.",
+        "Cannot fit together: workers 1 and 0 differ in the model. Give all of them the same GroupedTrainer.",
+    ]
+    smalls = Small(2), Small(3)
+    assert "differ in the small groups" in each([trainer_of(Linear(), small=one) for one in smalls])[0]
+    nets = [Net(functools.partial(wide, 4), epochs=1) for _ in range(2)]
+    assert each([trainer_of(net) for net in nets]) == ["fitted", "fitted"]
+
+
+def wide(width: int, features: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(features, width), nn.Tanh(), nn.Linear(width, 1))
 
 
 def test_what_differs_between_workers_is_refused() -> None:
