@@ -61,7 +61,8 @@ class FitFolder:
         if told != said:
             other = difference(said, told) or "text"
             raise GroupDataError(
-                f"Cannot resume in {path}: it is of another fit (other {other}). Name another folder, or remove this one."
+                f"Cannot resume in {path}: it is of another fit (other {other}). Name another folder, or remove "
+                "this one."
             )
 
     def read(self) -> dict[int, tuple[np.ndarray, dict[str, np.ndarray]]]:
