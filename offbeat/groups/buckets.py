@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from offbeat.errors import OffbeatError
-from offbeat.groups.table_input import GroupDataError
+from offbeat.groups.table_input import GroupDataError, is_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -85,13 +85,6 @@ def numbers_in(column: pa.ChunkedArray, name: str) -> np.ndarray:
     if not is_number(column.type):
         raise GroupDataError(f"Cannot compute with the column {name!r}, {column.type}: encode it as numbers first.")
     return np.array(column.cast(pa.float64()).to_numpy(), np.float64)
-
-
-def is_number(kind: pa.DataType) -> bool:
-    """Whether a column of this type is one of numbers."""
-    types = pa.types
-    tests = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
-    return any(test(kind) for test in tests)
 
 
 def cut_buckets(rows: np.ndarray, row_bytes: int, bucket_bytes: int = BUCKET_BYTES) -> np.ndarray:

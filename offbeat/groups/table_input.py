@@ -165,6 +165,8 @@ class _FileTables:
         except (pa.ArrowException, OSError) as error:
             raise GroupDataError(f"Cannot read {pattern!r}: {_first_line(error)}.") from error
         self._pattern, self.schema = pattern, self._files.schema
+        for part in self._files.get_fragments():
+            self._check(part)
 
     def batches(self, columns: Sequence[str], worker: int = 0, workers: int = 1) -> Iterator[pa.Table]:
         try:
@@ -178,11 +180,50 @@ class _FileTables:
         except (pa.ArrowException, OSError) as error:
             raise GroupDataError(f"Cannot read {self._pattern!r}: {_first_line(error)}.") from error
 
+    def _check(self, part: Any) -> None:
+        """Refuse a file in which a column is missing, whose rows would have no value, or is of a kind of its own.
+
+        Args:
+            part: the file, of a dataset of pyarrow.
+        """
+        for field in self.schema:
+            at = part.physical_schema.get_field_index(field.name)
+            if at < 0:
+                raise GroupDataError(
+                    f"Cannot read {self._pattern!r}: {part.path} lacks the column {field.name!r}. Add it, or leave the "
+                    "file out."
+                )
+            kind = part.physical_schema.field(at).type
+            if _kind(kind) != _kind(field.type) and not pa.types.is_null(kind):
+                raise GroupDataError(
+                    f"Cannot read {self._pattern!r}: the column {field.name!r} is {kind} in {part.path}, and "
+                    f"{field.type} in others. Give it one type."
+                )
+
     def _row_groups(self, columns: list[str], worker: int, workers: int) -> Iterator[pa.Table]:
         """Read one of so many row groups, of which the others need not be decoded."""
         parts = (part for file in self._files.get_fragments() for part in file.split_by_row_group())
         for part in itertools.islice(parts, worker, None, workers):
             yield part.to_table(schema=self.schema, columns=columns)
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Whether a column of this type is one of numbers."""
+    types = pa.types
+    tests = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
+    return any(test(kind) for test in tests)
+
+
+def _kind(kind: pa.DataType) -> object:
+    """What a type is read as: types of one kind are cast to each other."""
+    types = pa.types
+    if types.is_dictionary(kind):
+        return _kind(kind.value_type)
+    if is_number(kind):
+        return "number"
+    if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
+        return "text"
+    return "time" if types.is_temporal(kind) else kind
 
 
 def _first_line(error: Exception) -> str:

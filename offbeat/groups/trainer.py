@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from offbeat.groups.buckets import is_number
 from offbeat.groups.cost import FitForecast, forecast
 from offbeat.groups.fitted import FittedGroups
 from offbeat.groups.group_job import GroupJob, Small, is_shrunk
 from offbeat.groups.overrides import GroupOverrides
 from offbeat.groups.search import HoldOut
 from offbeat.groups.search_methods import GridSearch
-from offbeat.groups.table_input import GroupDataError, open_table
+from offbeat.groups.table_input import GroupDataError, is_number, open_table
 from offbeat.groups.this_process import ThisProcess
 
 if TYPE_CHECKING:

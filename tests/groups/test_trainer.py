@@ -72,6 +72,29 @@ def test_categories_are_keys_and_classes(tmp_path: Path) -> None:
         assert fitted.predict(data).equals(expected.predict(plain))
 
 
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_files_that_do_not_fit_each_other_are_refused(kind: str, tmp_path: Path) -> None:
+    """A column that one lacks would be missing in all its rows, and no group of them had a model."""
+
+    def write(table: pa.Table, name: str) -> None:
+        if kind == "csv":
+            pyarrow.csv.write_csv(table, tmp_path / f"{name}.csv")
+        else:
+            pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+
+    table, pattern = sales(), str(tmp_path / f"*.{kind}")
+    write(table, "0")
+    write(table.drop_columns(["day"]), "1")
+    with pytest.raises(GroupDataError, match=rf"1\.{kind} lacks the column 'day'"):
+        fit_linear(pattern)
+    write(table.set_column(table.column_names.index("day"), "day", pa.array(["monday"] * len(table))), "1")
+    with pytest.raises(GroupDataError, match=rf"'day' is string in .*1\.{kind}, and double in others"):
+        fit_linear(pattern)
+    whole = pa.array(np.arange(len(table)))
+    write(table.set_column(table.column_names.index("day"), "day", whole), "1")
+    assert fit_linear(pattern).models["rows"].to_pylist() == [120] * 12
+
+
 def test_predictions_come_in_the_order_of_the_rows() -> None:
     table = sales()
     fitted = fit_linear(table)
