@@ -215,7 +215,7 @@ def is_number(kind: pa.DataType) -> bool:
 
 
 def _kind(kind: pa.DataType) -> object:
-    """What a type is read as: types of one kind are cast to each other."""
+    """Return the kind of a type: those of one kind are cast to each other."""
     types = pa.types
     if types.is_dictionary(kind):
         return _kind(kind.value_type)
